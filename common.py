@@ -1,0 +1,1128 @@
+"""What is the same in every training script: command line, data, model, metrics, files.
+
+A script holds one technique and this file the job, so that two scripts differ by their technique
+and by nothing else. From top to bottom:
+
+    mistakes      one line, exit code 2
+    command line  flags and their defaults
+    device        which one, how many threads, seeds
+    data          four datasets, one loader, crops and flips in batches on the device
+    model         any torchvision classifier
+    optimizer     SGD or AdamW, warm-up and cosine
+    evaluation    every sample counted once
+    files         written whole or not at all
+    Run           progress, timing, memory, TensorBoard, snapshot, result.json
+"""
+
+import argparse
+import contextlib
+import difflib
+import functools
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from tqdm import tqdm
+
+# torchvision and TensorBoard are imported where they are used: four ranks that share two cores
+# take seconds over them, and a run should show its first line before that.
+
+STARTED = time.perf_counter()
+SCRIPT = Path(sys.argv[0]).stem  # names the technique: pytorch_DDP, pytorch_FSDP, ...
+
+# Set by every launcher (torchrun, torch.distributed.launch, deepspeed), not by plain `python`.
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
+
+# ------------------------------------------------------------------------------------ mistakes
+
+
+def fail(message: object) -> NoReturn:
+    """Report a mistake of the user's in one line and exit with code 2. A bug keeps its traceback.
+
+    Mostly every rank finds the same mistake at about the same time: local rank 0 reports it, while
+    the others wait to be stopped by the launcher and speak only if they turn out to be alone.
+    """
+    if LOCAL_RANK != 0:
+        time.sleep(10)
+    print(f"{SCRIPT}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def say(message: str) -> None:
+    """Print a line, on rank 0 only."""
+    if RANK == 0:
+        print(message, flush=True)
+
+
+# -------------------------------------------------------------------------------- command line
+
+# The reference job, and one that two CPU cores finish in about a minute.
+DEFAULTS = {
+    "cuda": {"model": "resnet50", "image_size": 224},
+    "cpu": {"model": "resnet18", "image_size": 32, "train_samples": 2048, "eval_samples": 1000},
+}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with mistakes in one line, help from one rank, and comments in ``@FILE``."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (--help lists the flags)")
+
+    def print_help(self, file=None) -> None:
+        if RANK == 0:
+            super().print_help(file)
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        return shlex.split(line, comments=True)
+
+
+def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], Any]:
+    """An argparse ``type``: an int or float with ``low <= value < below``."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+        if not low <= value < below:
+            limit = f"{low:g} or more" + (f", less than {below:g}" if below < math.inf else "")
+            raise argparse.ArgumentTypeError(f"{text} is out of range: give {limit}")
+        return value
+
+    return parse
+
+
+def argument_parser(doc: str) -> argparse.ArgumentParser:
+    """The flags that all training scripts share; a script adds those of its technique.
+
+    Args:
+        doc: the script's docstring, shown by ``--help``.
+    """
+    parser = ArgumentParser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+        epilog="@FILE reads flags from a file, for example @config/reference.args",
+    )
+    positive, not_negative = number(int, 1), number(int, 0, 2**31)
+    # fmt: off
+    flag = parser.add_argument_group("the job").add_argument
+    flag("--dataset", choices=["auto", "cifar10", "folder", "synthetic"], default="auto",
+         help="auto (default): CIFAR-10 if at hand or to be downloaded, else synthetic")
+    flag("--data-dir", type=Path, default=Path("data"), metavar="DIR",
+         help="of CIFAR-10; of a folder dataset: holds train/ and test/ or val/ (default: data)")
+    flag("--train-samples", type=positive, metavar="N",
+         help="use the first N (default: all; 2048 on a CPU, except of a folder)")
+    flag("--eval-samples", type=positive, metavar="N",
+         help="use the first N (default: all; 1000 on a CPU, except of a folder)")
+    flag("--model", metavar="NAME",
+         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU)")
+    flag("--norm", choices=["batch", "group", "sync"], default="batch",
+         help="keep the model's BatchNorm (default), or put another norm in its place")
+    flag("--weights", default="none", metavar="none|imagenet|PATH",
+         help="start from these weights (default: none)")
+    flag("--image-size", type=positive, metavar="PIXELS",
+         help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
+    flag("-b", "--batch-size", type=positive, default=128, metavar="N",
+         help="GLOBAL batch, divided among the ranks (default: 128)")
+    flag("--epochs", type=positive, default=5, metavar="N", help="(default: 5)")
+    flag("--max-steps", type=positive, metavar="N", help="end after N steps (default: no limit)")
+    flag("--optimizer", choices=["sgd", "adamw"], default="sgd", help="(default: sgd)")
+    flag("--lr", type=number(float, 1e-12), metavar="X",
+         help="peak learning rate (default: sgd 0.05, without BatchNorm 0.01; adamw 0.001)")
+    flag("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
+         help="of sgd (default: 0.9)")
+    flag("--weight-decay", type=number(float, 0), metavar="X",
+         help="(default: sgd 0.0005, adamw 0.01)")
+    flag("--warmup-steps", type=not_negative, metavar="N", help="(default: a tenth of all steps)")
+    flag = parser.add_argument_group("the machine").add_argument
+    flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
+    flag("-j", "--workers", type=not_negative, metavar="N",
+         help="loader processes per rank (default: 0; 4 for a folder too large for memory)")
+    flag("--seed", type=not_negative, default=0, metavar="N", help="(default: 0)")
+    flag("--deterministic", action="store_true", help="the same bits in every run, more slowly")
+    flag("--double", action="store_true", help="compute in float64, to compare techniques")
+    flag = parser.add_argument_group("the files").add_argument
+    flag("--output-dir", type=Path, default=Path("runs", SCRIPT), metavar="DIR",
+         help=f"(default: runs/{SCRIPT})")
+    flag("--resume", metavar="auto|none|PATH",
+         help="go on from a snapshot; auto: from the one in --output-dir, if there is one "
+         "(default: none, but auto when a launcher restarts the job)")
+    flag("--print-freq", type=positive, default=10, metavar="N",
+         help="steps from one update of bar and TensorBoard to the next (default: 10)")
+    # fmt: on
+    return parser
+
+
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, fill in what depends on the device, and check it all at once.
+
+    ``None`` is left where it means "no limit", "all of it" or "a tenth of all steps".
+    """
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in DEFAULTS[args.device].items():
+        whole_folder = args.dataset == "folder" and name.endswith("_samples")
+        if getattr(args, name) is None and not whole_folder:
+            setattr(args, name, value)
+    if args.lr is None:
+        plain = args.model.startswith(("alexnet", "squeezenet", "vgg"))
+        args.lr = 0.001 if args.optimizer == "adamw" else 0.01 if plain else 0.05
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if args.optimizer == "adamw" else 0.0005
+    if args.norm == "sync" and args.device == "cpu":
+        fail("--norm sync: SyncBatchNorm runs on GPUs only; use --norm batch or --norm group")
+    if args.batch_size % WORLD_SIZE:
+        near = max(args.batch_size // WORLD_SIZE, 1) * WORLD_SIZE
+        fail(
+            f"--batch-size {args.batch_size} is the global batch and does not divide by "
+            f"{WORLD_SIZE} ranks; use --batch-size {near}"
+        )
+    if args.resume is None:  # whoever restarts a job wants it to go on, not to begin anew
+        args.resume = "auto" if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else "none"
+    if args.resume not in ("auto", "none") and not Path(args.resume).is_file():
+        fail(f"--resume {args.resume}: no such file; give auto, none or the path of a snapshot.pt")
+    if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
+        fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
+    if RANK == 0:
+        try:
+            args.output_dir.mkdir(parents=True, exist_ok=True)
+            probe = args.output_dir / f".{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            fail(
+                f"--output-dir {args.output_dir} cannot be written ({error.strerror}); give another"
+            )
+    if args.double:
+        torch.set_default_dtype(torch.float64)
+    return args
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    """The flags that repeat this run, defaults spelled out."""
+    words = []
+    for name, value in vars(args).items():
+        if name != "local_rank" and value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words
+
+
+def announce(args: argparse.Namespace, device: torch.device) -> None:
+    """Print what runs where, and all settings. Then check the model's name, before any data."""
+    backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
+    batch = f"global batch {args.batch_size} = {WORLD_SIZE} x {args.batch_size // WORLD_SIZE}"
+    say(
+        f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} at "
+        f"{args.image_size}x{args.image_size}, dataset {args.dataset}, {batch} per rank"
+    )
+    say(f"settings: {shlex.join(settings(args))}")
+    import torchvision
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    if args.model not in names:
+        close = difflib.get_close_matches(args.model, names) or ["resnet18", "resnet50"]
+        fail(f"--model {args.model} is no torchvision classifier; try {', '.join(close)}")
+
+
+# -------------------------------------------------------------------------------------- device
+
+
+def get_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
+    """GPU number ``local_rank``, or the CPU, whose cores the ranks of a machine share equally."""
+    if args.device == "cuda":
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            fail(
+                f"local rank {local_rank} has no GPU: there are {gpus}; "
+                f"use --nproc_per_node={gpus}, or --device cpu"
+            )
+        return torch.device("cuda", local_rank)
+    # For several ranks launchers set OMP_NUM_THREADS=1. Any other number is the user's own.
+    if LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // LOCAL_WORLD_SIZE))
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seed the weights and dropout. Order and crops of the data have generators of their own."""
+    torch.manual_seed(seed)
+    torch.backends.cudnn.benchmark = not deterministic  # pays off, as all batches have one shape
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+# ---------------------------------------------------------------------------------------- data
+
+# Of ImageNet, because torchvision's pretrained weights expect them; any others would do as well
+# for a network that starts from nothing.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IN_MEMORY_BYTES = 4 * 2**30  # of uint8; a larger folder is decoded batch by batch
+
+
+class Images(Dataset):
+    """Images in memory, as one tensor: a batch is one index operation.
+
+    Args:
+        images: uint8 ``[n, 3, side, side]``.
+        labels: int64 ``[n]``.
+        classes: the name of each class.
+        image_size: side of the model's input, to which the device resizes a batch.
+    """
+
+    def __init__(self, images, labels: Tensor, classes: list[str], image_size: int):
+        self.images, self.labels = images, labels
+        self.classes, self.image_size = classes, image_size
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """What a DataLoader calls for a batch: ``[batch, 3, side, side]`` and ``[batch]``."""
+        index = torch.tensor(indices)
+        return self.images[index], self.labels[index]
+
+
+class ImagesOnDisk(Images):
+    """The same of files, decoded when a batch needs them: ``images`` is a list of paths."""
+
+    def __init__(self, images: list[str], labels, classes, image_size: int, side: int):
+        super().__init__(images, labels, classes, image_size)
+        self.side = side
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([read_image(self.images[i], self.side) for i in indices])
+        return images, self.labels[torch.tensor(indices)]
+
+
+class UnreadableImage(Exception):
+    """An image file that cannot be decoded."""
+
+
+@contextlib.contextmanager
+def open_image(path: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path) as image:
+            yield image
+    except Exception as error:  # damaged files raise any of a dozen types
+        raise UnreadableImage(
+            f"cannot read the image {path} ({type(error).__name__}); mend or remove it"
+        ) from error
+
+
+def read_image(path: str, side: int) -> Tensor:
+    """Decode a file to uint8 ``[3, side, side]``: short side resized, then the middle cut out."""
+    with open_image(path) as file:
+        image = ImageOps.fit(file.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
+    """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
+    why = None
+    if args.dataset in ("auto", "cifar10"):
+        why = fetch_cifar10(args.data_dir)
+        if why and args.dataset == "cifar10":
+            fail(
+                f"--dataset cifar10: not in {args.data_dir} and not to be downloaded ({why}); "
+                f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
+            )
+        args.dataset = "synthetic" if why else "cifar10"
+    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[args.dataset]
+    train_set, eval_set = make(args, "train"), make(args, "eval")
+    odd = set(train_set.classes) ^ set(eval_set.classes)
+    if odd:
+        fail(
+            f"--data-dir {args.data_dir}: both splits need the same class folders; "
+            f"only one of them has {', '.join(sorted(odd))}"
+        )
+    because = (
+        f" (CIFAR-10 is not in {args.data_dir} and not to be downloaded: {why})" if why else ""
+    )
+    say(
+        f"data: {args.dataset}{because}, {len(train_set):,} training and {len(eval_set):,} "
+        f"evaluation images, {len(train_set.classes)} classes"
+    )
+    return train_set, eval_set
+
+
+def how_many(args: argparse.Namespace, split: str, available: int) -> int:
+    """``--train-samples`` or ``--eval-samples``, where it is given, of those available."""
+    wanted = getattr(args, f"{split}_samples") or available
+    if wanted > available:
+        fail(f"--{split}-samples {wanted}: there are {available}; ask for no more than that")
+    return wanted
+
+
+def fetch_cifar10(data_dir: Path) -> str | None:
+    """Download CIFAR-10 if it is missing: one attempt, by local rank 0, while the others wait.
+
+    Returns:
+        ``None`` where every rank finds it, else the reason, on every rank.
+    """
+    from torchvision.datasets import CIFAR10
+
+    batches, why = data_dir / CIFAR10.base_folder, "another rank failed"
+    if LOCAL_RANK == 0 and not batches.is_dir():
+        answers = ["no answer within 10 s"]
+
+        def ask_for_headers():
+            request = urllib.request.Request(CIFAR10.url, method="HEAD")
+            try:
+                urllib.request.urlopen(request, timeout=10).close()
+                answers.append("")
+            except OSError as error:
+                answers.append(str(error))
+
+        # A thread, because looking up a host obeys no timeout; it may be left behind.
+        thread = threading.Thread(target=ask_for_headers, daemon=True)
+        thread.start()
+        thread.join(timeout=10)
+        why = answers[-1]
+        if not why:
+            try:
+                CIFAR10(data_dir, download=True)
+            except (OSError, RuntimeError, EOFError) as error:
+                why = str(error)
+    missing = max_over_ranks([not batches.is_dir()])[0]
+    return why if missing else None
+
+
+def cifar10(args: argparse.Namespace, split: str) -> Images:
+    """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 images of 32x32, checksums verified."""
+    from torchvision.datasets import CIFAR10
+
+    try:
+        source = CIFAR10(args.data_dir, train=split == "train")
+    except (OSError, RuntimeError, EOFError) as error:
+        fail(f"CIFAR-10 in {args.data_dir} is damaged ({error}); remove it and start again")
+    n = how_many(args, split, len(source))
+    images = torch.from_numpy(source.data[:n]).permute(0, 3, 1, 2).contiguous()
+    return Images(images, torch.tensor(source.targets[:n]), source.classes, args.image_size)
+
+
+def folder(args: argparse.Namespace, split: str) -> Images:
+    """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
+
+    The files come in a fixed shuffle: their first n would otherwise be of the first class.
+    """
+    from torchvision.datasets import ImageFolder
+
+    names = ["train"] if split == "train" else ["test", "val"]
+    roots = [args.data_dir / name for name in names if (args.data_dir / name).is_dir()]
+    if not roots:
+        fail(
+            f"--data-dir {args.data_dir}: there is no {' or '.join(names)} folder in it; "
+            "give the folder that holds train/ and test/"
+        )
+    try:
+        source = ImageFolder(roots[0])
+    except FileNotFoundError as error:
+        fail(f"--data-dir {args.data_dir}: {error}; {roots[0]} needs a folder of images per class")
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+    order = order[: how_many(args, split, len(source))]
+    paths, labels = [source.samples[i][0] for i in order], torch.tensor(source.targets)[order]
+    try:
+        short_sides = []
+        for path in paths[:100]:
+            with open_image(path) as image:
+                short_sides.append(min(image.size))
+        # Large images are stored as small as the model's input, small ones as they are.
+        side = min(args.image_size, max(short_sides))
+        if len(paths) * 3 * side**2 > IN_MEMORY_BYTES:
+            return ImagesOnDisk(paths, labels, source.classes, args.image_size, side)
+        images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+        hidden = None if RANK == 0 else True  # None: shown if there is a terminal
+        for i, path in enumerate(tqdm(paths, f"reading {roots[0]}", leave=False, disable=hidden)):
+            images[i] = read_image(path, side)
+    except UnreadableImage as error:
+        fail(error)
+    return Images(images, labels, source.classes, args.image_size)
+
+
+def synthetic(args: argparse.Namespace, split: str) -> Images:
+    """Ten classes drawn from the seed, of CIFAR-10's shape: no file and no network needed.
+
+    A class is a smooth random pattern; an image is the sum of its class's, another one and noise.
+    Image i is the same however many there are.
+    """
+    n = getattr(args, f"{split}_samples") or {"train": 50_000, "eval": 10_000}[split]
+    images, labels = torch.empty(n, 3, 32, 32, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
+    of_class = smooth_patterns(np.random.default_rng((args.seed, 0)), 10)
+    for start in range(0, n, 1000):
+        rng = np.random.default_rng((args.seed, {"train": 1, "eval": 2}[split], start))
+        chunk = slice(start, min(start + 1000, n))
+        labels[chunk] = torch.from_numpy(rng.integers(10, size=1000))[: n - start]
+        drawn = smooth_patterns(rng, 1000)
+        drawn += torch.from_numpy(rng.standard_normal(drawn.shape, dtype=np.float32))
+        drawn = of_class[labels[chunk]] + drawn[: n - start]
+        images[chunk] = (128 + 32 * drawn).clamp(0, 255).to(torch.uint8)
+    return Images(images, labels, [f"class {i}" for i in range(10)], args.image_size)
+
+
+def smooth_patterns(rng: np.random.Generator, n: int) -> Tensor:
+    """float32 ``[n, 3, 32, 32]``: 4x4 normal values, enlarged."""
+    coarse = torch.from_numpy(rng.standard_normal((n, 3, 4, 4), dtype=np.float32))
+    return F.interpolate(coarse, size=32, mode="bicubic")
+
+
+def make_loader(
+    args: argparse.Namespace,
+    dataset: Images,
+    batch_size: int,
+    sampler: Sampler | None = None,
+    drop_last: bool = False,
+) -> DataLoader:
+    """A loader of uint8 images ``[batch_size, 3, side, side]`` and int64 labels, on the CPU.
+
+    Args:
+        batch_size: of one rank.
+        sampler: the order; ``None`` takes the images as they come.
+        drop_last: leave out an incomplete last batch, as training does.
+    """
+    if drop_last and len(dataset) < args.batch_size:
+        fail(
+            f"--batch-size {args.batch_size} is more than the {len(dataset)} training images; "
+            "use a smaller one"
+        )
+    workers = args.workers
+    if workers is None:
+        workers = 4 if isinstance(dataset, ImagesOnDisk) else 0
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        collate_fn=as_it_is,  # the dataset hands out whole batches
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=args.device == "cuda",
+    )
+
+
+def as_it_is(batch):
+    return batch
+
+
+def readable(loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loader's batches, up to an image that cannot be read."""
+    try:
+        yield from loader
+    except UnreadableImage as error:  # a worker process puts its traceback before the message
+        fail(str(error).rpartition("UnreadableImage: ")[2])
+
+
+def draw_crops(seed: int, epoch: int, step: int, batch_size: int, side: int) -> Tensor:
+    """Random crops and flips of a GLOBAL batch: a function of (seed, epoch, step) only, so that
+    they are the same at every world size and after a resume.
+
+    Returns:
+        int64 ``[batch_size, 3]``: row and column in the padded image, and whether to flip.
+    """
+    places = 2 * (side // 8) + 1
+    rng = np.random.default_rng((seed, epoch, step))
+    return torch.from_numpy(rng.integers([places, places, 2], size=(batch_size, 3)))
+
+
+def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
+    """Pad by an eighth of the side, cut a window out of each image, and mirror half of them.
+
+    Args:
+        images: ``[n, 3, side, side]``.
+        crops: int64 ``[n, 3]`` as drawn by :func:`draw_crops`, on the same device.
+    """
+    side = images.shape[-1]
+    padded = F.pad(images, [side // 8] * 4)
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # a view: all windows of all images
+    rows, columns, flips = crops.unbind(1)
+    images = windows[torch.arange(len(images), device=images.device), :, rows, columns]
+    return torch.where(flips.bool()[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images: Tensor, image_size: int) -> Tensor:
+    """uint8 ``[n, 3, side, side]`` to what the model takes: normalized, of the default dtype and
+    ``[n, 3, image_size, image_size]``."""
+    mean, std = normalization(images.device, torch.get_default_dtype())
+    images = images.to(mean.dtype).sub_(mean).div_(std)
+    if images.shape[-1] == image_size:
+        return images
+    shrinks = images.shape[-1] > image_size
+    return F.interpolate(images, size=image_size, mode="bilinear", antialias=shrinks)
+
+
+@functools.cache  # copying them to the GPU at every step would make the CPU wait for the GPU
+def normalization(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([MEAN, STD], dtype=dtype, device=device).mul(255)[..., None, None]
+
+
+# --------------------------------------------------------------------------------------- model
+
+
+def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
+    """A torchvision classifier with one output per class, on the CPU."""
+    import torchvision
+
+    options = {}
+    if args.model in ("googlenet", "inception_v3"):  # which have three outputs otherwise
+        options = {"aux_logits": False, "init_weights": True}
+    model = torchvision.models.get_model(args.model, num_classes=len(classes), **options)
+    if args.norm == "group":
+        use_group_norm(model)
+    check_input(args, model)
+    if args.norm == "sync":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.weights != "none":
+        load_weights(args, model)
+    return model
+
+
+def use_group_norm(module: nn.Module) -> None:
+    """Put GroupNorm, which looks at one image only, in the place of BatchNorm."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            groups = math.gcd(32, child.num_features)
+            setattr(module, name, nn.GroupNorm(groups, child.num_features))
+        else:
+            use_group_norm(child)
+
+
+def check_input(args: argparse.Namespace, model: nn.Module) -> None:
+    """Send the shape of a batch through the model, without computing anything."""
+    size, per_rank = args.image_size, args.batch_size // WORLD_SIZE
+    images = torch.empty(min(per_rank, 2), 3, size, size, device="meta")
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    try:
+        torch.func.functional_call(model, {name: t.to("meta") for name, t in tensors}, images)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        fail(
+            f"--model {args.model} cannot train on {per_rank} images of {size}x{size} per rank "
+            f"({error}); use a larger --image-size or --batch-size"
+        )
+
+
+def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
+    """Load ``--weights``: a ``model.pt`` as it is, or ImageNet's without the last layer."""
+    expected = model.state_dict()
+    if args.weights == "imagenet":
+        weights = {k: v for k, v in imagenet_weights(args).items() if k in expected}
+        weights = expected | {k: v for k, v in weights.items() if v.shape == expected[k].shape}
+    else:
+        weights = load_file(args.weights, "--weights")
+    shapes = {name: t.shape for name, t in expected.items()}
+    theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
+    wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
+    if wrong:
+        fail(
+            f"--weights {args.weights} does not fit --model {args.model} --norm {args.norm} with "
+            f"this dataset's classes: entries such as {wrong[0]} differ; give its own settings"
+        )
+    model.load_state_dict(weights)
+
+
+def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
+    """torchvision's own, downloaded by local rank 0 and then read by all."""
+    import torchvision
+
+    weights = None
+    for my_turn in (LOCAL_RANK == 0, LOCAL_RANK != 0):
+        if my_turn:
+            try:
+                source = torchvision.models.get_model_weights(args.model).DEFAULT
+                weights = source.get_state_dict(progress=LOCAL_RANK == 0, check_hash=True)
+            except (OSError, RuntimeError) as error:
+                fail(f"--weights imagenet: not to be downloaded ({error}); give a file's path")
+        max_over_ranks([0])  # a barrier
+    return weights
+
+
+# ----------------------------------------------------------------------- optimizer and schedule
+
+
+def make_optimizer(args: argparse.Namespace, parameters: Iterable) -> torch.optim.Optimizer:
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, args.lr, weight_decay=args.weight_decay)
+    return torch.optim.SGD(
+        parameters, args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
+
+
+def make_scheduler(
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear warm-up, then half a cosine that reaches 0 after the last step; stepped every step."""
+    total = total_steps(args, steps_per_epoch)
+    warmup = total // 10 if args.warmup_steps is None else args.warmup_steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, total - warmup))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
+    return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
+
+
+# ---------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+    """Loss and accuracy over the whole set, every sample counted once at any world size.
+
+    Ranks must run equally many forwards, so ``DistributedSampler`` repeats some samples to make the
+    shards equal. Rank r's k-th sample is number ``r + k * world_size``: what lies beyond the end of
+    the set is masked out of the sums.
+
+    Args:
+        model: the plain model, not a wrapper whose forward communicates.
+        loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
+
+    Returns:
+        ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, equal on all ranks.
+    """
+    model.eval()
+    rank, world_size = rank_and_world_size()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
+    seen = 0
+    for images, labels in readable(loader):
+        labels = labels.to(device, non_blocking=True)
+        images = to_input(images.to(device, non_blocking=True), loader.dataset.image_size)
+        logits = model(images).double()
+        numbers = rank + world_size * torch.arange(seen, seen + len(labels), device=device)
+        real = numbers < len(loader.dataset)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        correct = logits.argmax(1) == labels
+        sums += torch.stack([losses, correct, torch.ones_like(losses)]) @ real.double()
+        seen += len(labels)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    loss, correct, samples = sums.tolist()
+    if samples != len(loader.dataset):
+        raise RuntimeError(f"evaluated {samples:.0f} samples instead of {len(loader.dataset)}")
+    return {"loss": loss / samples, "accuracy": correct / samples, "samples": int(samples)}
+
+
+# --------------------------------------------------------------------------------------- files
+
+
+def save_file(state: dict, path: Path) -> None:
+    """``torch.save`` that leaves the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load_file(path: Path | str, flag: str) -> dict:
+    """``torch.load`` of a dict of tensors and plain types, onto the CPU."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise any of a dozen types
+        fail(
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: damaged, or not only of "
+            "tensors); give another"
+        )
+    if not isinstance(state, dict):
+        fail(f"{flag} {path} holds a {type(state).__name__}, not a dict; give another")
+    return state
+
+
+def save_model(state_dict: dict[str, Tensor], output_dir: Path) -> None:
+    """Write ``model.pt``, in fp32 (float64 under ``--double``), as plain torchvision loads it."""
+    dtype = torch.get_default_dtype()
+    state = {
+        k: v.to("cpu", dtype if v.is_floating_point() else None) for k, v in state_dict.items()
+    }
+    save_file(state, output_dir / "model.pt")
+
+
+# ----------------------------------------------------------------------------------------- run
+
+WARMUP_STEPS = 10  # left out of the speed: allocator, autotuner and caches are settling
+JOB = [
+    "model",
+    "norm",
+    "dataset",
+    "train_samples",
+    "image_size",
+    "batch_size",
+    "optimizer",
+    "seed",
+    "double",
+]  # in these a snapshot and the run that goes on from it must agree
+
+
+class Run:
+    """The meter and the files of one run. All ranks call it alike; rank 0 prints and writes.
+
+    Args:
+        train_loader: what an epoch consists of.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, train_loader: DataLoader):
+        if WORLD_SIZE > 1 and not dist.is_initialized():
+            fail(
+                f"{SCRIPT}.py is one process but was started as {WORLD_SIZE} ranks; start it with "
+                f"python {SCRIPT}.py, or use pytorch_torchrun_DDP.py"
+            )
+        self.args, self.device, self.train_set = args, device, train_loader.dataset
+        self.steps_per_epoch = len(train_loader)
+        self.total_steps = total_steps(args, self.steps_per_epoch)
+        self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
+        self.start_epoch = self.step = 0  # step: the optimizer's steps, over all epochs
+        self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
+        self.step_seconds = []
+
+    def load_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
+        """Go on from the snapshot that ``--resume`` means. If there is none, begin."""
+        args = self.args
+        path = Path(args.output_dir / "snapshot.pt" if args.resume == "auto" else args.resume)
+        resumed = args.resume != "none" and path.is_file()
+        if resumed:
+            snapshot = load_file(path, "--resume")
+            check_job(args, path, snapshot)
+            model.load_state_dict(snapshot["model"])
+            optimizer.load_state_dict(snapshot["optimizer"])
+            scheduler.load_state_dict(snapshot["scheduler"])
+            self.step = snapshot["step"]
+            self.start_epoch = self.step // self.steps_per_epoch
+            self.history = {k: v[: self.start_epoch] for k, v in snapshot["history"].items()}
+        last, first = max_over_ranks([self.step, -self.step])
+        if last != -first:
+            fail(
+                f"ranks found snapshots of different steps, {-first:.0f} and {last:.0f}; "
+                "give an --output-dir that all machines share"
+            )
+        if self.step >= self.total_steps:
+            say(
+                f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; "
+                "go further with --epochs, or begin again with --resume none"
+            )
+            raise SystemExit(0)
+        if resumed:
+            say(f"resumed from {path} at epoch {self.start_epoch + 1}, step {self.step + 1}")
+        self.optimizer = optimizer
+        if RANK == 0:
+            from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
+
+            if not resumed:
+                clear_last_run(args.output_dir)
+            self.writer = SummaryWriter(str(args.output_dir), purge_step=self.step + 1)
+
+    def save_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
+        """Write ``snapshot.pt``, from which ``--resume`` goes on. One rank calls it."""
+        snapshot = {
+            "job": {name: getattr(self.args, name) for name in JOB},
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "epoch": self.step // self.steps_per_epoch,  # finished ones
+            "step": self.step,
+            "history": self.history,
+        }
+        save_file(snapshot, self.args.output_dir / "snapshot.pt")
+
+    def batches(self, loader: DataLoader, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches of an epoch, cropped, flipped and normalized on the device.
+
+        Yields:
+            images ``[batch, 3, image_size, image_size]`` of the default dtype, and labels int64
+            ``[batch]``; batch is the global batch divided by the number of ranks.
+        """
+        args = self.args
+        rank, world_size = rank_and_world_size()
+        begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
+        end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.images = 0
+        self.shown = 0.0, 0, time.perf_counter()  # loss_sum, images and time, when last shown
+        self.bar = tqdm(
+            desc=f"epoch {epoch + 1}/{self.epochs}",
+            initial=begin * args.batch_size,
+            total=end * args.batch_size,
+            unit="img",
+            unit_scale=True,
+            leave=False,
+            disable=None if RANK == 0 else True,  # None: shown if there is a terminal
+        )
+        ticks = [self.tick()]
+        for index, (images, labels) in itertools.islice(enumerate(readable(loader)), begin, end):
+            crops = draw_crops(args.seed, epoch, index, args.batch_size, images.shape[-1])
+            crops = crops[rank::world_size].to(self.device, non_blocking=True)
+            images = crop_and_flip(images.to(self.device, non_blocking=True), crops)
+            images = to_input(images, args.image_size)
+            labels = labels.to(self.device, non_blocking=True)
+            self.step += 1
+            self.batch = len(labels)
+            yield images, labels
+            ticks.append(self.tick())
+            self.bar.update(args.batch_size)
+        self.bar.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            ticks = [ticks[0].elapsed_time(tick) / 1e3 for tick in ticks]
+        self.step_seconds += [after - before for before, after in itertools.pairwise(ticks)]
+        self.epoch_seconds = ticks[-1] - ticks[0]
+
+    def tick(self):
+        """Now, as the device sees it: on a GPU an event in its queue, for which nobody waits."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def log(self, loss: Tensor) -> None:
+        """Count the loss of a step that was taken.
+
+        Args:
+            loss: mean over this rank's batch, a scalar. It stays on the device; only at every
+                ``--print-freq``-th step is the mean since the last time, over all ranks, shown.
+        """
+        self.loss_sum += loss.detach() * self.batch
+        self.images += self.batch
+        if self.step % self.args.print_freq and self.step != self.total_steps:
+            return
+        old_loss_sum, old_images, then = self.shown
+        loss_sum, images = self.totals()
+        self.shown = loss_sum, images, time.perf_counter()
+        if RANK == 0:
+            mean = (loss_sum - old_loss_sum) / (images - old_images)
+            speed = (images - old_images) / (self.shown[-1] - then)
+            lr = self.optimizer.param_groups[0]["lr"]
+            self.bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+            self.add_scalars("step", loss=mean, images_per_second=speed, learning_rate=lr)
+
+    def totals(self) -> list[float]:
+        """This epoch's sum of losses and number of images so far, over all ranks."""
+        totals = torch.stack([self.loss_sum, self.loss_sum.new_tensor(self.images)])
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        return totals.tolist()
+
+    def add_scalars(self, group: str, **values: float) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(f"{group}/{name}", value, self.step)
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """End an epoch: a line on the screen, a point on each curve.
+
+        Args:
+            metrics: what :func:`evaluate` returned.
+        """
+        loss_sum, images = self.totals()
+        epoch = {
+            "train_loss": loss_sum / images,
+            "eval_loss": metrics["loss"],
+            "eval_accuracy": metrics["accuracy"],
+            "seconds": self.epoch_seconds,
+        }
+        for name, value in epoch.items():
+            self.history[name].append(value)
+        self.eval_samples = metrics["samples"]
+        if RANK == 0:
+            self.add_scalars("epoch", **epoch)
+        say(
+            f"epoch {len(self.history['seconds'])}/{self.epochs}: loss {epoch['train_loss']:.4f}, "
+            f"evaluation loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.2%}, "
+            f"{self.epoch_seconds:.1f} s"
+        )
+
+    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Write ``result.json`` and TensorBoard's HPARAMS, and print the last line.
+
+        Args:
+            model, optimizer: as this rank holds them, with the gradients of the last step; the
+                tensors are counted for ``state_bytes``.
+        """
+        args = self.args
+        parameters = list(model.parameters())
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        state_bytes = {
+            "parameters": count_bytes(parameters),
+            "gradients": count_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": count_bytes(value for value in states if torch.is_tensor(value)),
+        }
+        memory = peak_memory_gib(self.device)
+        largest = max_over_ranks([*state_bytes.values(), *memory.values()])
+        state_bytes = dict(zip(state_bytes, map(int, largest[:3]), strict=True))
+        memory = dict(zip(memory, largest[3:], strict=True))
+        if RANK != 0:
+            return
+        seconds = self.step_seconds[min(WARMUP_STEPS, len(self.step_seconds) // 2) :]
+        speed = args.batch_size / statistics.median(seconds)
+        accuracy = self.history["eval_accuracy"][-1]
+        result = {
+            "technique": SCRIPT,
+            "command": launch_command(),
+            "settings": shlex.join(settings(args)),
+            "world_size": WORLD_SIZE,
+            "device": device_name(self.device),
+            "threads": torch.get_num_threads(),
+            "model": args.model,
+            "norm": args.norm,
+            "dataset": args.dataset,
+            "classes": self.train_set.classes,
+            "train_samples": len(self.train_set),
+            "image_size": args.image_size,
+            "normalization": {"mean": MEAN, "std": STD},
+            "precision": "fp64" if args.double else "fp32",
+            "global_batch_size": args.batch_size,
+            "optimizer": args.optimizer,
+            "epochs": self.epochs,
+            "steps": self.step,
+            "seed": args.seed,
+            "seconds_total": time.perf_counter() - STARTED,
+            "seconds_train": sum(self.history["seconds"]),
+            "images_per_second": speed,
+            "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
+            "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
+            "state_bytes": state_bytes,
+            **self.history,
+            "eval_samples": self.eval_samples,
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
+        (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        hparams = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
+        hparams |= {"technique": SCRIPT, "world_size": WORLD_SIZE}
+        metrics = {"accuracy": accuracy, "images_per_second": speed, "memory": memory["process"]}
+        metrics = {f"final/{name}": value for name, value in metrics.items()}
+        self.writer.add_hparams(hparams, metrics, run_name=".")
+        self.writer.close()
+        memory = ", ".join(f"{gib:.2f} GiB {kind}" for kind, gib in memory.items())
+        say(
+            f"done: accuracy {accuracy:.2%} of {self.eval_samples:,}, median {speed:,.0f} images/s, "
+            f"peak memory {memory}, files in {args.output_dir}"
+        )
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    """The largest of each number on any rank; all ranks learn it."""
+    if not dist.is_initialized():
+        return values
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def peak_memory_gib(device: torch.device) -> dict[str, float]:
+    """Peak memory of this rank, in GiB.
+
+    On a GPU: what tensors took (allocated), what PyTorch's allocator kept (reserved), and what
+    nvidia-smi would show for the GPU (process; other programs on the same GPU are in it).
+    On a CPU: the resident set of the process.
+    """
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, else KiB
+        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    free, total = torch.cuda.mem_get_info(device)
+    figures = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    names = "allocated", "reserved", "process"
+    return {k: v / 2**30 for k, v in zip(names, (*figures, total - free), strict=True)}
+
+
+def check_job(args: argparse.Namespace, path: Path, snapshot: dict) -> None:
+    """A snapshot belongs to the job that wrote it."""
+    if "job" not in snapshot:
+        fail(f"--resume {path} holds no snapshot; give a snapshot.pt (model.pt goes to --weights)")
+    for name in JOB:
+        theirs, ours = snapshot["job"].get(name), getattr(args, name)
+        if theirs != ours:
+            flag = f"--{name.replace('_', '-')}"
+            fail(
+                f"--resume {path} is of a run with {flag} {theirs}, this one has {flag} {ours}; "
+                "give the same, or --resume none"
+            )
+
+
+def clear_last_run(output_dir: Path) -> None:
+    """Remove the curves of an earlier run in this folder; its snapshot is kept under a new name."""
+    for events in output_dir.glob("events.out.tfevents.*"):
+        events.unlink()
+    if (output_dir / "snapshot.pt").is_file():
+        os.replace(output_dir / "snapshot.pt", output_dir / "snapshot.previous.pt")
+
+
+def launch_command() -> str:
+    """The command that started this run: the launcher's, which is our parent, or our own."""
+    words = sys.orig_argv
+    if "LOCAL_RANK" in os.environ and Path("/proc/self").is_dir():
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().strip("\0").split("\0")
+    words = [Path(words[0]).name, *words[1:]]
+    if Path(words[1]).name in ("torchrun", "deepspeed"):
+        words = [Path(words[1]).name, *words[2:]]
+    return shlex.join(words)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found |= {"torchvision": importlib.metadata.version("torchvision"), "numpy": np.__version__}
+    if torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of this repository, with ``-dirty`` if files differ; ``None`` outside of one."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        run = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()

@@ -1,0 +1,64 @@
+"""Train on one device, a GPU or the CPU: the script that every other one is a diff against.
+
+Command:    python pytorch_SingleGPU.py
+Use it      as long as the job fits one GPU and you can wait for it. Not when a second GPU is idle.
+Holds       4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
+            the optimizer; the activations, which grow with the batch, come on top.
+Sends       nothing.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import RandomSampler
+
+import common
+
+
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    args = common.parse_args(parser)
+    device = common.get_device(args)
+    common.announce(args, device)
+    common.seed_everything(args.seed, args.deterministic)
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    generator = torch.Generator()
+    sampler = RandomSampler(train_set, generator=generator)
+    train_loader = common.make_loader(args, train_set, args.batch_size, sampler, drop_last=True)
+    eval_loader = common.make_loader(args, eval_set, args.batch_size)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        generator.manual_seed(args.seed + epoch)  # a new order every epoch
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        run.report(common.evaluate(model, eval_loader, device))
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+
+
+if __name__ == "__main__":
+    main()

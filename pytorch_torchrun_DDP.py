@@ -1,0 +1,102 @@
+"""Train on several devices with DistributedDataParallel, started by torchrun.
+
+Differs     from pytorch_DDP.py: rank and world size come from the environment alone, so there is no
+            flag to accept; and torchrun can restart the job, which goes on from its last snapshot.
+            Lines tagged "# torchrun:".
+Command:    torchrun --nproc_per_node=4 pytorch_torchrun_DDP.py
+            torchrun --standalone --nproc_per_node=gpu --max-restarts=3 pytorch_torchrun_DDP.py
+            python pytorch_torchrun_DDP.py (a world of one)
+Use it      wherever DDP is right: it is the form to copy. Not when the model does not fit.
+Holds       as on one device: per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum)
+            or 8 (AdamW) for the optimizer; the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter: one all-reduce.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have come
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: own dropout on each rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model.module, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        if rank == 0:  # DDP: all ranks hold the same, one writes it
+            run.save_snapshot(model.module, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
