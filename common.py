@@ -32,9 +32,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -101,17 +101,18 @@ class ArgumentParser(argparse.ArgumentParser):
         return shlex.split(line, comments=True)
 
 
-def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], Any]:
-    """An argparse ``type``: an int or float with ``low <= value < below``."""
+def number(kind: type, low: float, below: float = math.inf, above: float = -1):
+    """An argparse ``type``: an int or float with ``low <= value < below`` and ``value > above``."""
 
-    def parse(text: str):
+    def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
-        if not low <= value < below:
-            limit = f"{low:g} or more" + (f", less than {below:g}" if below < math.inf else "")
-            raise argparse.ArgumentTypeError(f"{text} is out of range: give {limit}")
+            raise argparse.ArgumentTypeError(f"{text} is no {kind.__name__}") from None
+        if not (low <= value < below and value > above):
+            limits = f"more than {above}" if above >= low else f"{low} or more"
+            limits += f" and less than {below}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {limits}")
         return value
 
     return parse
@@ -130,7 +131,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="@FILE reads flags from a file, for example @config/reference.args",
     )
-    positive, not_negative = number(int, 1), number(int, 0, 2**31)
+    positive, not_negative = number(int, 1), number(int, 0)
     # fmt: off
     flag = parser.add_argument_group("the job").add_argument
     flag("--dataset", choices=["auto", "cifar10", "folder", "synthetic"], default="auto",
@@ -154,7 +155,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     flag("--epochs", type=positive, default=5, metavar="N", help="(default: 5)")
     flag("--max-steps", type=positive, metavar="N", help="end after N steps (default: no limit)")
     flag("--optimizer", choices=["sgd", "adamw"], default="sgd", help="(default: sgd)")
-    flag("--lr", type=number(float, 1e-12), metavar="X",
+    flag("--lr", type=number(float, 0, above=0), metavar="X",
          help="peak learning rate (default: sgd 0.05, without BatchNorm 0.01; adamw 0.001)")
     flag("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
          help="of sgd (default: 0.9)")
@@ -165,7 +166,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
     flag("-j", "--workers", type=not_negative, metavar="N",
          help="loader processes per rank (default: 0; 4 for a folder too large for memory)")
-    flag("--seed", type=not_negative, default=0, metavar="N", help="(default: 0)")
+    flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N", help="(default: 0)")
     flag("--deterministic", action="store_true", help="the same bits in every run, more slowly")
     flag("--double", action="store_true", help="compute in float64, to compare techniques")
     flag = parser.add_argument_group("the files").add_argument
@@ -239,6 +240,11 @@ def settings(args: argparse.Namespace) -> list[str]:
 
 def announce(args: argparse.Namespace, device: torch.device) -> None:
     """Print what runs where, and all settings. Then check the model's name, before any data."""
+    if WORLD_SIZE > 1 and not dist.is_initialized():
+        fail(
+            f"{SCRIPT}.py is one process but was started as {WORLD_SIZE} ranks; start it with "
+            f"python {SCRIPT}.py, or use pytorch_torchrun_DDP.py"
+        )
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
     batch = f"global batch {args.batch_size} = {WORLD_SIZE} x {args.batch_size // WORLD_SIZE}"
     say(
@@ -804,11 +810,6 @@ class Run:
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, train_loader: DataLoader):
-        if WORLD_SIZE > 1 and not dist.is_initialized():
-            fail(
-                f"{SCRIPT}.py is one process but was started as {WORLD_SIZE} ranks; start it with "
-                f"python {SCRIPT}.py, or use pytorch_torchrun_DDP.py"
-            )
         self.args, self.device, self.train_set = args, device, train_loader.dataset
         self.steps_per_epoch = len(train_loader)
         self.total_steps = total_steps(args, self.steps_per_epoch)
@@ -1036,8 +1037,8 @@ class Run:
         self.writer.close()
         memory = ", ".join(f"{gib:.2f} GiB {kind}" for kind, gib in memory.items())
         say(
-            f"done: accuracy {accuracy:.2%} of {self.eval_samples:,}, median {speed:,.0f} images/s, "
-            f"peak memory {memory}, files in {args.output_dir}"
+            f"done: accuracy {accuracy:.2%} of {self.eval_samples:,}, median {speed:,.0f} images/s"
+            f", peak memory {memory}, files in {args.output_dir}"
         )
 
 

@@ -1,0 +1,77 @@
+"""How much of a bare loop's speed a training script keeps.
+
+    python tests/measure_overhead.py pytorch_SingleGPU.py --max-steps 60
+    torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py pytorch_torchrun_DDP.py
+
+The script runs as it is. After each of its steps one step of a bare loop follows, in the same
+process: same model, optimizer and DDP options, on tensors that are already there, without loader,
+crops, losses, progress bar or TensorBoard. So both meet the same machine at the same time. The last
+line gives both medians and their ratio; 1.00 would be a script that costs nothing.
+"""
+
+import runpy
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main():
+    sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
+    sys.path.insert(0, str(ROOT))
+    import common
+
+    batches = common.Run.batches
+    script_seconds, bare_seconds = [], []
+
+    def interleaved(run, loader, epoch):
+        args = run.args
+        model = common.make_model(args, run.train_set.classes).to(run.device).train()
+        if dist.is_initialized():
+            model = DistributedDataParallel(
+                model,
+                device_ids=[run.device] if run.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
+        optimizer = common.make_optimizer(args, model.parameters())
+        batch_size = args.batch_size // common.WORLD_SIZE
+        images = torch.randn(batch_size, 3, args.image_size, args.image_size, device=run.device)
+        labels = torch.randint(len(run.train_set.classes), [batch_size], device=run.device)
+
+        started = now(run.device)
+        for batch in batches(run, loader, epoch):
+            yield batch
+            ended = now(run.device)
+            script_seconds.append(ended - started)
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            started = now(run.device)
+            bare_seconds.append(started - ended)
+
+    common.Run.batches = interleaved
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = statistics.median(script_seconds[common.WARMUP_STEPS :])
+    bare = statistics.median(bare_seconds[common.WARMUP_STEPS :])
+    common.say(
+        f"median of {len(bare_seconds) - common.WARMUP_STEPS} steps: script {script * 1e3:.1f} ms, "
+        f"bare {bare * 1e3:.1f} ms, the script runs at {bare / script:.3f} of the bare loop"
+    )
+
+
+def now(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()
