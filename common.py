@@ -416,7 +416,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
             try:
                 urllib.request.urlopen(request, timeout=10).close()
                 answers.append("")
-            except OSError as error:
+            except Exception as error:  # of urllib, http.client, ssl or socket
                 answers.append(str(error))
 
         # A thread, because looking up a host obeys no timeout; it may be left behind.
@@ -427,7 +427,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
         if not why:
             try:
                 CIFAR10(data_dir, download=True)
-            except (OSError, RuntimeError, EOFError) as error:
+            except Exception as error:  # the same, or of a damaged archive
                 why = str(error)
     missing = max_over_ranks([not batches.is_dir()])[0]
     return why if missing else None
@@ -570,7 +570,8 @@ def draw_crops(seed: int, epoch: int, step: int, batch_size: int, side: int) -> 
 
 
 def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
-    """Pad by an eighth of the side, cut a window out of each image, and mirror half of them.
+    """Pad by an eighth of the side, cut a window out of each image, mirror half of them: for 32x32
+    the augmentation of He et al. 2016 (arXiv:1512.03385, section 4.2).
 
     Args:
         images: ``[n, 3, side, side]``.
@@ -694,7 +695,8 @@ def make_optimizer(args: argparse.Namespace, parameters: Iterable) -> torch.opti
 def make_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Linear warm-up, then half a cosine that reaches 0 after the last step; stepped every step."""
+    """Linear warm-up (Goyal et al. 2017, arXiv:1706.02677), then half a cosine that reaches 0 after
+    the last step (Loshchilov and Hutter 2017, arXiv:1608.03983). Stepped after every step."""
     total = total_steps(args, steps_per_epoch)
     warmup = total // 10 if args.warmup_steps is None else args.warmup_steps
 

@@ -43,9 +43,9 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # before the forward, when activations need the memory
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             scheduler.step()

@@ -4,7 +4,6 @@ Differs     from pytorch_DDP.py: rank and world size come from the environment a
             flag to accept; and torchrun can restart the job, which goes on from its last snapshot.
             Lines tagged "# torchrun:".
 Command:    torchrun --nproc_per_node=4 pytorch_torchrun_DDP.py
-            torchrun --standalone --nproc_per_node=gpu --max-restarts=3 pytorch_torchrun_DDP.py
             python pytorch_torchrun_DDP.py (a world of one)
 Use it      wherever DDP is right: it is the form to copy. Not when the model does not fit.
 Holds       as on one device: per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum)
@@ -42,16 +41,17 @@ def main():
         timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: who we are, of how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: own dropout on each rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: of one shuffle, the same on all ranks, rank r of N takes images r, r + N, r + 2 N, ...
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same without a shuffle
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
@@ -66,16 +66,16 @@ def main():
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model.module, optimizer, scheduler)
+    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # before the forward, when activations need the memory
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            optimizer.zero_grad()
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
             optimizer.step()
             scheduler.step()
@@ -85,11 +85,11 @@ def main():
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        if rank == 0:  # DDP: all ranks hold the same, one writes it
+        if rank == 0:  # DDP: all hold the same, one writes
             run.save_snapshot(model.module, optimizer, scheduler)
 
     # 7. Save and report
-    if rank == 0:
+    if rank == 0:  # DDP: one writes
         common.save_model(model.module.state_dict(), args.output_dir)
     run.finish(model, optimizer)
 
@@ -98,5 +98,5 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized():  # DDP: leave in good order, also after an error
             dist.destroy_process_group()

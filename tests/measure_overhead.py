@@ -50,8 +50,8 @@ def main():
             yield batch
             ended = now(run.device)
             script_seconds.append(ended - started)
-            loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             started = now(run.device)

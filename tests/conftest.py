@@ -1,0 +1,140 @@
+"""Launches the scripts as a user does, in processes of their own, on the CPU and offline."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SESSION = f"launched-by-tests-{uuid.uuid4()}"
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CLOSED_PORT = (
+    "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
+)
+
+
+def environment(**changes):
+    env = {k: v for k, v in os.environ.items() if k not in (*LAUNCHERS, "OMP_NUM_THREADS")}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env |= {"LAUNCHED_BY": SESSION, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
+    env |= {"http_proxy": CLOSED_PORT, "https_proxy": CLOSED_PORT, "no_proxy": ""}
+    return env | changes
+
+
+class Finished:
+    """What a command left behind: exit code, both streams, seconds."""
+
+    def __init__(self, command, code, stdout, stderr, seconds):
+        self.command, self.code, self.seconds = command, code, seconds
+        self.stdout, self.stderr = stdout, stderr
+
+    @property
+    def lines(self):
+        return self.stdout.splitlines()
+
+    @property
+    def errors(self):
+        """Our own error lines, on any rank."""
+        return re.findall(r"^\w+: error: .*$", self.stdout + self.stderr, re.MULTILINE)
+
+    @property
+    def our_warnings(self):
+        """Python's warnings that point at a line of ours."""
+        return re.findall(rf"{re.escape(str(ROOT))}\S+\.py:\d+: \w*Warning.*", self.stderr)
+
+    def __str__(self):
+        return f"$ {self.command}\n{self.stdout}\n{self.stderr}\nexit code {self.code}"
+
+
+def launch(command, timeout=240, cwd=ROOT, **env):
+    """Run a shell command to its end; if that does not come, kill all that it started."""
+    started = time.monotonic()
+    process = subprocess.Popen(
+        shlex.split(command) if isinstance(command, str) else command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment(**env),
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"no end after {timeout} s\n$ {command}\n{stdout}\n{stderr}")
+    return Finished(command, process.returncode, stdout, stderr, time.monotonic() - started)
+
+
+def succeed(command, **options):
+    finished = launch(command, **options)
+    assert finished.code == 0, str(finished)
+    return finished
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launcher(script, world_size):
+    """A script's own launch command."""
+    return {
+        "pytorch_SingleGPU": "python",
+        "pytorch_DDP": "python -m torch.distributed.launch --nnodes=1 "
+        f"--nproc_per_node={world_size} --master_port={free_port()}",
+        "pytorch_torchrun_DDP": f"torchrun --standalone --nproc_per_node={world_size}",
+    }[script] + f" {script}.py"
+
+
+def processes_of_this_session():
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if SESSION in (folder / "environ").read_text(errors="replace"):
+                found.append(f"{folder.name}: {(folder / 'cmdline').read_text()[:200]}")
+        except OSError:  # ended meanwhile, or not ours
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_process_is_left():
+    yield
+    deadline = time.monotonic() + 10
+    while (left := processes_of_this_session()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not left, f"the tests left processes behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory):
+    """A tiny ImageFolder: three colours, with some noise, in files of several kinds and sizes."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    colours = {"blue": (60, 90, 200), "green": (70, 180, 80), "red": (210, 70, 60)}
+    for split, count in {"train": 20, "test": 7}.items():
+        for name, colour in colours.items():
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                height, width = [(32, 32), (40, 32), (32, 48), (64, 64)][i % 4]
+                pixels = rng.normal(colour, 25, size=(height, width, 3)).clip(0, 255)
+                image = Image.fromarray(pixels.astype(np.uint8))
+                if i % 5 == 4:
+                    image = image.convert("P")
+                image.save(root / split / name / f"{i:03}.{'png' if i % 5 == 4 else 'jpg'}")
+    return root

@@ -1,0 +1,34 @@
+"""Run a script as it is and keep the batches that it trained on.
+
+python tests/record_batches.py SCRIPT FOLDER [flags of the script]
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main():
+    folder = Path(sys.argv[2])
+    sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[3:]]
+    sys.path.insert(0, str(ROOT))
+    import common
+
+    batches = common.Run.batches
+
+    def recorded(run, loader, epoch):
+        for images, labels in batches(run, loader, epoch):
+            path = folder / f"step{run.step}-rank{common.RANK}.pt"
+            torch.save((images.clone(), labels.clone()), path)
+            yield images, labels
+
+    common.Run.batches = recorded
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

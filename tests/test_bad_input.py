@@ -1,0 +1,174 @@
+"""What a user gets wrong ends in one line that names it, exit code 2, no traceback and no hang."""
+
+import contextlib
+import re
+import shutil
+import socket
+
+import pytest
+import torch
+from conftest import ROOT, free_port, launch, launcher, succeed
+from PIL import Image
+
+SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory, image_folder):
+    """Folders and files that are wrong in one way each."""
+    root = tmp_path_factory.mktemp("places")
+    (root / "a_file").write_text("no folder, no weights, no snapshot")
+    for name in ["empty_class", "broken", "other_classes", "no_test"]:
+        shutil.copytree(image_folder, root / name)
+    shutil.rmtree(root / "no_test" / "test")
+    for file in (root / "empty_class" / "train" / "green").iterdir():
+        file.unlink()
+    jpeg = root / "broken" / "train" / "red" / "000.jpg"
+    jpeg.write_bytes(jpeg.read_bytes()[:200])
+    (root / "other_classes" / "test" / "yellow").mkdir()
+    Image.new("RGB", (32, 32)).save(root / "other_classes" / "test" / "yellow" / "0.png")
+    succeed(f"python pytorch_SingleGPU.py {SMALL} --output-dir {root}/run")
+    damaged = (root / "run" / "snapshot.pt").read_bytes()
+    (root / "damaged.pt").write_bytes(damaged[: len(damaged) // 2])
+    torch.save([1, 2], root / "a_list.pt")
+    return root
+
+
+# flags of pytorch_SingleGPU.py, and what the line must name: the value, and the way out
+MISTAKES = [
+    ("--model resnet19", ["--model resnet19", "resnet18"]),
+    ("--dataset imagenet", ["--dataset", "imagenet", "synthetic"]),
+    ("--norm layer", ["--norm", "layer", "group"]),
+    ("--norm sync", ["--norm sync", "--norm group"]),
+    ("--device cuda", ["--device cuda", "--device cpu"]),
+    ("--batch-size 0", ["--batch-size", "0", "1 or more"]),
+    ("--epochs -1", ["--epochs", "-1", "1 or more"]),
+    ("--epochs two", ["--epochs", "two is no int"]),
+    ("--lr 0", ["--lr", "0", "more than 0"]),
+    ("--lr nan", ["--lr", "nan", "more than 0"]),
+    ("--momentum 1", ["--momentum", "1", "less than 1"]),
+    ("--weight-decay -0.1", ["--weight-decay", "-0.1", "0 or more"]),
+    ("--seed -1", ["--seed", "-1", "0 or more"]),
+    ("--train-samples 0", ["--train-samples", "0", "1 or more"]),
+    ("--learning-rate 1", ["--learning-rate", "--help"]),
+    ("@no_such.args", ["no_such.args"]),
+    ("--dataset folder --data-dir {0}/nowhere", ["{0}/nowhere", "train"]),
+    ("--dataset folder --data-dir {0}/no_test", ["{0}/no_test", "test or val"]),
+    ("--dataset folder --data-dir {0}/empty_class", ["{0}/empty_class", "green"]),
+    ("--dataset folder --data-dir {0}/broken", ["{0}/broken/train/red/000.jpg", "remove"]),
+    ("--dataset folder --data-dir {0}/other_classes", ["{0}/other_classes", "yellow"]),
+    ("--train-samples 20 --batch-size 21", ["--batch-size 21", "20", "smaller"]),
+    ("--image-size 32 --model alexnet", ["--model alexnet", "32x32", "larger --image-size"]),
+    ("--batch-size 1", ["resnet18", "32x32", "larger --image-size or --batch-size"]),
+    ("--output-dir {0}/a_file/run", ["{0}/a_file/run", "Not a directory", "another"]),
+    ("--output-dir {0}/a_file", ["{0}/a_file", "File exists", "another"]),
+    ("--resume {0}/nowhere.pt", ["--resume {0}/nowhere.pt", "no such file"]),
+    ("--resume {0}/damaged.pt", ["--resume {0}/damaged.pt", "damaged"]),
+    ("--resume {0}/run/model.pt", ["{0}/run/model.pt", "snapshot.pt"]),
+    ("--resume {0}/run/snapshot.pt --model resnet34", ["resnet18", "resnet34", "--resume none"]),
+    ("--resume {0}/run/snapshot.pt --batch-size 12", ["--batch-size 24", "--batch-size 12"]),
+    ("--weights {0}/nowhere.pt", ["--weights {0}/nowhere.pt", "no such file"]),
+    ("--weights {0}/a_list.pt", ["--weights {0}/a_list.pt", "list"]),
+    ("--weights {0}/run/model.pt --model resnet34", ["{0}/run/model.pt", "--model resnet34"]),
+    ("--weights imagenet", ["--weights imagenet", "download"]),
+]
+
+
+@pytest.mark.parametrize("flags, words", MISTAKES, ids=[flags for flags, _ in MISTAKES])
+def test_one_process(flags, words, places, tmp_path):
+    command = f"python pytorch_SingleGPU.py {SMALL} --output-dir {tmp_path}/run"
+    finished = launch(f"{command} {flags.format(places)}", timeout=60, TORCH_HOME=str(tmp_path))
+    assert finished.code == 2, str(finished)
+    [line] = finished.errors
+    assert finished.stderr.rstrip().splitlines()[-1] == line
+    assert "Traceback" not in finished.stderr
+    for word in words:
+        assert word.format(places) in line
+    assert not list(tmp_path.glob("run/*"))
+
+
+# the same on two or three ranks, where the launcher adds its own report
+RANKS = [
+    ("pytorch_torchrun_DDP", 3, "--batch-size 32", ["--batch-size 32", "3 ranks", "30"]),
+    ("pytorch_DDP", 3, "--batch-size 32", ["--batch-size 32", "3 ranks", "30"]),
+    ("pytorch_DDP", 2, "--model resnet19", ["--model resnet19", "resnet18"]),
+    ("pytorch_torchrun_DDP", 2, "--dataset folder --data-dir {0}/broken", ["red/000.jpg"]),
+    ("pytorch_torchrun_DDP", 2, "--output-dir {0}/a_file/run", ["{0}/a_file/run"]),
+    ("pytorch_torchrun_DDP", 2, "--dataset cifar10", ["--dataset cifar10", "synthetic"]),
+    ("pytorch_torchrun_DDP", 2, "--resume {0}/run/snapshot.pt --norm group", ["--norm batch"]),
+]
+
+
+def check_report(finished, words):
+    assert finished.code != 0
+    [line] = finished.errors
+    for word in words:
+        assert word in line
+    assert not re.search(r'(common|pytorch_\w+)\.py", line', finished.stderr), "a traceback of ours"
+    assert "exitcode  : 2 " in finished.stderr, "the code with which the worker ended"
+
+
+@pytest.mark.parametrize("script, world_size, flags, words", RANKS, ids=[r[2] for r in RANKS])
+def test_several_ranks(script, world_size, flags, words, places, tmp_path):
+    command = f"{launcher(script, world_size)} {SMALL} --output-dir {tmp_path}"
+    finished = launch(f"{command} {flags.format(places)}", timeout=60)
+    check_report(finished, [word.format(places) for word in words])
+
+
+def test_a_mistake_that_one_rank_alone_makes_is_reported_too(tmp_path):
+    """Local rank 0 does not speak for it, so it speaks itself before long."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import time, common\ncommon.fail('only here') if common.RANK == 1 else time.sleep(50)\n"
+    )
+    command = f"torchrun --standalone --nproc_per_node=2 {script}"
+    finished = launch(command, timeout=60, PYTHONPATH=str(ROOT))
+    check_report(finished, ["only here"])
+
+
+def test_single_process_script_under_a_launcher(tmp_path):
+    command = "torchrun --standalone --nproc_per_node=2 pytorch_SingleGPU.py"
+    finished = launch(f"{command} {SMALL} --output-dir {tmp_path}", timeout=60)
+    check_report(finished, ["pytorch_SingleGPU.py", "2 ranks", "python pytorch_SingleGPU.py"])
+
+
+def test_script_without_its_launcher(tmp_path):
+    finished = launch(f"python pytorch_DDP.py {SMALL} --output-dir {tmp_path}", timeout=60)
+    assert finished.code == 2 and "Traceback" not in finished.stderr
+    [line] = finished.errors
+    assert "python -m torch.distributed.launch" in line
+
+
+@contextlib.contextmanager
+def proxy_that_never_answers():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
+def test_cifar10_without_data_or_network(silent, tmp_path):
+    """One line within 15 s, whether the network refuses at once or never answers."""
+    with proxy_that_never_answers() if silent else contextlib.nullcontext() as proxy:
+        proxy = proxy or f"http://127.0.0.1:{free_port()}"
+        command = f"python pytorch_SingleGPU.py --dataset cifar10 --data-dir {tmp_path}/data"
+        finished = launch(
+            f"{command} --output-dir {tmp_path}/run",
+            timeout=60,
+            https_proxy=proxy,
+            http_proxy=proxy,
+        )
+    assert finished.code == 2
+    [line] = finished.errors
+    assert "--dataset cifar10" in line and "--dataset synthetic" in line
+    assert ("10 s" in line) == silent
+    assert finished.seconds < 15
+
+
+def test_auto_without_data_or_network_says_so_and_goes_on(tmp_path):
+    flags = "--train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
+    folders = f"--data-dir {tmp_path}/data --output-dir {tmp_path}/run"
+    finished = succeed(f"python pytorch_SingleGPU.py {flags} {folders}")
+    assert "data: synthetic (CIFAR-10 is not in" in finished.lines[2]
+    assert '"dataset": "synthetic"' in (tmp_path / "run" / "result.json").read_text()

@@ -1,0 +1,146 @@
+"""The parts of common.py by themselves."""
+
+import argparse
+import sys
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import common
+
+
+def arguments(*flags, **changes):
+    args = common.argument_parser("").parse_args(flags)
+    args.model, args.image_size, args.lr, args.weight_decay = "resnet18", 32, 0.1, 0.0
+    return argparse.Namespace(**vars(args) | changes)
+
+
+class Echo(nn.Module):
+    """Answers the class that the first pixel encodes."""
+
+    def forward(self, images):
+        mean, std = common.normalization(images.device, images.dtype)
+        pixel = (images * std + mean)[:, 0, 0, 0].round().long()
+        return torch.eye(10)[pixel % 10] * 5
+
+
+def test_evaluate_counts_what_is_right():
+    images = torch.zeros(103, 3, 8, 8, dtype=torch.uint8)
+    images[:, 0, 0, 0] = torch.arange(103) % 10
+    labels = torch.arange(103) % 10
+    labels[::4] = (labels[::4] + 1) % 10  # 26 of 103 are wrong
+    data = common.Images(images, labels, list("0123456789"), 8)
+    metrics = common.evaluate(
+        Echo(), common.make_loader(arguments(), data, 10), torch.device("cpu")
+    )
+    assert metrics["samples"] == 103
+    assert metrics["accuracy"] == 77 / 103
+    right, wrong = torch.tensor([5.0, 0.0] + [0.0] * 8).double(), None
+    right = -torch.log_softmax(right, 0)
+    right, wrong = right[0].item(), right[1].item()
+    assert metrics["loss"] == pytest.approx((77 * right + 26 * wrong) / 103)
+
+
+def test_evaluate_refuses_to_report_a_wrong_count():
+    data = common.Images(torch.zeros(20, 3, 8, 8), torch.zeros(20).long(), list("0123456789"), 8)
+    loader = common.make_loader(arguments(), data, 8, sampler=range(16))
+    with pytest.raises(RuntimeError, match="16 samples instead of 20"):
+        common.evaluate(Echo(), loader, torch.device("cpu"))
+
+
+def test_schedule():
+    args = arguments("--epochs", "4", "--lr", "1")
+    args.lr = 1.0
+    optimizer = common.make_optimizer(args, [torch.zeros(1, requires_grad=True)])
+    scheduler = common.make_scheduler(args, optimizer, steps_per_epoch=25)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
+    assert rates[10] == max(rates) == 1
+    assert rates[55] == pytest.approx(0.5)
+    assert sorted(rates[10:], reverse=True) == rates[10:]
+    assert 0 < rates[-1] < 0.001 and optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("flag, kind", [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
+def test_optimizer(flag, kind):
+    args = arguments(optimizer=flag, weight_decay=0.25)
+    optimizer = common.make_optimizer(args, [torch.zeros(1, requires_grad=True)])
+    assert type(optimizer) is kind
+    assert optimizer.defaults["lr"] == 0.1 and optimizer.defaults["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("name, size", [("resnet18", 32), ("resnet50", 64), ("alexnet", 64)])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_models(name, size, norm):
+    """Names and shapes of plain torchvision, with GroupNorm put in by torchvision's own means."""
+    args = arguments(model=name, image_size=size, norm=norm)
+    model = common.make_model(args, list("abc"))
+    has_batch_norm = any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    assert has_batch_norm == (norm == "batch" and name != "alexnet")
+    options = {}
+    if norm == "group" and name != "alexnet":
+        options["norm_layer"] = lambda channels: nn.GroupNorm(32, channels)
+    plain = torchvision.models.get_model(name, num_classes=3, **options)
+    plain.load_state_dict(model.state_dict(), strict=True)
+    assert model(torch.zeros(2, 3, size, size)).shape == (2, 3)
+
+
+def test_models_with_extra_outputs_give_one():
+    args = arguments(model="googlenet", image_size=64)
+    assert common.make_model(args, list("abc"))(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+
+
+def test_defaults_depend_on_device_and_dataset(monkeypatch, tmp_path):
+    def parse(*flags):
+        monkeypatch.setattr(sys, "argv", ["x.py", "--output-dir", str(tmp_path), *flags])
+        return common.parse_args(common.argument_parser(""))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = parse()
+    assert (args.model, args.image_size, args.train_samples) == ("resnet18", 32, 2048)
+    args = parse("--dataset", "folder")
+    assert (args.train_samples, args.eval_samples) == (None, None)
+    assert parse("--model", "alexnet").lr == 0.01
+    assert parse("--optimizer", "adamw").lr == 0.001
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = parse()
+    assert (args.device, args.model, args.image_size) == ("cuda", "resnet50", 224)
+    assert (args.batch_size, args.epochs, args.train_samples) == (128, 5, None)
+
+
+def test_reference_job_is_written_down(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["x.py", "@config/reference.args", "--epochs", "2"])
+    monkeypatch.setattr(common, "RANK", 1)
+    args = common.parse_args(common.argument_parser(""))
+    assert (args.model, args.image_size, args.batch_size) == ("resnet50", 224, 128)
+    assert (args.dataset, args.epochs) == ("cifar10", 2), "a later flag wins"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file.pt"
+    common.save_file({"a": torch.zeros(3)}, path)
+
+    def fail_half_way(state, file):
+        file.write(b"half")
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(torch, "save", fail_half_way)
+        common.save_file({"a": torch.ones(3)}, path)
+    assert torch.equal(common.load_file(path, "--weights")["a"], torch.zeros(3))
+    common.save_file({"a": torch.ones(3)}, path)
+    assert torch.equal(common.load_file(path, "--weights")["a"], torch.ones(3))
+
+
+def test_only_tensors_are_loaded(tmp_path, capsys):
+    """A pickle that would run code is refused."""
+    torch.save({"a": argparse.Namespace()}, tmp_path / "code.pt")
+    with pytest.raises(SystemExit):
+        common.load_file(tmp_path / "code.pt", "--weights")
+    assert "code.pt cannot be loaded (UnpicklingError" in capsys.readouterr().err

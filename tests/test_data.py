@@ -1,0 +1,203 @@
+"""Datasets, order, augmentation, and the global batch that is the same at every world size."""
+
+import argparse
+import hashlib
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from conftest import succeed
+from PIL import Image
+from torchvision.transforms.v2 import functional as reference
+
+import common
+
+JOB = (
+    "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2 "
+    "--norm group"
+)
+
+
+def arguments(**changes):
+    args = common.argument_parser("").parse_args([])
+    args.device, args.model, args.image_size = "cpu", "resnet18", 32
+    return argparse.Namespace(**vars(args) | changes)
+
+
+def record(command, folder):
+    """Run a script through record_batches.py; the global batches, step by step."""
+    folder.mkdir()
+    succeed(f"{command} {folder} {JOB} --output-dir {folder}/run")
+    global_batches = []
+    for step in range(1, 9):
+        ranks = sorted(folder.glob(f"step{step}-rank*.pt"))
+        shards = [torch.load(path, weights_only=True) for path in ranks]
+        images = torch.stack([images for images, _ in shards], dim=1).flatten(0, 1)
+        labels = torch.stack([labels for _, labels in shards], dim=1).flatten()
+        global_batches.append((images, labels))
+    return global_batches
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("record") / "single"
+    return record("python tests/record_batches.py pytorch_SingleGPU.py", folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
+    """Image for image and crop for crop: bit by bit what the model is given."""
+    launcher = f"torchrun --standalone --nproc_per_node={world_size}"
+    command = f"{launcher} tests/record_batches.py pytorch_torchrun_DDP.py"
+    batches = record(command, tmp_path / "ranks")
+    for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
+        assert len(images) == 24
+        assert torch.equal(labels, their_labels)
+        assert torch.equal(images, their_images)
+
+
+def test_epochs_differ_in_order_and_repeat_nothing(single):
+    """Found by their labels and, within an epoch, by their pixels."""
+    labels = torch.stack([labels for _, labels in single])
+    assert not torch.equal(labels[:4], labels[4:])
+    for epoch in (single[:4], single[4:]):
+        images = torch.cat([images for images, _ in epoch]).flatten(1)
+        assert len(images.unique(dim=0)) == len(images) == 96
+
+
+def test_synthetic_images_do_not_depend_on_their_number():
+    few = common.synthetic(arguments(train_samples=1500), "train")
+    many = common.synthetic(arguments(train_samples=2300), "train")
+    assert torch.equal(few.images, many.images[:1500])
+    assert torch.equal(few.labels, many.labels[:1500])
+    assert few.images.dtype == torch.uint8 and few.images.shape == (1500, 3, 32, 32)
+    other_seed = common.synthetic(arguments(train_samples=1500, seed=1), "train")
+    evaluation = common.synthetic(arguments(eval_samples=1500), "eval")
+    for other in (other_seed, evaluation):
+        assert not torch.equal(few.images, other.images)
+    assert few.labels.bincount().min() > 100
+
+
+def test_crops_are_a_function_of_seed_epoch_and_step():
+    crops = common.draw_crops(0, 3, 7, 512, 32)
+    assert crops.shape == (512, 3)
+    assert torch.equal(crops, common.draw_crops(0, 3, 7, 512, 32))
+    for seed, epoch, step in [(1, 3, 7), (0, 4, 7), (0, 3, 8), (0, 7, 3)]:
+        assert not torch.equal(crops, common.draw_crops(seed, epoch, step, 512, 32))
+    rows, columns, flips = crops.unbind(1)
+    assert set(rows.tolist()) == set(columns.tolist()) == set(range(9))
+    assert set(flips.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("side", [7, 32])
+def test_crop_and_flip_is_what_torchvision_does_one_by_one(side):
+    images = torch.randint(256, (50, 3, side, side), dtype=torch.uint8)
+    crops = common.draw_crops(0, 0, 0, 50, side)
+    expected = []
+    for image, (row, column, flip) in zip(images, crops.tolist(), strict=True):
+        image = reference.pad(image, [side // 8] * 4)
+        image = reference.crop(image, row, column, side, side)
+        expected.append(reference.horizontal_flip(image) if flip else image)
+    assert torch.equal(common.crop_and_flip(images, crops), torch.stack(expected))
+
+
+@pytest.mark.parametrize("image_size", [16, 32, 80])
+def test_to_input_is_what_torchvision_does(image_size):
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    expected = reference.to_dtype(images, torch.float32, scale=True)
+    expected = reference.normalize(expected, common.MEAN, common.STD)
+    expected = reference.resize(expected, [image_size, image_size], antialias=image_size < 32)
+    ours = common.to_input(images, image_size)
+    assert ours.dtype == torch.float32 and ours.shape == (4, 3, image_size, image_size)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_folder(image_folder):
+    args = arguments(dataset="folder", data_dir=image_folder)
+    train_set, eval_set = common.make_datasets(args)
+    assert (len(train_set), len(eval_set)) == (60, 21)
+    assert train_set.classes == ["blue", "green", "red"]
+    assert train_set.images.shape == (60, 3, 32, 32) and train_set.images.dtype == torch.uint8
+    strongest = train_set.images.float().mean((2, 3)).argmax(1)  # 0 red, 1 green, 2 blue
+    assert torch.equal(strongest, 2 - train_set.labels)
+    args.train_samples = 12
+    first = common.folder(args, "train")
+    assert set(first.labels.tolist()) == {0, 1, 2}, "the first n must not be of one class"
+    assert torch.equal(first.images, train_set.images[:12])
+
+
+def test_folder_with_val_instead_of_test(image_folder, tmp_path):
+    (tmp_path / "train").symlink_to(image_folder / "train")
+    (tmp_path / "val").symlink_to(image_folder / "test")
+    assert len(common.folder(arguments(data_dir=tmp_path), "eval")) == 21
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_folder_too_large_for_memory(workers, image_folder, monkeypatch):
+    """Decoded by the batch, it holds the same images in the same order."""
+    args = arguments(data_dir=image_folder, workers=workers, batch_size=8)
+    in_memory = common.folder(args, "train")
+    monkeypatch.setattr(common, "IN_MEMORY_BYTES", 0)
+    on_disk = common.folder(args, "train")
+    assert isinstance(on_disk, common.ImagesOnDisk) and on_disk[3][0].shape == (3, 32, 32)
+    batches = [list(common.make_loader(args, data, 8)) for data in (in_memory, on_disk)]
+    for (images, labels), (their_images, their_labels) in zip(*batches, strict=True):
+        assert torch.equal(images, their_images) and torch.equal(labels, their_labels)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_image_met_while_training(workers, image_folder, monkeypatch, capsys):
+    args = arguments(data_dir=image_folder, workers=workers, batch_size=8)
+    monkeypatch.setattr(common, "IN_MEMORY_BYTES", 0)
+    on_disk = common.folder(args, "train")
+    on_disk.images[20] = __file__
+    with pytest.raises(SystemExit) as exit:
+        list(common.readable(common.make_loader(args, on_disk, 8)))
+    assert exit.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"error: cannot read the image {__file__} (UnidentifiedImageError)" in line
+
+
+def test_a_large_image_is_reduced_to_the_input(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 200, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.png")
+    assert common.read_image(tmp_path / "large.png", 64).shape == (3, 64, 64)
+
+
+def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch):
+    """The files' real format, with other pixels, and hence other checksums."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    pixels = {}
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    def batch(name, n):
+        pixels[name] = rng.integers(0, 256, (n, 3072), dtype=np.uint8)
+        return write(name, {"data": pixels[name], "labels": rng.integers(10, size=n).tolist()})
+
+    cifar10 = torchvision.datasets.CIFAR10
+    names = [f"data_batch_{i}" for i in range(1, 6)]
+    monkeypatch.setattr(cifar10, "train_list", [batch(name, 20) for name in names])
+    monkeypatch.setattr(cifar10, "test_list", [batch("test_batch", 10)])
+    name, md5 = write("batches.meta", {"label_names": [f"name {i}" for i in range(10)]})
+    meta = {"filename": name, "key": "label_names", "md5": md5}
+    monkeypatch.setattr(cifar10, "meta", meta)
+
+    args = arguments(dataset="auto", data_dir=tmp_path, train_samples=70)
+    train_set, eval_set = common.make_datasets(args)
+    assert args.dataset == "cifar10"
+    assert (len(train_set), len(eval_set)) == (70, 10)
+    expected = np.concatenate([pixels[name] for name in names])[:70].reshape(70, 3, 32, 32)
+    assert np.array_equal(train_set.images.numpy(), expected)
+    assert train_set.classes[3] == "name 3"
+
+    (folder / "data_batch_2").write_bytes(b"cut off")
+    with pytest.raises(SystemExit):
+        common.make_datasets(arguments(dataset="cifar10", data_dir=tmp_path))

@@ -1,0 +1,177 @@
+"""Every script by its own launcher at several world sizes: what it prints and what it leaves."""
+
+import argparse
+import json
+import math
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from conftest import ROOT, launcher, succeed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+
+import common
+
+# 1,003 evaluation images: not divisible by 2 or 3
+JOB = (
+    "--dataset synthetic --train-samples 250 --eval-samples 1003 --batch-size 48 --epochs 2 "
+    "--print-freq 2 --seed 5"
+)
+STEPS = 2 * (250 // 48)
+RUNS = [
+    ("pytorch_SingleGPU", 1),
+    *[("pytorch_DDP", n) for n in (1, 2, 3)],
+    *[("pytorch_torchrun_DDP", n) for n in (1, 2, 3)],
+]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}-{run[1]}")
+def run(request, tmp_path_factory):
+    """(script, world size, what it printed, output folder)"""
+    script, world_size = request.param
+    output = tmp_path_factory.mktemp(f"{script}-{world_size}")
+    finished = succeed(f"{launcher(script, world_size)} {JOB} --output-dir {output}")
+    return script, world_size, finished, output
+
+
+@pytest.fixture(scope="module")
+def eval_set():
+    args = common.argument_parser("").parse_args(shlex.split(JOB))
+    args.image_size = 32
+    return common.synthetic(args, "eval")
+
+
+def test_screen(run):
+    script, world_size, finished, output = run
+    first, settings, data, *epochs, last = finished.lines
+    for word in [
+        script,
+        f"{world_size} x cpu",
+        "resnet18",
+        "dataset synthetic",
+        f"global batch 48 = {world_size} x {48 // world_size} per rank",
+    ]:
+        assert word in first
+    typed = shlex.split(settings.removeprefix("settings: "))
+    assert common.argument_parser("").parse_args(typed) == argparse.Namespace(
+        dataset="synthetic",
+        data_dir=Path("data"),
+        train_samples=250,
+        eval_samples=1003,
+        model="resnet18",
+        norm="batch",
+        weights="none",
+        image_size=32,
+        batch_size=48,
+        epochs=2,
+        max_steps=None,
+        optimizer="sgd",
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=0.0005,
+        warmup_steps=None,
+        device="cpu",
+        workers=None,
+        seed=5,
+        deterministic=False,
+        double=False,
+        output_dir=output,
+        resume="none",
+        print_freq=2,
+    )
+    assert "250 training and 1,003 evaluation images, 10 classes" in data
+    assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+    assert last.startswith("done: accuracy ") and str(output) in last
+    assert not finished.our_warnings
+    if script == "pytorch_SingleGPU":
+        assert finished.stderr == ""
+
+
+def test_result(run):
+    script, world_size, finished, output = run
+    result = json.loads((output / "result.json").read_text())
+    expected = {
+        "technique": script,
+        "world_size": world_size,
+        "device": "cpu",
+        "model": "resnet18",
+        "dataset": "synthetic",
+        "train_samples": 250,
+        "image_size": 32,
+        "precision": "fp32",
+        "global_batch_size": 48,
+        "optimizer": "sgd",
+        "epochs": 2,
+        "steps": STEPS,
+        "seed": 5,
+        "eval_samples": 1003,
+    }
+    assert {name: result[name] for name in expected} == expected
+    assert shlex.split(result["command"]) == shlex.split(finished.command)
+    for name in ["train_loss", "eval_loss", "eval_accuracy"]:
+        assert len(result[name]) == 2 and all(math.isfinite(value) for value in result[name])
+    assert all(0 <= value <= 1 for value in result["eval_accuracy"])
+    assert 0 < result["seconds_train"] < result["seconds_total"] < finished.seconds
+    assert 0 < result["step_ms"]["p50"] <= result["step_ms"]["p95"]
+    assert result["images_per_second"] == pytest.approx(48 / result["step_ms"]["p50"] * 1000)
+    memory = result["peak_memory_gib"]
+    assert memory["allocated"] is None and memory["reserved"] is None
+    assert 0.1 < memory["process"] < 8
+    parameters = sum(p.numel() for p in torchvision.models.resnet18(num_classes=10).parameters())
+    assert set(result["state_bytes"]) == {"parameters", "gradients", "optimizer"}
+    assert set(result["state_bytes"].values()) == {4 * parameters}
+    assert result["versions"]["torch"] == torch.__version__
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    assert (result["git_commit"] or "").removesuffix("-dirty") == commit
+
+
+def test_model_is_plain_torchvision(run, eval_set):
+    """Loaded by stock PyTorch it scores what the run reported, to the last sample."""
+    *_, output = run
+    state = torch.load(output / "model.pt", weights_only=True)
+    assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
+    model = torchvision.models.resnet18(num_classes=10)
+    model.load_state_dict(state, strict=True)
+    model.eval()
+    with torch.no_grad():
+        answers = model(common.to_input(eval_set.images, 32)).argmax(1)
+    result = json.loads((output / "result.json").read_text())
+    correct = (answers == eval_set.labels).sum().item()
+    assert result["eval_accuracy"][-1] == correct / 1003
+
+
+def test_snapshot(run):
+    *_, output = run
+    snapshot = torch.load(output / "snapshot.pt", weights_only=True)
+    assert {"model", "optimizer", "scheduler", "epoch", "step"} <= set(snapshot)
+    assert (snapshot["epoch"], snapshot["step"]) == (2, STEPS)
+    state = torch.load(output / "model.pt", weights_only=True)
+    assert all(torch.equal(snapshot["model"][name], state[name]) for name in state)
+    events = {p.name for p in output.glob("events.*")}
+    assert {p.name for p in output.iterdir()} - events == {"model.pt", "result.json", "snapshot.pt"}
+
+
+def test_tensorboard(run):
+    """Read with TensorBoard's own reader: scalars, and one HPARAMS entry."""
+    script, world_size, _, output = run
+    reader = EventAccumulator(str(output))
+    reader.Reload()
+    result = json.loads((output / "result.json").read_text())
+    for name in ["loss", "images_per_second", "learning_rate"]:
+        points = reader.Scalars(f"step/{name}")
+        assert [point.step for point in points] == list(range(2, STEPS + 1, 2))
+        assert all(point.value >= 0 for point in points)
+    accuracies = reader.Scalars("epoch/eval_accuracy")
+    assert [e.step for e in accuracies] == [STEPS // 2, STEPS]
+    assert [e.value for e in accuracies] == pytest.approx(result["eval_accuracy"])
+    hparams = reader.PluginTagToContent("hparams")
+    assert SESSION_START_INFO_TAG in hparams
+    assert hparams[SESSION_START_INFO_TAG].count(b"technique") == 1
+    assert script.encode() in hparams[SESSION_START_INFO_TAG]
+    assert reader.Scalars("final/accuracy")[-1].value == pytest.approx(accuracies[-1].value)
