@@ -1103,12 +1103,12 @@ def clear_last_run(output_dir: Path) -> None:
 def launch_command() -> str:
     """The command that started this run: the launcher's, which is our parent, or our own."""
     words = sys.orig_argv
-    if "LOCAL_RANK" in os.environ and Path("/proc/self").is_dir():
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().strip("\0").split("\0")
-    words = [Path(words[0]).name, *words[1:]]
-    if Path(words[1]).name in ("torchrun", "deepspeed"):
-        words = [Path(words[1]).name, *words[2:]]
-    return shlex.join(words)
+    if "LOCAL_RANK" in os.environ:
+        with contextlib.suppress(OSError):  # there is no /proc outside of Linux
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_text().strip("\0").split("\0")
+    if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed"):  # not their python
+        words = words[1:]
+    return shlex.join([Path(words[0]).name, *words[1:]])
 
 
 def versions() -> dict[str, str]:

@@ -52,7 +52,7 @@ class Finished:
     @property
     def our_warnings(self):
         """Python's warnings that point at a line of ours."""
-        return re.findall(rf"{re.escape(str(ROOT))}\S+\.py:\d+: \w*Warning.*", self.stderr)
+        return re.findall(r"^\S*\b(?:common|pytorch_\w+)\.py:\d+: .*$", self.stderr, re.MULTILINE)
 
     def __str__(self):
         return f"$ {self.command}\n{self.stdout}\n{self.stderr}\nexit code {self.code}"

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torchvision
+from conftest import launch
 from torch import nn
 
 import common
@@ -144,3 +145,11 @@ def test_only_tensors_are_loaded(tmp_path, capsys):
     with pytest.raises(SystemExit):
         common.load_file(tmp_path / "code.pt", "--weights")
     assert "code.pt cannot be loaded (UnpicklingError" in capsys.readouterr().err
+
+
+def test_our_own_warnings_are_noticed(tmp_path):
+    """What the launch tests look for in a script's stderr is what Python prints there."""
+    script = tmp_path / "pytorch_something.py"
+    script.write_text("import warnings\nwarnings.warn('deprecated', FutureWarning)\n")
+    [line] = launch(f"python {script}").our_warnings
+    assert line.endswith("pytorch_something.py:2: FutureWarning: deprecated")

@@ -1,0 +1,55 @@
+"""The same on GPUs; skipped where there are none."""
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import launcher, succeed
+
+JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32 --image-size 64"
+GPUS = torch.cuda.device_count()
+VISIBLE = ",".join(map(str, range(GPUS)))
+
+pytestmark = pytest.mark.gpu
+
+
+def train(script, world_size, flags, output, **env):
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", VISIBLE)} | env
+    command = f"{launcher(script, world_size)} {JOB} {flags} --output-dir {output}"
+    finished = succeed(command, **env)
+    assert not finished.our_warnings
+    weights = torch.load(output / "model.pt", weights_only=True)
+    return weights, json.loads((output / "result.json").read_text())
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("script", ["pytorch_SingleGPU", "pytorch_DDP", "pytorch_torchrun_DDP"])
+def test_one_gpu(script, tmp_path):
+    _, result = train(script, 1, "--model resnet18 --epochs 2", tmp_path)
+    assert result["device"] == torch.cuda.get_device_name(0)
+    memory = result["peak_memory_gib"]
+    assert 0 < memory["allocated"] <= memory["reserved"] < memory["process"]
+    assert result["images_per_second"] > 0 and result["eval_samples"] == 101
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_all_gpus_end_with_the_weights_of_one(tmp_path):
+    flags = "--model resnet18 --norm group --double --max-steps 12 --epochs 2"
+    world_size = 1 << (GPUS.bit_length() - 1)  # a power of two divides the batch
+    expected, _ = train("pytorch_SingleGPU", 1, flags, tmp_path / "one")
+    weights, result = train("pytorch_torchrun_DDP", world_size, flags, tmp_path / "all")
+    assert result["world_size"] == world_size
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+def test_gpu_and_cpu_agree(tmp_path):
+    flags = "--model resnet18 --norm group --double --max-steps 5 --epochs 1"
+    on_gpu, _ = train("pytorch_SingleGPU", 1, flags, tmp_path / "gpu")
+    cpu = f"{flags} --device cpu"
+    on_cpu, _ = train("pytorch_SingleGPU", 1, cpu, tmp_path / "cpu")
+    for name in on_cpu:
+        torch.testing.assert_close(on_gpu[name], on_cpu[name], rtol=1e-6, atol=1e-9)
