@@ -56,6 +56,7 @@ RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
+LAUNCHED = "LOCAL_RANK" in os.environ
 
 # ------------------------------------------------------------------------------------ mistakes
 
@@ -63,7 +64,7 @@ LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
 def fail(message: object) -> NoReturn:
     """Report a mistake of the user's in one line and exit with code 2. A bug keeps its traceback.
 
-    Mostly every rank finds the same mistake at about the same time: local rank 0 reports it, while
+    Usually every rank finds the same mistake at about the same time: local rank 0 reports it, while
     the others wait to be stopped by the launcher and speak only if they turn out to be alone.
     """
     if LOCAL_RANK != 0:
@@ -108,7 +109,7 @@ def number(kind: type, low: float, below: float = math.inf, above: float = -1):
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is no {kind.__name__}") from None
+            raise argparse.ArgumentTypeError(f"{text} is not a valid {kind.__name__}") from None
         if not (low <= value < below and value > above):
             limits = f"more than {above}" if above >= low else f"{low} or more"
             limits += f" and less than {below}" if below < math.inf else ""
@@ -135,7 +136,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     # fmt: off
     flag = parser.add_argument_group("the job").add_argument
     flag("--dataset", choices=["auto", "cifar10", "folder", "synthetic"], default="auto",
-         help="auto (default): CIFAR-10 if at hand or to be downloaded, else synthetic")
+         help="auto (default): CIFAR-10 if present or downloadable, else synthetic")
     flag("--data-dir", type=Path, default=Path("data"), metavar="DIR",
          help="of CIFAR-10; of a folder dataset: holds train/ and test/ or val/ (default: data)")
     flag("--train-samples", type=positive, metavar="N",
@@ -173,7 +174,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     flag("--output-dir", type=Path, default=Path("runs", SCRIPT), metavar="DIR",
          help=f"(default: runs/{SCRIPT})")
     flag("--resume", metavar="auto|none|PATH",
-         help="go on from a snapshot; auto: from the one in --output-dir, if there is one "
+         help="continue from a snapshot; auto: from the one in --output-dir, if there is one "
          "(default: none, but auto when a launcher restarts the job)")
     flag("--print-freq", type=positive, default=10, metavar="N",
          help="steps from one update of bar and TensorBoard to the next (default: 10)")
@@ -205,7 +206,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if args.batch_size % WORLD_SIZE:
         near = max(args.batch_size // WORLD_SIZE, 1) * WORLD_SIZE
         fail(
-            f"--batch-size {args.batch_size} is the global batch and does not divide by "
+            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
             f"{WORLD_SIZE} ranks; use --batch-size {near}"
         )
     if args.resume is None:  # whoever restarts a job wants it to go on, not to begin anew
@@ -230,10 +231,10 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """The flags that repeat this run, defaults spelled out."""
+    """The flags that repeat this run from its start, defaults spelled out."""
     words = []
     for name, value in vars(args).items():
-        if name != "local_rank" and value is not None and value is not False:
+        if name not in ("local_rank", "resume") and value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words
 
@@ -257,7 +258,7 @@ def announce(args: argparse.Namespace, device: torch.device) -> None:
     names = torchvision.models.list_models(module=torchvision.models)
     if args.model not in names:
         close = difflib.get_close_matches(args.model, names) or ["resnet18", "resnet50"]
-        fail(f"--model {args.model} is no torchvision classifier; try {', '.join(close)}")
+        fail(f"--model {args.model} is not a torchvision classifier; try {', '.join(close)}")
 
 
 # -------------------------------------------------------------------------------------- device
@@ -267,9 +268,9 @@ def get_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     """GPU number ``local_rank``, or the CPU, whose cores the ranks of a machine share equally."""
     if args.device == "cuda":
         gpus = torch.cuda.device_count()
-        if local_rank >= gpus:
+        if max(local_rank + 1, LOCAL_WORLD_SIZE) > gpus:
             fail(
-                f"local rank {local_rank} has no GPU: there are {gpus}; "
+                f"{LOCAL_WORLD_SIZE} ranks need as many GPUs, and this machine has {gpus}; "
                 f"use --nproc_per_node={gpus}, or --device cpu"
             )
         return torch.device("cuda", local_rank)
@@ -295,10 +296,10 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 # ---------------------------------------------------------------------------------------- data
 
-# Of ImageNet, because torchvision's pretrained weights expect them; any others would do as well
-# for a network that starts from nothing.
+# ImageNet's, because torchvision's pretrained weights expect them; a network that is trained from
+# scratch would do as well with others.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-IN_MEMORY_BYTES = 4 * 2**30  # of uint8; a larger folder is decoded batch by batch
+IN_MEMORY_BYTES = 4 * 2**30  # for the ranks of a machine together; more is decoded by the batch
 
 
 class Images(Dataset):
@@ -351,7 +352,7 @@ def open_image(path: str) -> Iterator[Image.Image]:
             yield image
     except Exception as error:  # damaged files raise any of a dozen types
         raise UnreadableImage(
-            f"cannot read the image {path} ({type(error).__name__}); mend or remove it"
+            f"cannot read the image {path} ({type(error).__name__}); repair or remove it"
         ) from error
 
 
@@ -369,7 +370,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
         why = fetch_cifar10(args.data_dir)
         if why and args.dataset == "cifar10":
             fail(
-                f"--dataset cifar10: not in {args.data_dir} and not to be downloaded ({why}); "
+                f"--dataset cifar10: not in {args.data_dir}, and could not be downloaded ({why}); "
                 f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
             )
         args.dataset = "synthetic" if why else "cifar10"
@@ -382,7 +383,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
             f"only one of them has {', '.join(sorted(odd))}"
         )
     because = (
-        f" (CIFAR-10 is not in {args.data_dir} and not to be downloaded: {why})" if why else ""
+        f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})" if why else ""
     )
     say(
         f"data: {args.dataset}{because}, {len(train_set):,} training and {len(eval_set):,} "
@@ -407,14 +408,14 @@ def fetch_cifar10(data_dir: Path) -> str | None:
     """
     from torchvision.datasets import CIFAR10
 
-    batches, why = data_dir / CIFAR10.base_folder, "another rank failed"
+    batches, why = data_dir / CIFAR10.base_folder, ""
     if LOCAL_RANK == 0 and not batches.is_dir():
-        answers = ["no answer within 10 s"]
+        answers = ["no answer within 8 s"]
 
         def ask_for_headers():
             request = urllib.request.Request(CIFAR10.url, method="HEAD")
             try:
-                urllib.request.urlopen(request, timeout=10).close()
+                urllib.request.urlopen(request, timeout=8).close()
                 answers.append("")
             except Exception as error:  # of urllib, http.client, ssl or socket
                 answers.append(str(error))
@@ -422,15 +423,16 @@ def fetch_cifar10(data_dir: Path) -> str | None:
         # A thread, because looking up a host obeys no timeout; it may be left behind.
         thread = threading.Thread(target=ask_for_headers, daemon=True)
         thread.start()
-        thread.join(timeout=10)
+        thread.join(timeout=8)
         why = answers[-1]
         if not why:
             try:
                 CIFAR10(data_dir, download=True)
             except Exception as error:  # the same, or of a damaged archive
                 why = str(error)
-    missing = max_over_ranks([not batches.is_dir()])[0]
-    return why if missing else None
+    # Only those who downloaded vote: the others may be looking at a folder that is half there.
+    failed = max_over_ranks([LOCAL_RANK == 0 and not batches.is_dir()])[0]
+    return (why or "it failed on another machine") if failed else None
 
 
 def cifar10(args: argparse.Namespace, split: str) -> Images:
@@ -474,7 +476,7 @@ def folder(args: argparse.Namespace, split: str) -> Images:
                 short_sides.append(min(image.size))
         # Large images are stored as small as the model's input, small ones as they are.
         side = min(args.image_size, max(short_sides))
-        if len(paths) * 3 * side**2 > IN_MEMORY_BYTES:
+        if len(paths) * 3 * side**2 * LOCAL_WORLD_SIZE > IN_MEMORY_BYTES:
             return ImagesOnDisk(paths, labels, source.classes, args.image_size, side)
         images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
         hidden = None if RANK == 0 else True  # None: shown if there is a terminal
@@ -676,7 +678,7 @@ def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
                 source = torchvision.models.get_model_weights(args.model).DEFAULT
                 weights = source.get_state_dict(progress=LOCAL_RANK == 0, check_hash=True)
             except (OSError, RuntimeError) as error:
-                fail(f"--weights imagenet: not to be downloaded ({error}); give a file's path")
+                fail(f"--weights imagenet: could not be downloaded ({error}); give a file's path")
         max_over_ranks([0])  # a barrier
     return weights
 
@@ -731,14 +733,13 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, equal on all ranks.
     """
     model.eval()
-    rank, world_size = rank_and_world_size()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
     seen = 0
     for images, labels in readable(loader):
         labels = labels.to(device, non_blocking=True)
         images = to_input(images.to(device, non_blocking=True), loader.dataset.image_size)
         logits = model(images).double()
-        numbers = rank + world_size * torch.arange(seen, seen + len(labels), device=device)
+        numbers = RANK + WORLD_SIZE * torch.arange(seen, seen + len(labels), device=device)
         real = numbers < len(loader.dataset)
         losses = F.cross_entropy(logits, labels, reduction="none")
         correct = logits.argmax(1) == labels
@@ -757,7 +758,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
 
 def save_file(state: dict, path: Path) -> None:
     """``torch.save`` that leaves the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.part")
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -791,17 +792,13 @@ def save_model(state_dict: dict[str, Tensor], output_dir: Path) -> None:
 # ----------------------------------------------------------------------------------------- run
 
 WARMUP_STEPS = 10  # left out of the speed: allocator, autotuner and caches are settling
-JOB = [
-    "model",
-    "norm",
-    "dataset",
-    "train_samples",
-    "image_size",
-    "batch_size",
-    "optimizer",
-    "seed",
-    "double",
-]  # in these a snapshot and the run that goes on from it must agree
+# fmt: off
+# A snapshot and the run that goes on from it must agree in these flags:
+JOB = ["model", "norm", "dataset", "train_samples", "image_size", "batch_size", "optimizer", "lr",
+       "momentum", "weight_decay", "seed", "double"]
+# and of the run itself these go on:
+RESUMED = ["step", "history", "step_seconds", "eval_samples", "seconds"]
+# fmt: on
 
 
 class Run:
@@ -818,11 +815,12 @@ class Run:
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
         self.start_epoch = self.step = 0  # step: the optimizer's steps, over all epochs
         self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
-        self.step_seconds = []
+        self.step_seconds, self.eval_samples = [], 0
+        self.seconds, self.since = 0.0, STARTED
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """Go on from the snapshot that ``--resume`` means. If there is none, begin."""
-        args = self.args
+        args, result = self.args, self.args.output_dir / "result.json"
         path = Path(args.output_dir / "snapshot.pt" if args.resume == "auto" else args.resume)
         resumed = args.resume != "none" and path.is_file()
         if resumed:
@@ -831,20 +829,28 @@ class Run:
             model.load_state_dict(snapshot["model"])
             optimizer.load_state_dict(snapshot["optimizer"])
             scheduler.load_state_dict(snapshot["scheduler"])
-            self.step = snapshot["step"]
-            self.start_epoch = self.step // self.steps_per_epoch
-            self.history = {k: v[: self.start_epoch] for k, v in snapshot["history"].items()}
-        last, first = max_over_ranks([self.step, -self.step])
+            scheduler.last_epoch -= 1
+            scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
+            for name in RESUMED:
+                setattr(self, name, snapshot[name])
+            done = self.step >= self.total_steps
+            self.start_epoch = self.epochs if done else self.step // self.steps_per_epoch
+            self.history = {k: v[: self.start_epoch] for k, v in self.history.items()}
+        last, first, finished = max_over_ranks(
+            [self.step, -self.step, RANK == 0 and result.exists()]
+        )
         if last != -first:
             fail(
                 f"ranks found snapshots of different steps, {-first:.0f} and {last:.0f}; "
                 "give an --output-dir that all machines share"
             )
-        if self.step >= self.total_steps:
+        if finished and self.step >= self.total_steps:
             say(
-                f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; "
-                "go further with --epochs, or begin again with --resume none"
+                f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; go on "
+                "with more --epochs or --max-steps, or begin again with --resume none"
             )
+            if dist.is_initialized():
+                dist.destroy_process_group()
             raise SystemExit(0)
         if resumed:
             say(f"resumed from {path} at epoch {self.start_epoch + 1}, step {self.step + 1}")
@@ -852,22 +858,30 @@ class Run:
         if RANK == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 
-            if not resumed:
-                clear_last_run(args.output_dir)
+            if resumed:
+                result.unlink(missing_ok=True)  # it comes back when this run ends
+            else:
+                put_aside_last_run(args.output_dir)
             self.writer = SummaryWriter(str(args.output_dir), purge_step=self.step + 1)
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """Write ``snapshot.pt``, from which ``--resume`` goes on. One rank calls it."""
+        self.seconds_total()
         snapshot = {
             "job": {name: getattr(self.args, name) for name in JOB},
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
             "epoch": self.step // self.steps_per_epoch,  # finished ones
-            "step": self.step,
-            "history": self.history,
+            **{name: getattr(self, name) for name in RESUMED},
         }
         save_file(snapshot, self.args.output_dir / "snapshot.pt")
+
+    def seconds_total(self) -> float:
+        """Wall time of this run so far, up to a snapshot and since it was loaded."""
+        now = time.perf_counter()
+        self.seconds, self.since = self.seconds + now - self.since, now
+        return self.seconds
 
     def batches(self, loader: DataLoader, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's batches of an epoch, cropped, flipped and normalized on the device.
@@ -877,7 +891,6 @@ class Run:
             ``[batch]``; batch is the global batch divided by the number of ranks.
         """
         args = self.args
-        rank, world_size = rank_and_world_size()
         begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -895,21 +908,26 @@ class Run:
         ticks = [self.tick()]
         for index, (images, labels) in itertools.islice(enumerate(readable(loader)), begin, end):
             crops = draw_crops(args.seed, epoch, index, args.batch_size, images.shape[-1])
-            crops = crops[rank::world_size].to(self.device, non_blocking=True)
+            crops = crops[RANK::WORLD_SIZE].to(self.device, non_blocking=True)
             images = crop_and_flip(images.to(self.device, non_blocking=True), crops)
             images = to_input(images, args.image_size)
             labels = labels.to(self.device, non_blocking=True)
             self.step += 1
             self.batch = len(labels)
+            self.lr = self.optimizer.param_groups[0]["lr"]
             yield images, labels
             ticks.append(self.tick())
             self.bar.update(args.batch_size)
+            if self.device.type == "cuda" and len(self.step_seconds) + len(ticks) == WARMUP_STEPS:
+                torch.cuda.reset_peak_memory_stats(self.device)  # cuDNN has tried its algorithms
         self.bar.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            ticks = [ticks[0].elapsed_time(tick) / 1e3 for tick in ticks]
-        self.step_seconds += [after - before for before, after in itertools.pairwise(ticks)]
-        self.epoch_seconds = ticks[-1] - ticks[0]
+            seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ticks)]
+        else:
+            seconds = [b - a for a, b in itertools.pairwise(ticks)]
+        self.step_seconds += seconds
+        self.epoch_seconds = sum(seconds)
 
     def tick(self):
         """Now, as the device sees it: on a GPU an event in its queue, for which nobody waits."""
@@ -936,9 +954,8 @@ class Run:
         if RANK == 0:
             mean = (loss_sum - old_loss_sum) / (images - old_images)
             speed = (images - old_images) / (self.shown[-1] - then)
-            lr = self.optimizer.param_groups[0]["lr"]
             self.bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
-            self.add_scalars("step", loss=mean, images_per_second=speed, learning_rate=lr)
+            self.add_scalars("step", loss=mean, images_per_second=speed, learning_rate=self.lr)
 
     def totals(self) -> list[float]:
         """This epoch's sum of losses and number of images so far, over all ranks."""
@@ -1014,12 +1031,13 @@ class Run:
             "image_size": args.image_size,
             "normalization": {"mean": MEAN, "std": STD},
             "precision": "fp64" if args.double else "fp32",
+            "tf32": self.device.type == "cuda" and torch.backends.cudnn.allow_tf32,
             "global_batch_size": args.batch_size,
             "optimizer": args.optimizer,
             "epochs": self.epochs,
             "steps": self.step,
             "seed": args.seed,
-            "seconds_total": time.perf_counter() - STARTED,
+            "seconds_total": self.seconds_total(),
             "seconds_train": sum(self.history["seconds"]),
             "images_per_second": speed,
             "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
@@ -1033,6 +1051,7 @@ class Run:
         (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         hparams = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
         hparams |= {"technique": SCRIPT, "world_size": WORLD_SIZE}
+        hparams.pop("local_rank", None)
         metrics = {"accuracy": accuracy, "images_per_second": speed, "memory": memory["process"]}
         metrics = {f"final/{name}": value for name, value in metrics.items()}
         self.writer.add_hparams(hparams, metrics, run_name=".")
@@ -1042,10 +1061,6 @@ class Run:
             f"done: accuracy {accuracy:.2%} of {self.eval_samples:,}, median {speed:,.0f} images/s"
             f", peak memory {memory}, files in {args.output_dir}"
         )
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def max_over_ranks(values: list[float]) -> list[float]:
@@ -1065,17 +1080,19 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """Peak memory of this rank, in GiB.
 
-    On a GPU: what tensors took (allocated), what PyTorch's allocator kept (reserved), and what
-    nvidia-smi would show for the GPU (process; other programs on the same GPU are in it).
-    On a CPU: the resident set of the process.
+    On a GPU, since the warm-up steps: what tensors took (allocated), what PyTorch's allocator kept
+    (reserved), and all that was in use on the GPU, as nvidia-smi shows it (process; it counts other
+    programs too). On a CPU: the resident set of the process.
     """
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, else KiB
         return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    allocated = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.max_memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
-    figures = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    names = "allocated", "reserved", "process"
-    return {k: v / 2**30 for k, v in zip(names, (*figures, total - free), strict=True)}
+    process = total - free - torch.cuda.memory_reserved(device) + reserved
+    figures = {"allocated": allocated, "reserved": reserved, "process": process}
+    return {name: value / 2**30 for name, value in figures.items()}
 
 
 def check_job(args: argparse.Namespace, path: Path, snapshot: dict) -> None:
@@ -1087,23 +1104,25 @@ def check_job(args: argparse.Namespace, path: Path, snapshot: dict) -> None:
         if theirs != ours:
             flag = f"--{name.replace('_', '-')}"
             fail(
-                f"--resume {path} is of a run with {flag} {theirs}, this one has {flag} {ours}; "
+                f"--resume {path} is of a run with {flag} {theirs}, and this one has {ours}; "
                 "give the same, or --resume none"
             )
 
 
-def clear_last_run(output_dir: Path) -> None:
-    """Remove the curves of an earlier run in this folder; its snapshot is kept under a new name."""
+def put_aside_last_run(output_dir: Path) -> None:
+    """Move the files of an earlier run in this folder to ``previous/``, and drop its curves."""
+    for name in ("model.pt", "result.json", "snapshot.pt"):
+        if (output_dir / name).is_file():
+            (output_dir / "previous").mkdir(exist_ok=True)
+            os.replace(output_dir / name, output_dir / "previous" / name)
     for events in output_dir.glob("events.out.tfevents.*"):
         events.unlink()
-    if (output_dir / "snapshot.pt").is_file():
-        os.replace(output_dir / "snapshot.pt", output_dir / "snapshot.previous.pt")
 
 
 def launch_command() -> str:
     """The command that started this run: the launcher's, which is our parent, or our own."""
     words = sys.orig_argv
-    if "LOCAL_RANK" in os.environ:
+    if LAUNCHED:
         with contextlib.suppress(OSError):  # there is no /proc outside of Linux
             words = Path(f"/proc/{os.getppid()}/cmdline").read_text().strip("\0").split("\0")
     if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed"):  # not their python

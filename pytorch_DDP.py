@@ -4,11 +4,12 @@ Differs     from pytorch_SingleGPU.py: every process (rank) has a copy of the mo
             each batch; gradients are averaged while backward runs. Lines tagged "# DDP:".
 Command:    python -m torch.distributed.launch --nproc_per_node=4 --nnodes=1 pytorch_DDP.py
             (deprecated, but what much code still uses: pytorch_torchrun_DDP.py is its successor)
-Use it      when the model fits one device and time is what is short. Not when it does not fit:
-            each rank keeps all of it.
+Use it      when the model fits one device and training time is the bottleneck. Not when it does
+            not fit: each rank keeps all of it.
 Holds       as on one device: per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum)
             or 8 (AdamW) for the optimizer; the activations are those of 1/N of the batch.
-Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter: one all-reduce.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of a bucket
+            each; and from rank 0 the buffers of BatchNorm, which are few.
 """
 
 import os
@@ -38,22 +39,22 @@ def main():
     device = common.get_device(args, args.local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have come
+    dist.init_process_group(  # DDP: returns when all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: who we are, of how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
     common.announce(args, device)
-    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: own dropout on each rank
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: of one shuffle, the same on all ranks, rank r of N takes images r, r + N, r + 2 N, ...
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same without a shuffle
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
@@ -75,7 +76,7 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # before the forward, when activations need the memory
+            optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
@@ -87,18 +88,17 @@ def main():
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        if rank == 0:  # DDP: all hold the same, one writes
+        if rank == 0:  # DDP: the copies are identical, one is written
             run.save_snapshot(model.module, optimizer, scheduler)
 
     # 7. Save and report
-    if rank == 0:  # DDP: one writes
+    if rank == 0:
         common.save_model(model.module.state_dict(), args.output_dir)
     run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait here for
+    # the others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        if dist.is_initialized():  # DDP: leave in good order, also after an error
-            dist.destroy_process_group()
+    main()

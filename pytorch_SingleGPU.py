@@ -43,7 +43,7 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # before the forward, when activations need the memory
+            optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()

@@ -26,7 +26,10 @@ CLOSED_PORT = (
 
 
 def environment(**changes):
-    env = {k: v for k, v in os.environ.items() if k not in (*LAUNCHERS, "OMP_NUM_THREADS")}
+    """Ours, without what a launcher or the network would add. One thread a process: tests run side
+    by side, and threads that wait for each other's cores make both many times slower."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
+    env["OMP_NUM_THREADS"] = "1"
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env |= {"LAUNCHED_BY": SESSION, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
     env |= {"http_proxy": CLOSED_PORT, "https_proxy": CLOSED_PORT, "no_proxy": ""}

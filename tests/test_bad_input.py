@@ -1,5 +1,6 @@
 """What a user gets wrong ends in one line that names it, exit code 2, no traceback and no hang."""
 
+import argparse
 import contextlib
 import re
 import shutil
@@ -9,6 +10,8 @@ import pytest
 import torch
 from conftest import ROOT, free_port, launch, launcher, succeed
 from PIL import Image
+
+import common
 
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 
@@ -43,7 +46,7 @@ MISTAKES = [
     ("--device cuda", ["--device cuda", "--device cpu"]),
     ("--batch-size 0", ["--batch-size", "0", "1 or more"]),
     ("--epochs -1", ["--epochs", "-1", "1 or more"]),
-    ("--epochs two", ["--epochs", "two is no int"]),
+    ("--epochs two", ["--epochs", "two is not a valid int"]),
     ("--lr 0", ["--lr", "0", "more than 0"]),
     ("--lr nan", ["--lr", "nan", "more than 0"]),
     ("--momentum 1", ["--momentum", "1", "less than 1"]),
@@ -66,7 +69,7 @@ MISTAKES = [
     ("--resume {0}/damaged.pt", ["--resume {0}/damaged.pt", "damaged"]),
     ("--resume {0}/run/model.pt", ["{0}/run/model.pt", "snapshot.pt"]),
     ("--resume {0}/run/snapshot.pt --model resnet34", ["resnet18", "resnet34", "--resume none"]),
-    ("--resume {0}/run/snapshot.pt --batch-size 12", ["--batch-size 24", "--batch-size 12"]),
+    ("--resume {0}/run/snapshot.pt --batch-size 12", ["--batch-size 24", "this one has 12"]),
     ("--weights {0}/nowhere.pt", ["--weights {0}/nowhere.pt", "no such file"]),
     ("--weights {0}/a_list.pt", ["--weights {0}/a_list.pt", "list"]),
     ("--weights {0}/run/model.pt --model resnet34", ["{0}/run/model.pt", "--model resnet34"]),
@@ -132,6 +135,18 @@ def test_single_process_script_under_a_launcher(tmp_path):
     check_report(finished, ["pytorch_SingleGPU.py", "2 ranks", "python pytorch_SingleGPU.py"])
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_more_ranks_than_gpus(local_rank, monkeypatch, capsys):
+    """Found by every rank at once, before any waits for another."""
+    monkeypatch.setattr(common, "LOCAL_WORLD_SIZE", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as exit:
+        common.get_device(argparse.Namespace(device="cuda"), local_rank)
+    assert exit.value.code == 2
+    line = capsys.readouterr().err
+    assert "2 ranks" in line and "has 1" in line and "--nproc_per_node=1" in line
+
+
 def test_script_without_its_launcher(tmp_path):
     finished = launch(f"python pytorch_DDP.py {SMALL} --output-dir {tmp_path}", timeout=60)
     assert finished.code == 2 and "Traceback" not in finished.stderr
@@ -162,7 +177,7 @@ def test_cifar10_without_data_or_network(silent, tmp_path):
     assert finished.code == 2
     [line] = finished.errors
     assert "--dataset cifar10" in line and "--dataset synthetic" in line
-    assert ("10 s" in line) == silent
+    assert ("8 s" in line) == silent
     assert finished.seconds < 15
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import succeed
+from conftest import ROOT, succeed
 from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
@@ -161,12 +161,17 @@ def test_an_unreadable_image_met_while_training(workers, image_folder, monkeypat
 
 
 def test_a_large_image_is_reduced_to_the_input(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (300, 200, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "large.png")
-    assert common.read_image(tmp_path / "large.png", 64).shape == (3, 64, 64)
+    """Short side resized, middle cut out: what torchvision does to a PIL image."""
+    x, y = np.meshgrid(np.linspace(0, 255, 200), np.linspace(0, 255, 300))
+    image = Image.fromarray(np.stack([x, y, (x + y) / 2], axis=-1).astype(np.uint8))
+    image.save(tmp_path / "large.png")
+    expected = reference.center_crop(reference.resize(image, [64]), [64, 64])
+    expected = reference.pil_to_tensor(expected).int()
+    ours = common.read_image(tmp_path / "large.png", 64).int()
+    assert ours.shape == (3, 64, 64) and (ours - expected).abs().max() <= 2
 
 
-def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch):
+def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch, capsys):
     """The files' real format, with other pixels, and hence other checksums."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -199,5 +204,36 @@ def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch):
     assert train_set.classes[3] == "name 3"
 
     (folder / "data_batch_2").write_bytes(b"cut off")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as exit:
         common.make_datasets(arguments(dataset="cifar10", data_dir=tmp_path))
+    assert exit.value.code == 2 and f"{tmp_path} is damaged" in capsys.readouterr().err
+
+
+def test_one_rank_downloads_and_all_find_cifar10(tmp_path):
+    """The others wait, even though the folder is there before the download is complete."""
+    script = tmp_path / "download.py"
+    script.write_text(
+        """
+import io, sys, time, urllib.request
+from pathlib import Path
+import torch.distributed as dist, torchvision
+import common
+
+class Slow:
+    base_folder, url = "cifar-10-batches-py", "http://localhost/cifar"
+    def __init__(self, root, download):
+        assert download and common.RANK == 0
+        time.sleep(2)
+        (root / self.base_folder).mkdir(parents=True)
+
+torchvision.datasets.CIFAR10 = Slow
+urllib.request.urlopen = lambda request, timeout: io.BytesIO()
+dist.init_process_group("gloo")
+found = common.fetch_cifar10(Path(sys.argv[1]))
+print(f"rank {common.RANK}: {found}", flush=True)
+dist.destroy_process_group()
+"""
+    )
+    command = f"torchrun --standalone --nproc_per_node=2 {script} {tmp_path}/data"
+    finished = succeed(command, PYTHONPATH=str(ROOT))
+    assert sorted(finished.lines) == ["rank 0: None", "rank 1: None"]

@@ -1,15 +1,20 @@
 """A run that was stopped goes on from its snapshot as if nothing had happened."""
 
+import contextlib
 import json
+import math
 import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, environment, launch, launcher, succeed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 JOB = "--dataset synthetic --train-samples 240 --eval-samples 12 --batch-size 24"
 
@@ -40,16 +45,17 @@ def result(folder):
     return json.loads((folder / "result.json").read_text())
 
 
-def kill_workers(folder):
-    """torchrun's workers have a session of their own: kill -9 of the launcher leaves them alive."""
-    for status in list(os.scandir("/proc")):
-        if status.name.isdigit():
-            try:
-                with open(f"/proc/{status.name}/cmdline") as file:
-                    if str(folder) in file.read():
-                        os.kill(int(status.name), signal.SIGKILL)
-            except OSError:
-                continue
+def workers(folder):
+    """Process numbers of the ranks that write to a folder, in the order in which they started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:  # ended meanwhile
+            continue
+        if str(folder) in words and "torchrun" not in words[1]:
+            found.append(int(path.parent.name))
+    return sorted(found)
 
 
 @pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)])
@@ -60,7 +66,9 @@ def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
     killed = tmp_path / "killed"
     snapshot = killed / "snapshot.pt"
     kill_when(f"{command} --output-dir {killed}", snapshot.is_file)
-    kill_workers(killed)
+    for worker in workers(killed):  # they outlive a launcher that is killed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
     done = torch.load(snapshot, weights_only=True)["epoch"]
     assert 1 <= done < 4 and not (killed / "model.pt").exists()
     resumed = succeed(f"{command} --output-dir {killed} --resume auto")
@@ -108,24 +116,72 @@ def test_a_run_cut_short_by_max_steps_goes_on_within_the_epoch(tmp_path):
     )
 
 
-def test_a_new_run_keeps_the_old_snapshot_aside(tmp_path):
+def test_more_epochs_take_up_the_longer_schedule(tmp_path):
+    """The rate had come down to 0 at the end; with more epochs it is that of the middle."""
+    job = f"python pytorch_SingleGPU.py {JOB} --print-freq 1 --output-dir {tmp_path}"
+    succeed(f"{job} --epochs 1")
+    finished = succeed(f"{job} --epochs 2 --resume auto")
+    assert "at epoch 2, step 11" in finished.stdout
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    rates = {point.step: point.value for point in reader.Scalars("step/learning_rate")}
+    assert list(rates) == list(range(1, 21))
+    assert rates[11] == pytest.approx(0.05 * (0.5 + 0.5 * math.cos(math.pi * (10 - 2) / 18)))
+    assert len(result(tmp_path)["train_loss"]) == 2
+
+
+def test_killed_after_the_last_snapshot_it_still_delivers(tmp_path):
+    job = f"python pytorch_SingleGPU.py {JOB} --epochs 2 --output-dir {tmp_path}"
+    succeed(job)
+    expected, before = weights(tmp_path), result(tmp_path)
+    (tmp_path / "model.pt").unlink()
+    (tmp_path / "result.json").unlink()
+    succeed(f"{job} --resume auto")
+    assert all(torch.equal(weights(tmp_path)[name], expected[name]) for name in expected)
+    for name in ["train_loss", "eval_accuracy", "eval_samples", "images_per_second", "steps"]:
+        assert result(tmp_path)[name] == before[name]
+
+
+def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
+    """By torchrun. The setting keeps apart the addresses that the ranks leave for each other at the
+    first and at the second start; without it some restarts hang."""
+    snapshot = tmp_path / "snapshot.pt"
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {JOB} --epochs 4 --output-dir {tmp_path}"
+    command = command.replace("--standalone", "--standalone --max-restarts=1")
+
+    def kill_one():
+        while not snapshot.is_file():
+            time.sleep(0.02)
+        os.kill(workers(tmp_path)[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one, daemon=True)
+    killer.start()
+    finished = succeed(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert finished.stdout.count("resumed from") == 1
+    assert len(result(tmp_path)["train_loss"]) == 4
+
+
+def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
     job = f"python pytorch_SingleGPU.py {JOB} --epochs 1 --output-dir {tmp_path}"
     succeed(job)
-    first = (tmp_path / "snapshot.pt").read_bytes()
+    names = ["model.pt", "result.json", "snapshot.pt"]
+    first = {name: (tmp_path / name).read_bytes() for name in names}
     succeed(f"{job} --seed 1")
-    assert (tmp_path / "snapshot.previous.pt").read_bytes() == first
-    assert (tmp_path / "snapshot.pt").read_bytes() != first
+    for name in names:
+        assert (tmp_path / "previous" / name).read_bytes() == first[name]
+        assert (tmp_path / name).read_bytes() != first[name]
 
 
 def test_weights_start_a_new_run_where_another_ended(tmp_path):
-    """Scored before any step, they give what the first run reported at its end."""
-    job = f"python pytorch_SingleGPU.py {JOB} --eval-samples 300"
+    """Scored after a step of nearly no length, they give what the first run reported."""
+    job = f"python pytorch_SingleGPU.py {JOB} --eval-samples 300 --norm group"
     succeed(f"{job} --epochs 3 --output-dir {tmp_path}/first")
     flags = f"--weights {tmp_path}/first/model.pt --max-steps 1 --lr 1e-30 --weight-decay 0"
-    succeed(f"{job} {flags} --norm batch --output-dir {tmp_path}/second")
-    first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
-    learned = [name for name in first if "running" not in name and "num_batches" not in name]
-    assert all(torch.equal(first[name], second[name]) for name in learned)
+    succeed(f"{job} {flags} --output-dir {tmp_path}/second")
+    first, second = result(tmp_path / "first"), result(tmp_path / "second")
+    assert first["eval_loss"][-1] != pytest.approx(first["eval_loss"][0], rel=1e-3)
+    assert second["eval_accuracy"] == first["eval_accuracy"][-1:]
+    assert second["eval_loss"] == pytest.approx(first["eval_loss"][-1:])
 
 
 def test_a_damaged_snapshot_is_named(tmp_path):
