@@ -95,8 +95,8 @@ def main():
     if rank == 0:
         common.save_model(model.module.state_dict(), args.output_dir)
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait here for
-    # the others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
     dist.destroy_process_group()
 
 
