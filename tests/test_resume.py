@@ -101,8 +101,8 @@ def test_resume_at_another_world_size_and_a_finished_run(tmp_path):
 
 
 def test_a_run_cut_short_by_max_steps_goes_on_within_the_epoch(tmp_path):
-    """Four steps make an epoch: 6 and then 2 more are the 8 of two epochs. (The long warm-up makes the
-    rate independent of their number.)"""
+    """Four steps make an epoch: 6 and then 2 more are the 8 of two epochs. (The warm-up is longer
+    than both, which makes the rate independent of their number.)"""
     job = f"python pytorch_SingleGPU.py {JOB} --norm group --double --epochs 2 --warmup-steps 20"
     succeed(f"{job} --output-dir {tmp_path}/whole")
     succeed(f"{job} --max-steps 6 --output-dir {tmp_path}/parts")
