@@ -26,6 +26,7 @@ import os
 import platform
 import resource
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -86,6 +87,7 @@ DEFAULTS = {
     "cuda": {"model": "resnet50", "image_size": 224},
     "cpu": {"model": "resnet18", "image_size": 32, "train_samples": 2048, "eval_samples": 1000},
 }
+HALF = {"cuda": "float16", "cpu": "bfloat16"}  # what most GPUs, and what CPUs, are fast in
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -201,6 +203,12 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         args.lr = 0.001 if args.optimizer == "adamw" else 0.01 if plain else 0.05
     if args.weight_decay is None:
         args.weight_decay = 0.01 if args.optimizer == "adamw" else 0.0005
+    if getattr(args, "dtype", "") is None:
+        args.dtype = HALF[args.device]
+    if args.double and getattr(args, "dtype", "float32") != "float32":
+        fail(
+            f"--double computes in float64, and this run in {args.dtype}; leave out one of the two"
+        )
     if args.norm == "sync" and args.device == "cpu":
         fail("--norm sync: SyncBatchNorm runs on GPUs only; use --norm batch or --norm group")
     if args.batch_size % WORLD_SIZE:
@@ -211,8 +219,8 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         )
     if args.resume is None:  # whoever restarts a job wants it to go on, not to begin anew
         args.resume = "auto" if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else "none"
-    if args.resume not in ("auto", "none") and not Path(args.resume).is_file():
-        fail(f"--resume {args.resume}: no such file; give auto, none or the path of a snapshot.pt")
+    if args.resume not in ("auto", "none") and not Path(args.resume).exists():
+        fail(f"--resume {args.resume}: no such file; give auto, none or the path of a snapshot")
     if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if RANK == 0:
@@ -283,6 +291,23 @@ def get_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def get_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """``--dtype``, if the device can train in it."""
+    dtype = getattr(torch, args.dtype)
+    other = "float16" if args.dtype == "bfloat16" else "bfloat16"
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            fail(f"--dtype bfloat16: {device_name(device)} has none; use --dtype {other}")
+    try:
+        ones = torch.ones(1, 1, 1, 1, device=device, dtype=dtype, requires_grad=True)
+        F.conv2d(ones, ones).sum().backward()
+    except RuntimeError as error:
+        fail(f"--dtype {args.dtype}: this {device_name(device)} cannot ({error}); use {other}")
+    if device.type == "cpu" and dtype == torch.float16:
+        say("float16 on a CPU: many CPUs have no fast convolution in it; bfloat16 is the usual one")
+    return dtype
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
@@ -687,11 +712,16 @@ def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
 
 
 def make_optimizer(args: argparse.Namespace, parameters: Iterable) -> torch.optim.Optimizer:
+    kind, options = optimizer_class(args)
+    return kind(parameters, **options)
+
+
+def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimizer], dict]:
+    """What :func:`make_optimizer` makes, and with which options."""
+    options = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, args.lr, weight_decay=args.weight_decay)
-    return torch.optim.SGD(
-        parameters, args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-    )
+        return torch.optim.AdamW, options
+    return torch.optim.SGD, options | {"momentum": args.momentum}
 
 
 def make_scheduler(
@@ -726,7 +756,8 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     the set is masked out of the sums.
 
     Args:
-        model: the plain model, not a wrapper whose forward communicates.
+        model: the plain model. A wrapper whose forward communicates will do where all ranks
+            call it, as all run equally many forwards. It gets images of its parameters' dtype.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
 
     Returns:
@@ -735,10 +766,11 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
     seen = 0
+    dtype = next(model.parameters()).dtype
     for images, labels in readable(loader):
         labels = labels.to(device, non_blocking=True)
         images = to_input(images.to(device, non_blocking=True), loader.dataset.image_size)
-        logits = model(images).double()
+        logits = model(images.to(dtype)).double()
         numbers = RANK + WORLD_SIZE * torch.arange(seen, seen + len(labels), device=device)
         real = numbers < len(loader.dataset)
         losses = F.cross_entropy(logits, labels, reduction="none")
@@ -818,16 +850,76 @@ class Run:
         self.step_seconds, self.eval_samples = [], 0
         self.seconds, self.since = 0.0, STARTED
 
-    def load_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
-        """Go on from the snapshot that ``--resume`` means. If there is none, begin."""
-        args, result = self.args, self.args.output_dir / "result.json"
-        path = Path(args.output_dir / "snapshot.pt" if args.resume == "auto" else args.resume)
-        resumed = args.resume != "none" and path.is_file()
-        if resumed:
+    def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
+        """Go on from the snapshot that ``--resume`` means. If there is none, begin.
+
+        Args:
+            others: what else has a ``state_dict()`` and a ``load_state_dict()``, by name.
+        """
+        path, snapshot = self.snapshot_to_resume("snapshot.pt"), None
+        if path:
             snapshot = load_file(path, "--resume")
-            check_job(args, path, snapshot)
+            check_job(self.args, path, snapshot)
             model.load_state_dict(snapshot["model"])
             optimizer.load_state_dict(snapshot["optimizer"])
+            for name, other in others.items():
+                other.load_state_dict(snapshot[name])
+        self.start(optimizer, scheduler, path, snapshot)
+
+    def save_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
+        """Write ``snapshot.pt``, from which ``--resume`` goes on. One rank calls it."""
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **others}
+        snapshot = {name: part.state_dict() for name, part in parts.items()} | self.state_dict()
+        save_file(snapshot, self.args.output_dir / "snapshot.pt")
+
+    def load_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
+        """:meth:`load_snapshot` of a sharded model: each rank reads what it needs, at any number of
+        ranks (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict as dcp_state
+
+        path, snapshot = self.snapshot_to_resume("snapshot"), None
+        if path:
+            if not (path / "run.pt").is_file():  # the folder that holds them: take the newest
+                path = max(path.glob("step-*/run.pt"), default=path / "run.pt").parent
+            snapshot = load_file(path / "run.pt", "--resume")
+            check_job(self.args, path, snapshot)
+            weights, state = dcp_state.get_state_dict(model, optimizer)
+            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+            dcp_state.set_model_state_dict(model, weights)
+            dcp_state.set_optimizer_state_dict(model, optimizer, state)
+        self.start(optimizer, scheduler, path, snapshot)
+
+    def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
+        """Write the folder ``snapshot``, each rank its own shards. All ranks call it."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict as dcp_state
+
+        path = self.args.output_dir / "snapshot" / f"step-{self.step:08}"
+        weights, state = dcp_state.get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+        if RANK == 0:  # now all have written: this file makes the folder a snapshot
+            save_file({"scheduler": scheduler.state_dict()} | self.state_dict(), path / "run.pt")
+            for older in path.parent.glob("step-*"):
+                if older != path:
+                    shutil.rmtree(older)
+
+    def snapshot_to_resume(self, name: str) -> Path | None:
+        """The snapshot that ``--resume`` means; ``name`` is that of this script's own."""
+        path = Path(self.args.output_dir / name if self.args.resume == "auto" else self.args.resume)
+        return path if self.args.resume != "none" and path.exists() else None
+
+    def state_dict(self) -> dict:
+        """What a snapshot holds of the run itself."""
+        self.seconds_total()
+        own = {name: getattr(self, name) for name in RESUMED}
+        own["epoch"] = self.step // self.steps_per_epoch  # finished ones
+        return own | {"job": {name: getattr(self.args, name) for name in JOB}}
+
+    def start(self, optimizer, scheduler, path: Path | None, snapshot: dict | None) -> None:
+        """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file."""
+        args, result = self.args, self.args.output_dir / "result.json"
+        if snapshot:
             scheduler.load_state_dict(snapshot["scheduler"])
             scheduler.last_epoch -= 1
             scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
@@ -852,30 +944,17 @@ class Run:
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise SystemExit(0)
-        if resumed:
+        if snapshot:
             say(f"resumed from {path} at epoch {self.start_epoch + 1}, step {self.step + 1}")
         self.optimizer = optimizer
         if RANK == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 
-            if resumed:
+            if snapshot:
                 result.unlink(missing_ok=True)  # it comes back when this run ends
             else:
                 put_aside_last_run(args.output_dir)
             self.writer = SummaryWriter(str(args.output_dir), purge_step=self.step + 1)
-
-    def save_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
-        """Write ``snapshot.pt``, from which ``--resume`` goes on. One rank calls it."""
-        self.seconds_total()
-        snapshot = {
-            "job": {name: getattr(self.args, name) for name in JOB},
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
-            "epoch": self.step // self.steps_per_epoch,  # finished ones
-            **{name: getattr(self, name) for name in RESUMED},
-        }
-        save_file(snapshot, self.args.output_dir / "snapshot.pt")
 
     def seconds_total(self) -> float:
         """Wall time of this run so far, up to a snapshot and since it was loaded."""
@@ -992,25 +1071,31 @@ class Run:
             f"{self.epoch_seconds:.1f} s"
         )
 
-    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:
         """Write ``result.json`` and TensorBoard's HPARAMS, and print the last line.
 
         Args:
             model, optimizer: as this rank holds them, with the gradients of the last step; the
                 tensors are counted for ``state_bytes``.
+            held: tensors to count besides, by name; or in place of ``parameters``, ``gradients``
+                or ``optimizer``, where a library keeps them elsewhere.
         """
         args = self.args
         parameters = list(model.parameters())
+        precision = str(parameters[0].dtype).removeprefix("torch.")
+        if getattr(args, "dtype", "float32") != "float32":
+            precision = args.dtype  # of the computation, if not of the parameters
         states = [value for state in optimizer.state.values() for value in state.values()]
-        state_bytes = {
-            "parameters": count_bytes(parameters),
-            "gradients": count_bytes(p.grad for p in parameters if p.grad is not None),
-            "optimizer": count_bytes(value for value in states if torch.is_tensor(value)),
+        tensors = {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [value for value in states if torch.is_tensor(value)],
         }
+        state_bytes = {name: count_bytes(kept) for name, kept in (tensors | held).items()}
         memory = peak_memory_gib(self.device)
         largest = max_over_ranks([*state_bytes.values(), *memory.values()])
-        state_bytes = dict(zip(state_bytes, map(int, largest[:3]), strict=True))
-        memory = dict(zip(memory, largest[3:], strict=True))
+        state_bytes = dict(zip(state_bytes, map(int, largest), strict=False))
+        memory = dict(zip(memory, largest[len(state_bytes) :], strict=True))
         if RANK != 0:
             return
         seconds = self.step_seconds[min(WARMUP_STEPS, len(self.step_seconds) // 2) :]
@@ -1030,7 +1115,7 @@ class Run:
             "train_samples": len(self.train_set),
             "image_size": args.image_size,
             "normalization": {"mean": MEAN, "std": STD},
-            "precision": "fp64" if args.double else "fp32",
+            "precision": precision,
             "tf32": self.device.type == "cuda" and torch.backends.cudnn.allow_tf32,
             "global_batch_size": args.batch_size,
             "optimizer": args.optimizer,
@@ -1074,7 +1159,11 @@ def max_over_ranks(values: list[float]) -> list[float]:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Bytes of memory behind the tensors on this rank: of a sharded tensor those of its shard, and
+    a buffer of which several tensors are views once and whole."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]  # a DTensor has one
+    storages = [t.untyped_storage() for t in local]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
@@ -1111,10 +1200,13 @@ def check_job(args: argparse.Namespace, path: Path, snapshot: dict) -> None:
 
 def put_aside_last_run(output_dir: Path) -> None:
     """Move the files of an earlier run in this folder to ``previous/``, and drop its curves."""
-    for name in ("model.pt", "result.json", "snapshot.pt"):
-        if (output_dir / name).is_file():
-            (output_dir / "previous").mkdir(exist_ok=True)
-            os.replace(output_dir / name, output_dir / "previous" / name)
+    previous = output_dir / "previous"
+    for name in ("model.pt", "result.json", "snapshot.pt", "snapshot"):
+        if (output_dir / name).exists():
+            previous.mkdir(exist_ok=True)
+            if (previous / name).is_dir():
+                shutil.rmtree(previous / name)
+            os.replace(output_dir / name, previous / name)
     for events in output_dir.glob("events.out.tfevents.*"):
         events.unlink()
 

@@ -104,7 +104,7 @@ def test_result(run):
         "dataset": "synthetic",
         "train_samples": 250,
         "image_size": 32,
-        "precision": "fp32",
+        "precision": "float32",
         "global_batch_size": 48,
         "optimizer": "sgd",
         "epochs": 2,

@@ -1,0 +1,118 @@
+"""Train on several devices in mixed precision: what people run in practice.
+
+Differs     from pytorch_torchrun_DDP.py: autocast, GradScaler, gradient clipping and channels last,
+            as in pytorch_auto_mixed_precision.py. Lines tagged "# AMP:".
+Command:    torchrun --nproc_per_node=4 pytorch_DDP_AMP.py
+            torchrun --nproc_per_node=4 pytorch_DDP_AMP.py --dtype bfloat16 --clip-grad 1
+Use it      as the first choice on several GPUs with tensor cores. Not when the model does not fit.
+Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
+            the optimizer, and 2 while a step runs for the copy in half; the activations are those
+            of 1/N of the batch, and take about half of what they take in fp32.
+Sends       as DDP, per step and rank, 2 * 4 * (N - 1) / N bytes per parameter: gradients are fp32.
+            pytorch_comm_hooks.py sends half of that.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # AMP: (default: by device)
+    parser.add_argument("--clip-grad", type=common.number(float, 0, above=0), metavar="NORM")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+    dtype = common.get_dtype(args, device)
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = model.to(memory_format=torch.channels_last)  # AMP: as tensor cores read images
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
+    # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    run = common.Run(args, device, train_loader)
+    # DDP: .module is the plain model
+    run.load_snapshot(model.module, optimizer, scheduler, scaler=scaler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            images = images.to(memory_format=torch.channels_last)
+            with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
+                logits = model(images)
+                loss = F.cross_entropy(logits, labels)
+            # DDP: averages the gradients, bucket by bucket, as they are ready
+            scaler.scale(loss).backward()  # AMP: 1. scale
+            if args.clip_grad:
+                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for the true gradients
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed: on all ranks alike
+            scaler.update()  # AMP: 5. and then a smaller scale, or a larger one in quiet times
+            scheduler.step()
+            run.log(loss)  # AMP: the loss itself, not the scaled one
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        if rank == 0:  # DDP: the copies are identical, one is written
+            run.save_snapshot(model.module, optimizer, scheduler, scaler=scaler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Train on several devices with DDP and an optimizer whose state is spread over the ranks.
+
+Differs     from pytorch_torchrun_DDP.py: with --use_zero each rank updates 1/N of the parameters,
+            so it keeps 1/N of the optimizer's state, and sends what it updated to the others (stage
+            1 of ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). Lines tagged "# ZeRO:".
+Command:    torchrun --nproc_per_node=4 pytorch_DDP_ZeRO.py --use_zero
+            torchrun --nproc_per_node=4 pytorch_DDP_ZeRO.py (the same without, to compare)
+Use it      when the optimizer's state is what does not fit, above all AdamW's. Not when gradients
+            and parameters are too much as well: pytorch_FSDP.py shards them too.
+Holds       per parameter 4 bytes, 4 for its gradient, and 4/N (SGD with momentum) or 8/N (AdamW)
+            for the optimizer; the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter to average the gradients, and
+            4 * (N - 1) / N to hand out the updated parameters.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--use_zero", "--use-zero", action="store_true", help="shard the optimizer")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+
+    # 4. Optimizer and schedule
+    optimizer_class, options = common.optimizer_class(args)
+    if args.use_zero:
+        optimizer = ZeroRedundancyOptimizer(  # ZeRO: deals the tensors out, about 1/N to each rank
+            model.parameters(),
+            optimizer_class,
+            parameters_as_bucket_view=True,  # ZeRO: one message per rank, not one per tensor
+            **options,
+        )
+    else:
+        optimizer = optimizer_class(model.parameters(), **options)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        if args.use_zero:
+            optimizer.consolidate_state_dict(to=0)  # ZeRO: on every rank, or rank 0 waits forever
+        if rank == 0:  # DDP: the copies are identical, one is written
+            run.save_snapshot(model.module, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer.optim if args.use_zero else optimizer)  # ZeRO: this rank's share
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

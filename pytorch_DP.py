@@ -1,0 +1,91 @@
+"""Train on all GPUs of a machine from one process, with DataParallel: the way that came first.
+
+Differs     from pytorch_SingleGPU.py: at every step the weights are copied to all GPUs, the batch
+            is dealt out, a thread per GPU computes, and the first GPU gathers the results and the
+            gradients.
+            Lines tagged "# DP:".
+Command:    python pytorch_DP.py
+            CUDA_VISIBLE_DEVICES=0,1 python pytorch_DP.py --dtype bfloat16
+Use it      to understand old code. For new code take DDP: in one process Python's lock holds the
+            threads up, and the first GPU has more to do and to keep than the others.
+Holds       on the first GPU 4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or
+            8 (AdamW) for the optimizer; on each GPU while a step runs a replica and its gradients,
+            8 per parameter, and the activations of its share of the batch.
+Sends       per step, to and from each other GPU, 4 bytes per parameter each way, and the images.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
+
+import common
+
+
+class Replica(nn.Module):
+    """DP: what is copied to each GPU. Autocast is inside of it: it is a setting of a thread, and of
+    one around the call the replicas' threads would learn only that it is on, not its dtype."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        autocast = self.dtype != torch.float32
+        with torch.autocast(images.device.type, self.dtype if autocast else None, enabled=autocast):
+            return self.model(images)
+
+
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = common.parse_args(parser)
+    device = common.get_device(args)
+    common.announce(args, device)
+    common.seed_everything(args.seed, args.deterministic)
+    dtype = common.get_dtype(args, device)
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    generator = torch.Generator()
+    sampler = RandomSampler(train_set, generator=generator)
+    train_loader = common.make_loader(args, train_set, args.batch_size, sampler, drop_last=True)
+    eval_loader = common.make_loader(args, eval_set, args.batch_size)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    parallel = nn.DataParallel(Replica(model, dtype), device_ids=list(range(gpus)))
+    common.say(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        generator.manual_seed(args.seed + epoch)  # a new order every epoch
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = parallel(images)  # DP: deals out, copies the weights, computes, gathers
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # DP: adds the replicas' gradients up on the first GPU
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        run.report(common.evaluate(model, eval_loader, device))
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Train on several devices with fully_shard (FSDP2): each rank keeps 1/N of everything.
+
+Differs     from pytorch_torchrun_DDP.py: parameters, gradients and optimizer are sharded, and a
+            block is gathered to compute and then freed again. Lines tagged "# FSDP:".
+Command:    torchrun --nproc_per_node=4 pytorch_FSDP.py
+            torchrun --nproc_per_node=4 pytorch_FSDP.py --dtype bfloat16
+            python -m torch.distributed.launch --nproc_per_node=4 --nnodes=1 pytorch_FSDP.py
+Use it      when model and optimizer do not fit one device. Not when they do: it sends half as much
+            again as DDP, and activations, most of a small model's memory, are not sharded.
+Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
+            (AdamW) for the optimizer; and one or two whole blocks while they compute.
+Sends       per step and rank, 3 * 4 * (N - 1) / N bytes per parameter: an all-gather before forward
+            and one before backward, and a reduce-scatter of the gradients.
+"""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """FSDP: the units that are gathered and freed one at a time: the parts of every nn.Sequential,
+    which in torchvision's models are residual blocks, or layers."""
+    for child in model.children():
+        if isinstance(child, nn.Sequential):
+            yield from (part for part in child if any(True for _ in part.parameters()))
+        else:
+            yield from blocks_of(child)
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes)  # FSDP: on the CPU, each block moves alone
+    weights = model.state_dict()
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = whole = MixedPrecisionPolicy()
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        whole = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        # FSDP: BatchNorm stays in fp32, as its running statistics do. Its parameters, a thousandth
+        # of all, are one unit.
+        norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))]
+        if norms:
+            fully_shard(norms, mesh=mesh)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=whole)  # FSDP: what is in no block
+    # FSDP: sends rank 0's weights to all, to each rank its shards
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)  # FSDP: all-gathers each block, computes, frees it
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # FSDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # FSDP: on every rank
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: and writes them
+
+    # 7. Save and report
+    # FSDP: gathered one tensor at a time, to the memory of rank 0's CPU
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if rank == 0:
+        common.save_model(weights, args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Train on one device in mixed precision: autocast, GradScaler, gradient clipping, channels last.
+
+Differs     from pytorch_SingleGPU.py: matrix products and convolutions run in half precision, while
+            weights, sums and the optimizer stay in fp32. Lines tagged "# AMP:".
+Command:    python pytorch_auto_mixed_precision.py
+            python pytorch_auto_mixed_precision.py --dtype bfloat16 --clip-grad 1
+Use it      always, on a GPU with tensor cores or a CPU with AMX. Not where every digit counts, and
+            not on hardware without fast half precision, where it gains memory only.
+Holds       4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
+            the optimizer, and 2 while a step runs for the copy in half; the activations, which
+            outweigh these, take about half of what they take in fp32.
+Sends       nothing.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import RandomSampler
+
+import common
+
+
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # AMP: (default: by device)
+    parser.add_argument("--clip-grad", type=common.number(float, 0, above=0), metavar="NORM")
+    args = common.parse_args(parser)
+    device = common.get_device(args)
+    common.announce(args, device)
+    common.seed_everything(args.seed, args.deterministic)
+    dtype = common.get_dtype(args, device)
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    generator = torch.Generator()
+    sampler = RandomSampler(train_set, generator=generator)
+    train_loader = common.make_loader(args, train_set, args.batch_size, sampler, drop_last=True)
+    eval_loader = common.make_loader(args, eval_set, args.batch_size)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = model.to(memory_format=torch.channels_last)  # AMP: as tensor cores read images
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
+    # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        generator.manual_seed(args.seed + epoch)  # a new order every epoch
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            images = images.to(memory_format=torch.channels_last)
+            with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
+                logits = model(images)
+                loss = F.cross_entropy(logits, labels)
+            scaler.scale(loss).backward()  # AMP: 1. scale
+            if args.clip_grad:
+                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for the true gradients
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
+            scaler.update()  # AMP: 5. and then a smaller scale, or a larger one in quiet times
+            scheduler.step()
+            run.log(loss)  # AMP: the loss itself, not the scaled one
+
+        # 6. Evaluate
+        run.report(common.evaluate(model, eval_loader, device))
+        run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
+
+    # 7. Save and report
+    common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Train on several devices with DDP, and compress the gradients on their way.
+
+Differs     from pytorch_torchrun_DDP.py: a communication hook takes the place of DDP's all-reduce.
+            fp16 and bf16 send half the digits; powersgd sends two narrow matrices in place of each
+            large one (Vogels et al. 2019, arXiv:1905.13727). Lines tagged "# hook:".
+Command:    torchrun --nproc_per_node=4 pytorch_comm_hooks.py --comm-hook fp16
+            torchrun --nproc_per_node=4 pytorch_comm_hooks.py --comm-hook powersgd
+Use it      when the network between machines is the bottleneck: look at the time of a step at one
+            rank and at many first. Not within a machine with NVLink: there compressing costs more
+            than it saves.
+Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
+            the optimizer; powersgd 4 more, for what its last message left out.
+Sends       per step and rank, 2 * 2 * (N - 1) / N bytes per parameter (fp16, bf16); powersgd a few
+            hundredths of it, after ten steps of DDP's own all-reduce.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--comm-hook", choices=["fp16", "bf16", "powersgd"], default="fp16")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+        # hook: one bucket on gloo, whose threads would mix up the messages of powersgd for several
+        bucket_cap_mb=None if device.type == "cuda" else 1_000_000,
+    )
+    if args.comm_hook == "powersgd":
+        # hook: the first steps, in which gradients change fast, are sent whole
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=10
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif args.comm_hook == "bf16":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    else:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        if rank == 0:  # DDP: the copies are identical, one is written
+            run.save_snapshot(model.module, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    whole = 2 * 4 * (world_size - 1) / world_size
+    ratio = 2 if args.comm_hook != "powersgd" else state.compression_stats()[0] or 1
+    common.say(f"sent per step and rank: {whole / ratio:.3f} bytes per parameter, not {whole:.3f}")
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Train on several devices with DDP, each batch in several parts: a large batch in little memory.
+
+Differs     from pytorch_torchrun_DDP.py: --accumulate N cuts a rank's batch into N parts. Gradients
+            add up over them, and only those of the last are communicated. Lines tagged
+            "# accumulate:".
+Command:    torchrun --nproc_per_node=4 pytorch_gradient_accumulation.py --accumulate 4
+Use it      when the batch that you want does not fit, or when communication is slow: there is one
+            all-reduce per batch, however many parts. Not to go faster on one device.
+Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
+            the optimizer; the activations are those of one part.
+Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
+"""
+
+import contextlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument(
+        "--accumulate", type=common.number(int, 1), default=4, metavar="N",
+        help="parts of a rank's batch (default: 4)",
+    )  # fmt: skip
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    if args.accumulate > batch_size:
+        common.fail(
+            f"--accumulate {args.accumulate}: a rank has {batch_size} images per step; use a "
+            f"larger --batch-size, or --accumulate {batch_size}"
+        )
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            # accumulate: zeros, not None: gradients add up in DDP's buckets, not in a second copy
+            optimizer.zero_grad(set_to_none=False)  # gradients would add up otherwise
+            batch_loss = 0
+            images_of, labels_of = (t.tensor_split(args.accumulate) for t in (images, labels))
+            for part in range(args.accumulate):
+                # accumulate: around forward AND backward, or DDP would average after every part
+                last = part == args.accumulate - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    logits = model(images_of[part])
+                    loss = F.cross_entropy(logits, labels_of[part])
+                    loss *= len(labels_of[part]) / len(labels)  # accumulate: parts may differ
+                    loss.backward()  # DDP: averages the gradients, bucket by bucket: of the last part
+                batch_loss += loss.detach()
+            optimizer.step()
+            scheduler.step()
+            run.log(batch_loss)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        if rank == 0:  # DDP: the copies are identical, one is written
+            run.save_snapshot(model.module, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

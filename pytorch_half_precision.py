@@ -1,0 +1,130 @@
+"""Train on one device in half precision throughout: what is saved, and what is lost.
+
+Differs     from pytorch_SingleGPU.py: parameters, gradients and optimizer are kept in float16 or
+            bfloat16. --master-weights adds a copy of the weights in fp32 for the optimizer, keeps
+            BatchNorm in fp32, and scales the loss. Lines tagged "# half:".
+            In the terms of NVIDIA Apex: pure half is O3, --master-weights is O2, autocast
+            (pytorch_auto_mixed_precision.py) is O1, and pytorch_SingleGPU.py is O0.
+Command:    python pytorch_half_precision.py
+            python pytorch_half_precision.py --master-weights
+Use it      to see why mixed precision exists: in pure half an update of less than 1/2048 (float16)
+            or 1/256 (bfloat16) of a weight is rounded away, and training stalls. --master-weights
+            is sound. For your own work take pytorch_auto_mixed_precision.py, which needs no care.
+Holds       2 bytes per parameter, 2 for its gradient, 2 (SGD with momentum) or 4 (AdamW) for the
+            optimizer; with --master-weights 4 more for the copy, and 4 or 8 for the optimizer.
+            Activations take half of what they take in fp32.
+Sends       nothing.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import RandomSampler
+
+import common
+
+
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16"]
+    )  # half: by device, see common.py
+    parser.add_argument("--master-weights", action="store_true", help="update an fp32 copy")
+    parser.add_argument(
+        "--loss-scale", type=common.number(float, 1), default=1024, metavar="X",
+        help="of --master-weights: a power of two, which loses no digit (default: 1024)",
+    )  # fmt: skip
+    args = common.parse_args(parser)
+    if args.optimizer == "adamw" and args.dtype == "float16" and not args.master_weights:
+        common.fail(
+            "--optimizer adamw divides by zero in pure float16, in which its eps of 1e-8 is 0; "
+            "add --master-weights, or use --dtype bfloat16"
+        )
+    device = common.get_device(args)
+    common.announce(args, device)
+    common.seed_everything(args.seed, args.deterministic)
+    dtype = common.get_dtype(args, device)
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    generator = torch.Generator()
+    sampler = RandomSampler(train_set, generator=generator)
+    train_loader = common.make_loader(args, train_set, args.batch_size, sampler, drop_last=True)
+    eval_loader = common.make_loader(args, eval_set, args.batch_size)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    if args.master_weights:  # half: model keeps the fp32 weights, and half_model computes
+        half_model = half_copy(model, dtype)
+        loss_scale = args.loss_scale
+    else:
+        half_model = model.to(dtype)  # half: one and the same
+        loss_scale = 1
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model.parameters())
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+    copy_weights(model, half_model)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        generator.manual_seed(args.seed + epoch)  # a new order every epoch
+        model.train()
+        half_model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            half_model.zero_grad()  # gradients would add up otherwise
+            logits = half_model(images.to(dtype)).float()  # half: the softmax needs fp32's digits
+            loss = F.cross_entropy(logits, labels)
+            (loss * loss_scale).backward()  # half: lifts gradients that float16 would round to 0
+            if args.master_weights:
+                copy_gradients(half_model, model, loss_scale)
+            optimizer.step()
+            if args.master_weights:
+                copy_weights(model, half_model)
+                optimizer.zero_grad()  # half: the fp32 gradients live for this step only
+            scheduler.step()
+            run.log(loss)
+
+        # 6. Evaluate
+        run.report(common.evaluate(model, eval_loader, device))
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    common.save_model(model.state_dict(), args.output_dir)
+    held = {"master_weights": model.parameters()} if args.master_weights else {}
+    run.finish(half_model, optimizer, **held)
+
+
+def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A working copy in half precision. BatchNorm stays in fp32 and is shared with the model, not
+    copied: its parameters are few, and its running statistics move by small steps."""
+    norms = {id(m): m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))}
+    half_model = copy.deepcopy(model, memo=norms)
+    for module in half_model.modules():
+        if id(module) not in norms:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+    return half_model
+
+
+@torch.no_grad()
+def copy_gradients(half_model: nn.Module, model: nn.Module, loss_scale: float) -> None:
+    """Hand the gradients to the fp32 weights, with the scale of the loss taken out again."""
+    for ours, theirs in zip(model.parameters(), half_model.parameters(), strict=True):
+        ours.grad = theirs.grad.float().div_(loss_scale)  # BatchNorm's is divided in place
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, half_model: nn.Module) -> None:
+    """Round the fp32 weights into the working copy."""
+    for ours, theirs in zip(model.parameters(), half_model.parameters(), strict=True):
+        theirs.copy_(ours)
+
+
+if __name__ == "__main__":
+    main()
