@@ -304,7 +304,7 @@ def get_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
         ones = torch.ones(1, 1, 1, 1, device=device, dtype=dtype, requires_grad=True)
         F.conv2d(ones, ones).sum().backward()
     except RuntimeError as error:
-        fail(f"--dtype {args.dtype}: this {device_name(device)} cannot ({error}); use {other}")
+        fail(f"--dtype {args.dtype}: {device_name(device)} cannot ({error}); use --dtype {other}")
     if device.type == "cpu" and dtype == torch.float16:
         say("float16 on a CPU: many CPUs have no fast convolution in it; bfloat16 is the usual one")
     return dtype
@@ -661,14 +661,15 @@ def use_group_norm(module: nn.Module) -> None:
 
 def check_input(args: argparse.Namespace, model: nn.Module) -> None:
     """Send the shape of a batch through the model, without computing anything."""
-    size, per_rank = args.image_size, args.batch_size // WORLD_SIZE
-    images = torch.empty(min(per_rank, 2), 3, size, size, device="meta")
+    size = args.image_size
+    at_once = args.batch_size // WORLD_SIZE // getattr(args, "accumulate", 1)
+    images = torch.empty(min(at_once, 2), 3, size, size, device="meta")
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     try:
         torch.func.functional_call(model, {name: t.to("meta") for name, t in tensors}, images)
     except (RuntimeError, ValueError, AssertionError) as error:
         fail(
-            f"--model {args.model} cannot train on {per_rank} images of {size}x{size} per rank "
+            f"--model {args.model} cannot train on {at_once} images of {size}x{size} at once "
             f"({error}); use a larger --image-size or --batch-size"
         )
 

@@ -93,9 +93,13 @@ def main():
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for the true gradients
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
-            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed: on all ranks alike
+            scale = scaler.get_scale()
+            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed, on all ranks alike
             scaler.update()  # AMP: 5. and then a smaller scale, or a larger one in quiet times
-            scheduler.step()
+            if (
+                scaler.get_scale() >= scale
+            ):  # AMP: a step that was skipped is none of the schedule's
+                scheduler.step()
             run.log(loss)  # AMP: the loss itself, not the scaled one
 
         # 6. Evaluate

@@ -93,8 +93,8 @@ def main():
                 with contextlib.nullcontext() if last else model.no_sync():
                     logits = model(images_of[part])
                     loss = F.cross_entropy(logits, labels_of[part])
-                    loss *= len(labels_of[part]) / len(labels)  # accumulate: parts may differ
-                    loss.backward()  # DDP: averages the gradients, bucket by bucket: of the last part
+                    loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
+                    loss.backward()  # DDP: averages the gradients, bucket by bucket, of the last
                 batch_loss += loss.detach()
             optimizer.step()
             scheduler.step()

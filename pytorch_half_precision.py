@@ -34,8 +34,8 @@ def main():
     )  # half: by device, see common.py
     parser.add_argument("--master-weights", action="store_true", help="update an fp32 copy")
     parser.add_argument(
-        "--loss-scale", type=common.number(float, 1), default=1024, metavar="X",
-        help="of --master-weights: a power of two, which loses no digit (default: 1024)",
+        "--loss-scale", type=common.number(float, 1), default=128, metavar="X",
+        help="of --master-weights: a power of two, which loses no digit (default: 128)",
     )  # fmt: skip
     args = common.parse_args(parser)
     if args.optimizer == "adamw" and args.dtype == "float16" and not args.master_weights:

@@ -1,5 +1,6 @@
 """Launches the scripts as a user does, in processes of their own, on the CPU and offline."""
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,12 @@ sys.path.insert(0, str(ROOT))
 
 SESSION = f"launched-by-tests-{uuid.uuid4()}"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ONE_PROCESS = (
+    "pytorch_SingleGPU",
+    "pytorch_half_precision",
+    "pytorch_auto_mixed_precision",
+    "pytorch_DP",
+)
 CLOSED_PORT = (
     "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
 )
@@ -94,14 +101,24 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def launcher(script, world_size):
-    """A script's own launch command."""
-    return {
-        "pytorch_SingleGPU": "python",
-        "pytorch_DDP": "python -m torch.distributed.launch --nnodes=1 "
-        f"--nproc_per_node={world_size} --master_port={free_port()}",
-        "pytorch_torchrun_DDP": f"torchrun --standalone --nproc_per_node={world_size}",
-    }[script] + f" {script}.py"
+def launcher(script, world_size=1, through=""):
+    """A script's own launch command.
+
+    Args:
+        script: its name, with or without flags.
+        through: a file of ours that runs the script, and is launched in its place.
+    """
+    name, _, flags = script.partition(" ")
+    if name in ONE_PROCESS:
+        start = "python"
+    elif name == "pytorch_DDP":
+        start = "python -m torch.distributed.launch --nnodes=1 "
+        start += f"--nproc_per_node={world_size} --master_port={free_port()}"
+    elif name == "pytorch_DeepSpeed":
+        start = f"deepspeed --num_gpus {world_size} --master_port {free_port()}"
+    else:
+        start = f"torchrun --standalone --nproc_per_node={world_size}"
+    return " ".join(f"{start} {through} {name}.py {flags}".split())
 
 
 def processes_of_this_session():
@@ -122,6 +139,13 @@ def no_process_is_left():
     while (left := processes_of_this_session()) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left, f"the tests left processes behind: {left}"
+
+
+@pytest.fixture
+def measured(record_property):
+    """Notes what a test measured, for the README's tables: tests/render_tables.py takes it from
+    there."""
+    return lambda table, **values: record_property(table, json.dumps(values))
 
 
 @pytest.fixture(scope="session")

@@ -102,6 +102,66 @@ RANKS = [
 ]
 
 
+# flags of the other scripts
+TECHNIQUES = [
+    ("pytorch_half_precision", "--dtype float32", ["--dtype", "float32", "bfloat16"]),
+    ("pytorch_half_precision", "--double", ["--double", "bfloat16"]),
+    ("pytorch_half_precision", "--loss-scale 0", ["--loss-scale", "0", "1 or more"]),
+    (
+        "pytorch_half_precision",
+        "--dtype float16 --optimizer adamw",
+        ["adamw", "float16", "--master-weights"],
+    ),
+    ("pytorch_auto_mixed_precision", "--double", ["--double", "bfloat16"]),
+    ("pytorch_auto_mixed_precision", "--clip-grad 0", ["--clip-grad", "0", "more than 0"]),
+    ("pytorch_DP", "--dtype float16", ["--dtype", "float16", "bfloat16"]),
+    ("pytorch_FSDP", "--dtype bfloat16 --double", ["--double", "bfloat16"]),
+    ("pytorch_FSDP", "--resume {0}/nowhere", ["--resume {0}/nowhere", "no such file"]),
+    ("pytorch_FSDP", "--resume {0}/run", ["--resume {0}/run", "run.pt"]),
+    ("pytorch_DDP_ZeRO", "--use_zero --optimizer lbfgs", ["--optimizer", "lbfgs", "adamw"]),
+    ("pytorch_gradient_accumulation", "--accumulate 25", ["--accumulate 25", "24 images"]),
+    ("pytorch_gradient_accumulation", "--accumulate 24", ["resnet18", "1 images", "larger"]),
+    ("pytorch_comm_hooks", "--comm-hook int8", ["--comm-hook", "int8", "powersgd"]),
+]
+
+
+@pytest.mark.parametrize(
+    "script, flags, words", TECHNIQUES, ids=[f"{t[0]} {t[1]}" for t in TECHNIQUES]
+)
+def test_each_technique(script, flags, words, places, tmp_path):
+    """On one rank, without a launcher."""
+    command = f"python {script}.py {SMALL} --output-dir {tmp_path}/run"
+    finished = launch(f"{command} {flags.format(places)}", timeout=60)
+    assert finished.code == 2, str(finished)
+    [line] = finished.errors
+    assert "Traceback" not in finished.stderr
+    for word in words:
+        assert word.format(places) in line
+    assert not list(tmp_path.glob("run/*"))
+
+
+@pytest.mark.parametrize("dtype, other", [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_a_device_that_cannot_compute_in_half(dtype, other, monkeypatch, capsys):
+    def refuse(*args):
+        raise RuntimeError("not implemented for 'Half'")
+
+    monkeypatch.setattr(common.F, "conv2d", refuse)
+    with pytest.raises(SystemExit) as exit:
+        common.get_dtype(argparse.Namespace(dtype=dtype), torch.device("cpu"))
+    assert exit.value.code == 2
+    line = capsys.readouterr().err
+    assert f"--dtype {dtype}" in line and f"use --dtype {other}" in line
+
+
+def test_a_gpu_without_bfloat16(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P40")
+    with pytest.raises(SystemExit) as exit:
+        common.get_dtype(argparse.Namespace(dtype="bfloat16"), torch.device("cuda"))
+    assert exit.value.code == 2
+    assert "Tesla P40 has none; use --dtype float16" in capsys.readouterr().err
+
+
 def check_report(finished, words):
     assert finished.code != 0
     [line] = finished.errors

@@ -1,13 +1,28 @@
 """The README's own commands, run as they stand there, in a folder of their own."""
 
+import difflib
 import json
 import re
 import shutil
 
 import pytest
+import render_tables
 from conftest import ROOT, succeed
 
 README = (ROOT / "README.md").read_text()
+PARENTS = {
+    "half_precision": "SingleGPU",
+    "auto_mixed_precision": "SingleGPU",
+    "DP": "SingleGPU",
+    "DDP": "SingleGPU",
+    "torchrun_DDP": "DDP",
+    "FSDP": "torchrun_DDP",
+    "DDP_ZeRO": "torchrun_DDP",
+    "DeepSpeed": "torchrun_DDP",
+    "DDP_AMP": "torchrun_DDP",
+    "gradient_accumulation": "torchrun_DDP",
+    "comm_hooks": "torchrun_DDP",
+}
 
 
 @pytest.fixture
@@ -38,10 +53,47 @@ def test_four_ranks_as_typed(checkout):
     assert not finished.our_warnings
 
 
-def test_launch_as_typed(checkout):
-    command = "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 pytorch_DDP.py"
-    assert command in README
-    succeed(f"{command} --epochs 1 --train-samples 128 --eval-samples 10", cwd=checkout)
+def commands():
+    """Those below "How each is started"."""
+    section = README.partition("## How each is started")[2].partition("```bash\n")[2]
+    return section.partition("```")[0].splitlines()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_as_typed(command, checkout):
+    """With a short job instead of the default one."""
+    finished = succeed(f"{command} --epochs 1 --train-samples 128 --eval-samples 10", cwd=checkout)
+    script = re.search(r"(\w+)\.py", command)[1]
+    result = json.loads((checkout / "runs" / script / "result.json").read_text())
+    assert result["technique"] == script and result["command"].startswith(command)
+    assert result["world_size"] == int((re.findall(r"--nproc_per_node=(\d)", command) or [1])[0])
+    assert not finished.our_warnings
+
+
+def test_each_script_has_its_command():
+    scripts = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
+    assert scripts == {path.stem for path in ROOT.glob("pytorch_*.py")}
+
+
+def test_the_tables_are_those_that_were_measured():
+    """tests/render_tables.py would not change a letter."""
+    assert render_tables.render(README, json.loads(render_tables.PROOF.read_text())) == README
+
+
+@pytest.mark.parametrize("child, parent", PARENTS.items())
+def test_a_script_is_its_parent_and_a_technique(child, parent):
+    """Nearly all lines of the parent's code are in the child, letter for letter and in order; and
+    what the child adds is less than half of it."""
+    old, new = (code_of(name) for name in (parent, child))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    shared = sum(block.size for block in matcher.get_matching_blocks())
+    assert shared > 0.8 * len(old), "lines of the parent are missing"
+    assert len(new) - shared < 0.5 * len(new), "more than a technique"
+
+
+def code_of(name):
+    lines = (ROOT / f"pytorch_{name}.py").read_text().split('"""\n', 1)[1].splitlines()
+    return [line.partition("  #")[0] for line in lines if line.strip()]
 
 
 def test_plain_python_is_a_world_of_one(checkout):

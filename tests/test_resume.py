@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from conftest import ROOT, environment, launch, launcher, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"
 
@@ -192,3 +194,63 @@ def test_a_damaged_snapshot_is_named(tmp_path):
     [line] = finished.errors
     assert f"{tmp_path}/snapshot.pt" in line
     assert (tmp_path / "snapshot.pt").read_bytes() == b"PK\3\4 cut off"
+
+
+@pytest.mark.parametrize(
+    "script, before, after",
+    [
+        ("pytorch_FSDP", 2, 3),  # sharded in two, read in three
+        ("pytorch_DDP_ZeRO --use_zero", 2, 2),
+        ("pytorch_gradient_accumulation", 2, 1),
+    ],
+)
+def test_sharded_state_goes_on(script, before, after, tmp_path):
+    """One epoch on some ranks and one on others end as two of the single process."""
+    job = f"{JOB} --norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw"
+    succeed(f"{launcher('pytorch_SingleGPU')} {job} --output-dir {tmp_path}/whole")
+    parts = tmp_path / "parts"
+    succeed(f"{launcher(script, before)} {job} --max-steps 4 --output-dir {parts}")
+    finished = succeed(f"{launcher(script, after)} {job} --output-dir {parts} --resume auto")
+    assert "at epoch 2, step 5" in finished.stdout and not finished.our_warnings
+    expected, found = weights(tmp_path / "whole"), weights(parts)
+    assert max((found[n] - expected[n]).abs().max().item() for n in expected) < 1e-9
+    assert result(parts)["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pytorch_half_precision --dtype bfloat16 --master-weights",
+        "pytorch_auto_mixed_precision --dtype float16 --model shufflenet_v2_x0_5",
+    ],
+)
+def test_half_precision_goes_on_with_the_same_bits(script, tmp_path):
+    """So the fp32 weights are in the snapshot, and the scale is."""
+    job = f"{launcher(script)} {JOB} --epochs 2 --warmup-steps 20 --deterministic"
+    succeed(f"{job} --output-dir {tmp_path}/whole")
+    succeed(f"{job} --max-steps 4 --output-dir {tmp_path}/parts")
+    finished = succeed(f"{job} --output-dir {tmp_path}/parts --resume auto")
+    assert "at epoch 2, step 5" in finished.stdout
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_consolidated_state_loads_into_the_plain_optimizer(optimizer, tmp_path):
+    """What ZeroRedundancyOptimizer gathered is what the same script without it has."""
+    job = f"{JOB} --norm group --double --epochs 1 --optimizer {optimizer}"
+    states = []
+    for flags in ("", "--use_zero"):
+        succeed(f"{launcher('pytorch_DDP_ZeRO', 2)} {flags} {job} --output-dir {tmp_path}")
+        states.append(torch.load(tmp_path / "snapshot.pt", weights_only=True))
+    model = torchvision.models.resnet18(num_classes=10, norm_layer=lambda n: nn.GroupNorm(32, n))
+    model.double().load_state_dict(states[1]["model"])
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    plain = kind(model.parameters(), 0.1)
+    plain.load_state_dict(states[1]["optimizer"])
+    expected = states[0]["optimizer"]["state"]
+    loaded = plain.state_dict()["state"]
+    assert loaded.keys() == expected.keys() and len(expected) == len(list(model.parameters()))
+    for number, state in expected.items():
+        for name, value in state.items():
+            torch.testing.assert_close(loaded[number][name], value, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,98 @@
+"""Run a script and count what one step of it sends, from the collectives that really run.
+
+Used in place of a script's name, after its launcher:
+
+    torchrun --standalone --nproc_per_node=2 tests/count_sent.py pytorch_FSDP.py --max-steps 3 ...
+
+Counted is the last step, from the forward to the optimizer, without the evaluation after it. Of
+the bytes that a collective is given, the algorithms in use let a rank of N send so much, in the
+mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
+
+    all-reduce       2 * bytes * (N - 1) / N     a reduce-scatter and an all-gather
+    reduce-scatter   bytes * (N - 1) / N         of the whole that goes in
+    all-gather       bytes * (N - 1) / N         of the whole that comes out
+    broadcast        bytes * (N - 1) / N
+    reduce           bytes * (N - 1) / N
+
+Rank 0 writes ``sent.json`` into --output-dir: bytes and calls by collective.
+"""
+
+import collections
+import json
+import runpy
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.argv = sys.argv[1:]
+
+import common  # noqa: E402
+
+# What a rank sends of the bytes given, in units of (N - 1) / N; the first that is in the name.
+SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "broadcast": 1, "reduce": 1}
+
+
+class CountSent(TorchDispatchMode):
+    """Sees every collective that this thread, autograd's included, asks a process group for."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.sent = collections.Counter(), collections.Counter()
+        self.counts = False
+
+    def count(self, kind, tensors):
+        size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if torch.is_tensor(t))
+        world_size = common.WORLD_SIZE
+        self.calls[kind] += 1
+        self.sent[kind] += SHARES[kind] * size * (world_size - 1) / world_size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and "barrier" not in func.__name__:
+            kind = next(kind for kind in SHARES if kind in func.__name__)
+            self.count(kind, args[1] if kind == "reduce_scatter" else args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def main():
+    counter = CountSent()
+    batches, all_reduce = common.Run.batches, dist.all_reduce
+
+    def counted_batches(run, loader, epoch):
+        for batch in batches(run, loader, epoch):
+            if run.step < run.total_steps:
+                yield batch
+                continue
+            counter.counts = True
+            with counter:
+                yield batch
+            counter.counts = False
+
+    def counted_all_reduce(tensor, *args, **kwargs):
+        in_callback = threading.current_thread() is not threading.main_thread()
+        if counter.counts and in_callback:  # PowerSGD's: the mode is of the main thread
+            counter.count("allreduce", tensor)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def log(run, loss):  # its all-reduce of the loss is not the technique's
+        pass
+
+    def finish(run, *args, **kwargs):
+        written = {"sent": counter.sent, "calls": counter.calls}
+        if common.RANK == 0:
+            (run.args.output_dir / "sent.json").write_text(json.dumps(written, indent=2) + "\n")
+
+    common.Run.batches, common.Run.log, common.Run.finish = counted_batches, log, finish
+    common.Run.report = lambda run, metrics: None
+    dist.all_reduce = counted_all_reduce
+    common.SCRIPT = Path(sys.argv[0]).stem
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
