@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.argv = sys.argv[1:]
+script = next(word for word in sys.argv if word.startswith("pytorch_"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
 import common  # noqa: E402
 
