@@ -56,7 +56,9 @@ SCRIPT = Path(sys.argv[0]).stem  # names the technique: pytorch_DDP, pytorch_FSD
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
+LOCAL_WORLD_SIZE = int(  # which deepspeed calls LOCAL_SIZE
+    os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or WORLD_SIZE
+)
 LAUNCHED = "LOCAL_RANK" in os.environ
 
 # ------------------------------------------------------------------------------------ mistakes
@@ -918,12 +920,18 @@ class Run:
         return own | {"job": {name: getattr(self.args, name) for name in JOB}}
 
     def start(self, optimizer, scheduler, path: Path | None, snapshot: dict | None) -> None:
-        """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file."""
+        """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file.
+
+        Args:
+            scheduler: what :func:`make_scheduler` made; ``None`` if somebody else looks after it.
+            snapshot: ``None`` to begin.
+        """
         args, result = self.args, self.args.output_dir / "result.json"
-        if snapshot:
+        if snapshot and scheduler:
             scheduler.load_state_dict(snapshot["scheduler"])
             scheduler.last_epoch -= 1
             scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
+        if snapshot:
             for name in RESUMED:
                 setattr(self, name, snapshot[name])
             done = self.step >= self.total_steps
@@ -1217,7 +1225,12 @@ def launch_command() -> str:
     words = sys.orig_argv
     if LAUNCHED:
         with contextlib.suppress(OSError):  # there is no /proc outside of Linux
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_text().strip("\0").split("\0")
+            parent = Path(f"/proc/{os.getppid()}")
+            if (
+                "deepspeed.launcher.launch" in (parent / "cmdline").read_text()
+            ):  # started by another
+                parent = parent.parent / (parent / "stat").read_text().rpartition(")")[2].split()[1]
+            words = (parent / "cmdline").read_text().strip("\0").split("\0")
     if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed"):  # not their python
         words = words[1:]
     return shlex.join([Path(words[0]).name, *words[1:]])
