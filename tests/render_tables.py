@@ -1,7 +1,7 @@
 """Put what the tests measured into the README's tables.
 
     python -m pytest --junitxml=measured.xml
-    python tests/render_tables.py measured.xml
+    python tests/render_tables.py measured.xml [more.xml ...]
 
 writes results/proof.json, and from it the tables between ``<!-- name -->`` and ``<!-- end -->`` in
 README.md. Without an argument the README is rendered from results/proof.json as it is.
@@ -21,15 +21,18 @@ PROOF, README = ROOT / "results" / "proof.json", ROOT / "README.md"
 TABLES = ("parity", "bytes", "sent", "loss")
 
 
-def read_measured(path):
-    """The properties that tests recorded, by table, sorted."""
-    found = {table: [] for table in TABLES}
-    for node in ElementTree.parse(path).iter("property"):
+def read_measured(paths):
+    """The properties that tests recorded, by table, sorted; each once, the last one counts."""
+    found = {table: {} for table in TABLES}
+    for node in (node for path in paths for node in ElementTree.parse(path).iter("property")):
         if node.get("name") in found:
-            found[node.get("name")].append(json.loads(node.get("value")))
+            row = json.loads(node.get("value"))
+            key = row["script"], row["ranks"], row.get("optimizer")
+            found[node.get("name")][key] = row
+    found = {table: list(rows.values()) for table, rows in found.items()}
     for table, rows in found.items():
         if not rows:
-            raise SystemExit(f"{path} has no measurement for the table '{table}'")
+            raise SystemExit(f"{paths} have no measurement for the table '{table}'")
         rows.sort(key=lambda row: json.dumps(row, sort_keys=True))
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {"versions": versions, "machine": platform.processor() or platform.machine(), **found}
@@ -79,9 +82,12 @@ def state_bytes(rows):
             if not at:
                 cells.append("")
                 continue
-            kept = at["sgd"]["kept"]
-            text = " + ".join(number(kept[kind]) for kind in kinds)
-            text += f" ({number(at['adamw']['kept']['optimizer'])})"
+            kept = at.get("sgd", at.get("adamw"))["kept"]
+            text = " + ".join(number(kept[kind]) for kind in kinds[:2]) + " +"
+            if "sgd" in at:
+                text += f" {number(kept['optimizer'])}"
+            if "adamw" in at:
+                text += f" ({number(at['adamw']['kept']['optimizer'])})"
             for extra in sorted(set(kept) - set(kinds)):
                 text += f" + {number(kept[extra])} {extra.replace('_', ' ')}"
             cells.append(text)
@@ -129,7 +135,7 @@ def render(text, proof):
 def main():
     if len(sys.argv) > 1:
         PROOF.parent.mkdir(exist_ok=True)
-        PROOF.write_text(json.dumps(read_measured(sys.argv[1]), indent=1) + "\n")
+        PROOF.write_text(json.dumps(read_measured(sys.argv[1:]), indent=1) + "\n")
     README.write_text(render(README.read_text(), json.loads(PROOF.read_text())))
 
 

@@ -90,7 +90,10 @@ def test_state_bytes(config, world_size, optimizer, train, measured):
     elif config.startswith("zero_stage3"):
         table = {"parameters": 4 / n, "gradients": 4 / n, "optimizer": state / n}
         table |= {"fp32_copy": 4 / n, "gradient_buffer": 4 / n}
-        assert kept.pop("small_parameters") < 0.15
+        # one rank alone frees none of them
+        assert kept.pop("small_parameters") == (
+            pytest.approx(4, rel=0.02) if n == 1 else pytest.approx(0.1, abs=0.03)
+        )
     else:
         table = {"parameters": 4, "gradients": 4 / n, "optimizer": state / n, "fp32_copy": 4 / n}
     assert kept == pytest.approx(table, rel=0.02)

@@ -24,7 +24,31 @@ def train(script, world_size, flags, output, **env):
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-@pytest.mark.parametrize("script", ["pytorch_SingleGPU", "pytorch_DDP", "pytorch_torchrun_DDP"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pytorch_SingleGPU",
+        "pytorch_half_precision --dtype float16",
+        "pytorch_half_precision --dtype float16 --master-weights",
+        "pytorch_auto_mixed_precision --dtype float16 --clip-grad 1",
+        "pytorch_auto_mixed_precision --dtype bfloat16",
+        "pytorch_DP",
+        "pytorch_DP --dtype bfloat16",
+        "pytorch_DDP",
+        "pytorch_torchrun_DDP",
+        "pytorch_torchrun_DDP --norm sync",
+        "pytorch_FSDP",
+        "pytorch_FSDP --dtype bfloat16",
+        "pytorch_DDP_ZeRO --use_zero",
+        "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
+        "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_offload_config.json",
+        "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_bf16_config.json",
+        "pytorch_DDP_AMP --dtype float16",
+        "pytorch_gradient_accumulation",
+        "pytorch_comm_hooks --comm-hook fp16",
+        "pytorch_comm_hooks --comm-hook powersgd",
+    ],
+)
 def test_one_gpu(script, tmp_path):
     _, result = train(script, 1, "--model resnet18 --epochs 2", tmp_path)
     assert result["device"] == torch.cuda.get_device_name(0)
@@ -35,12 +59,22 @@ def test_one_gpu(script, tmp_path):
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-def test_all_gpus_end_with_the_weights_of_one(tmp_path):
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pytorch_DP",
+        "pytorch_torchrun_DDP",
+        "pytorch_FSDP",
+        "pytorch_DDP_ZeRO --use_zero",
+        "pytorch_gradient_accumulation",
+    ],
+)
+def test_all_gpus_end_with_the_weights_of_one(script, tmp_path):
     flags = "--model resnet18 --norm group --double --max-steps 12 --epochs 2"
     world_size = 1 << (GPUS.bit_length() - 1)  # a power of two divides the batch
     expected, _ = train("pytorch_SingleGPU", 1, flags, tmp_path / "one")
-    weights, result = train("pytorch_torchrun_DDP", world_size, flags, tmp_path / "all")
-    assert result["world_size"] == world_size
+    weights, result = train(script, world_size, flags, tmp_path / "all")
+    assert result["world_size"] == (1 if script == "pytorch_DP" else world_size)
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-9, atol=1e-12)
 

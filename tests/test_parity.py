@@ -78,7 +78,10 @@ def test_state_bytes(script, world_size, optimizer, train, measured):
     count = sum(t.numel() for t in weights.values())
     kept = {name: size / count / 2 for name, size in result["state_bytes"].items()}
     measured("bytes", script=script, ranks=world_size, optimizer=optimizer, kept=kept)
-    assert kept == pytest.approx(table, rel=0.02)
+    # ZeroRedundancyOptimizer deals out whole tensors, and the largest of ResNet-18 are a fifth of
+    # it: at four ranks the fullest has 5.5 % more than a quarter.
+    uneven = script.startswith("pytorch_DDP_ZeRO") and world_size == 4
+    assert kept == pytest.approx(table, rel=0.06 if uneven else 0.02)
 
 
 def bytes_per_parameter(technique, n, optimizer):
