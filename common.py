@@ -769,7 +769,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
     seen = 0
-    dtype = next(model.parameters()).dtype
+    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for images, labels in readable(loader):
         labels = labels.to(device, non_blocking=True)
         images = to_input(images.to(device, non_blocking=True), loader.dataset.image_size)
