@@ -1226,9 +1226,7 @@ def launch_command() -> str:
     if LAUNCHED:
         with contextlib.suppress(OSError):  # there is no /proc outside of Linux
             parent = Path(f"/proc/{os.getppid()}")
-            if (
-                "deepspeed.launcher.launch" in (parent / "cmdline").read_text()
-            ):  # started by another
+            if "deepspeed.launcher.launch" in (parent / "cmdline").read_text():  # itself a child
                 parent = parent.parent / (parent / "stat").read_text().rpartition(")")[2].split()[1]
             words = (parent / "cmdline").read_text().strip("\0").split("\0")
     if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed"):  # not their python

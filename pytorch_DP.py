@@ -1,8 +1,7 @@
 """Train on all GPUs of a machine from one process, with DataParallel: the way that came first.
 
 Differs     from pytorch_SingleGPU.py: at every step the weights are copied to all GPUs, the batch
-            is dealt out, a thread per GPU computes, and the first GPU gathers the results and the
-            gradients.
+            is dealt out, a thread per GPU computes, and the first gathers results and gradients.
             Lines tagged "# DP:".
 Command:    python pytorch_DP.py
             CUDA_VISIBLE_DEVICES=0,1 python pytorch_DP.py --dtype bfloat16

@@ -80,12 +80,10 @@ def main():
     model = common.make_model(args, train_set.classes)  # FSDP: on the CPU, each block moves alone
     weights = model.state_dict()
     mesh = init_device_mesh(device.type, (world_size,))
-    policy = root_policy = MixedPrecisionPolicy()
+    policy = at_root = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        root_policy = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32, output_dtype=torch.float32
-        )
+        at_root = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
         # FSDP: BatchNorm stays in fp32, as its running statistics do. Its parameters, a thousandth
         # of all, are one unit.
         norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))]
@@ -93,7 +91,7 @@ def main():
             fully_shard(norms, mesh=mesh)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=root_policy)  # FSDP: what is in no block
+    fully_shard(model, mesh=mesh, mp_policy=at_root)  # FSDP: what is in no block
     # FSDP: sends rank 0's weights to all, to each rank its shards
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
@@ -119,8 +117,8 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # FSDP: BatchNorm saw other images on each rank
-        run.report(common.evaluate(model, eval_loader, device))  # FSDP: on every rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: and writes them
 
     # 7. Save and report

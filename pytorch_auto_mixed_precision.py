@@ -68,9 +68,7 @@ def main():
             scale = scaler.get_scale()
             scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
             scaler.update()  # AMP: 5. and then a smaller scale, or a larger one in quiet times
-            if (
-                scaler.get_scale() >= scale
-            ):  # AMP: a step that was skipped is none of the schedule's
+            if scaler.get_scale() >= scale:  # AMP: else the step was skipped
                 scheduler.step()
             run.log(loss)  # AMP: the loss itself, not the scaled one
 

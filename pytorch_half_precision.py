@@ -29,9 +29,7 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument(
-        "--dtype", choices=["float16", "bfloat16"]
-    )  # half: by device, see common.py
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # half: (default: by device)
     parser.add_argument("--master-weights", action="store_true", help="update an fp32 copy")
     parser.add_argument(
         "--loss-scale", type=common.number(float, 1), default=128, metavar="X",
@@ -69,7 +67,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
-    copy_weights(model, half_model)
+    copy_weights(model, half_model)  # half: a snapshot may have changed them
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +97,23 @@ def succeed(command, **options):
     return finished
 
 
+def read_run(output):
+    """The state dict that a run wrote, and its result."""
+    state = torch.load(output / "model.pt", weights_only=True)
+    return state, json.loads((output / "result.json").read_text())
+
+
+def flat(state):
+    """A state dict as one vector in float64."""
+    return torch.cat([tensor.flatten().double() for tensor in state.values()])
+
+
+def distance(ours, theirs):
+    """How far two state dicts are apart, relative to the size of the second."""
+    ours, theirs = flat(ours), flat(theirs)
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -139,6 +158,34 @@ def no_process_is_left():
     while (left := processes_of_this_session()) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left, f"the tests left processes behind: {left}"
+
+
+@pytest.fixture(scope="module")
+def train(request, tmp_path_factory):
+    """A function that trains by (script, world size, flags), on the `JOB` of the file of tests.
+
+    It returns what `read_run` does. The same run is done only once.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    outputs = {}
+
+    def get(script, world_size=1, flags=""):
+        key = script, world_size, flags
+        if key not in outputs:
+            output = folder / str(len(outputs))
+            name, _, own_flags = script.partition(" ")
+            finished = succeed(
+                f"{launcher(name, world_size)} {request.module.JOB} {own_flags} {flags} "
+                f"--output-dir {output}"
+            )
+            assert not finished.our_warnings
+            (output / "snapshot.pt").unlink(missing_ok=True)  # two thirds of the space
+            shutil.rmtree(output / "snapshot", ignore_errors=True)
+            outputs[key] = output
+        return read_run(outputs[key])
+
+    yield get
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def state_bytes(rows):
                 text += f" {number(kept['optimizer'])}"
             if "adamw" in at:
                 text += f" ({number(at['adamw']['kept']['optimizer'])})"
-            for extra in sorted(set(kept) - set(kinds)):
+            for extra in sorted(kind for kind in kept if kept[kind] and kind not in kinds):
                 text += f" + {number(kept[extra])} {extra.replace('_', ' ')}"
             cells.append(text)
         lines.append(cells)
