@@ -1105,8 +1105,16 @@ class Run:
         largest = max_over_ranks([*state_bytes.values(), *memory.values()])
         state_bytes = dict(zip(state_bytes, map(int, largest), strict=False))
         memory = dict(zip(memory, largest[len(state_bytes) :], strict=True))
-        if RANK != 0:
-            return
+        if RANK == 0:
+            self.write_result(precision, state_bytes, memory)
+        if dist.is_initialized():
+            # Time for gloo's threads to let go of what they last sent: one that still holds a
+            # tensor while Python shuts down aborts the process (pytorch/pytorch#179291).
+            dist.barrier()
+
+    def write_result(self, precision: str, state_bytes: dict, memory: dict) -> None:
+        """Write ``result.json`` and the HPARAMS entry, and print the last line. Rank 0 does."""
+        args = self.args
         seconds = self.step_seconds[min(WARMUP_STEPS, len(self.step_seconds) // 2) :]
         speed = args.batch_size / statistics.median(seconds)
         accuracy = self.history["eval_accuracy"][-1]
