@@ -40,6 +40,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  here and not later: see let_go_of_tensors()
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
@@ -437,12 +438,12 @@ def fetch_cifar10(data_dir: Path) -> str | None:
 
     batches, why = data_dir / CIFAR10.base_folder, ""
     if LOCAL_RANK == 0 and not batches.is_dir():
-        answers = ["no answer within 8 s"]
+        answers = ["no answer within 5 s"]
 
         def ask_for_headers():
             request = urllib.request.Request(CIFAR10.url, method="HEAD")
             try:
-                urllib.request.urlopen(request, timeout=8).close()
+                urllib.request.urlopen(request, timeout=10).close()
                 answers.append("")
             except Exception as error:  # of urllib, http.client, ssl or socket
                 answers.append(str(error))
@@ -450,7 +451,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
         # A thread, because looking up a host obeys no timeout; it may be left behind.
         thread = threading.Thread(target=ask_for_headers, daemon=True)
         thread.start()
-        thread.join(timeout=8)
+        thread.join(timeout=5)
         why = answers[-1]
         if not why:
             try:
@@ -950,6 +951,7 @@ class Run:
                 f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; go on "
                 "with more --epochs or --max-steps, or begin again with --resume none"
             )
+            let_go_of_tensors()
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise SystemExit(0)
@@ -1107,10 +1109,7 @@ class Run:
         memory = dict(zip(memory, largest[len(state_bytes) :], strict=True))
         if RANK == 0:
             self.write_result(precision, state_bytes, memory)
-        if dist.is_initialized():
-            # Time for gloo's threads to let go of what they last sent: one that still holds a
-            # tensor while Python shuts down aborts the process (pytorch/pytorch#179291).
-            dist.barrier()
+        let_go_of_tensors()
 
     def write_result(self, precision: str, state_bytes: dict, memory: dict) -> None:
         """Write ``result.json`` and the HPARAMS entry, and print the last line. Rank 0 does."""
@@ -1173,6 +1172,19 @@ def max_over_ranks(values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def let_go_of_tensors() -> None:
+    """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down.
+
+    A thread that still holds a tensor by then aborts the process (pytorch/pytorch#179291). A
+    process group waits for its threads when it is freed. But ``torch.distributed.nn``, imported
+    after ``init_process_group``, keeps the group as a default argument: hence the import above.
+    FSDP's caches and DeepSpeed keep it too: hence this wait. It is not ``barrier()``, which holds
+    on to tensors sent just before it.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.monitored_barrier()
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:

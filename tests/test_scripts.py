@@ -187,3 +187,15 @@ def test_tensorboard(run):
     ]
     assert len(entries) == 1
     assert reader.Scalars("final/accuracy")[-1].value == pytest.approx(accuracies[-1].value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
+@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_comm_hooks"])
+def test_threads_end_with_the_process_group(script, tmp_path):
+    """One that outlives it may abort the process as it exits: common.let_go_of_tensors."""
+    command = launcher(script, through="tests/count_threads.py")
+    finished = succeed(
+        f"{command} --dataset synthetic --train-samples 16 --eval-samples 4 --batch-size 8 "
+        f"--epochs 1 --output-dir {tmp_path}/run"
+    )
+    assert "threads of gloo left: 0" in finished.lines
