@@ -227,18 +227,21 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if RANK == 0:
-        try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-            probe = args.output_dir / f".{os.getpid()}"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            fail(
-                f"--output-dir {args.output_dir} cannot be written ({error.strerror}); give another"
-            )
+        check_writable(args.output_dir, f"--output-dir {args.output_dir}")
     if args.double:
         torch.set_default_dtype(torch.float64)
     return args
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Make the folder, and see whether files can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        fail(f"{flag} cannot be written ({error.strerror}); give another")
 
 
 def settings(args: argparse.Namespace) -> list[str]:
@@ -264,12 +267,16 @@ def announce(args: argparse.Namespace, device: torch.device) -> None:
         f"{args.image_size}x{args.image_size}, dataset {args.dataset}, {batch} per rank"
     )
     say(f"settings: {shlex.join(settings(args))}")
+    check_model_name(args.model)
+
+
+def check_model_name(model: str) -> None:
     import torchvision
 
     names = torchvision.models.list_models(module=torchvision.models)
-    if args.model not in names:
-        close = difflib.get_close_matches(args.model, names) or ["resnet18", "resnet50"]
-        fail(f"--model {args.model} is not a torchvision classifier; try {', '.join(close)}")
+    if model not in names:
+        close = difflib.get_close_matches(model, names) or ["resnet18", "resnet50"]
+        fail(f"--model {model} is not a torchvision classifier; try {', '.join(close)}")
 
 
 # -------------------------------------------------------------------------------------- device
@@ -387,6 +394,8 @@ def open_image(path: str) -> Iterator[Image.Image]:
 def read_image(path: str, side: int) -> Tensor:
     """Decode a file to uint8 ``[3, side, side]``: short side resized, then the middle cut out."""
     with open_image(path) as file:
+        if file.mode.startswith("I"):  # 16 bits, of which convert() would cut off the upper half
+            file = Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
         image = ImageOps.fit(file.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
@@ -1252,6 +1261,19 @@ def launch_command() -> str:
     if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed"):  # not their python
         words = words[1:]
     return shlex.join([Path(words[0]).name, *words[1:]])
+
+
+def hardware() -> dict:
+    """Names of the processor and the GPUs, and what decides how fast the processor multiplies."""
+    cpu, flags = platform.processor() or platform.machine(), []
+    with contextlib.suppress(OSError):  # Linux only
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+        cpu = found.get("model name", cpu)
+        wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+        flags = [flag for flag in wanted if flag in found.get("flags", "").split()]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": cpu, "cpu_flags": flags, "cores": os.cpu_count(), "gpus": gpus}
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,8 @@
     python tests/render_tables.py measured.xml [more.xml ...]
 
 writes results/proof.json, and from it the tables between ``<!-- name -->`` and ``<!-- end -->`` in
-README.md. Without an argument the README is rendered from results/proof.json as it is.
+README.md. Without an argument the README is rendered from what is in results/, which is also where
+model_inference.py --benchmark puts its own.
 """
 
 import json
@@ -17,7 +18,11 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import model_inference  # noqa: E402
+
 PROOF, README = ROOT / "results" / "proof.json", ROOT / "README.md"
+INFERENCE = ROOT / "results" / "inference.json"
 TABLES = ("parity", "bytes", "sent", "loss")
 
 
@@ -123,9 +128,11 @@ def loss(rows):
 def render(text, proof):
     """The README's text with its tables made anew."""
     draw = {"parity": parity, "bytes": state_bytes, "sent": sent, "loss": loss}
-    for table in TABLES:
+    drawn = {table: draw[table](proof[table]) for table in TABLES}
+    drawn["inference"] = model_inference.table(json.loads(INFERENCE.read_text()))
+    for table, lines in drawn.items():
         pattern = rf"(<!-- {table} -->\n).*?(<!-- end -->)"
-        new = f"\\g<1>\n{draw[table](proof[table])}\n\n\\g<2>"
+        new = f"\\g<1>\n{lines}\n\n\\g<2>"
         text, found = re.subn(pattern, new, text, flags=re.DOTALL)
         if found != 1:
             raise SystemExit(f"README.md has {found} places for the table '{table}'")

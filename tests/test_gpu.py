@@ -57,6 +57,33 @@ def test_one_gpu(script, tmp_path):
     assert result["images_per_second"] > 0 and result["eval_samples"] == 101
 
 
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--precision fp16",
+        "--precision bf16",
+        "--runtime compile",
+        "--runtime onnxruntime",
+        "--runtime onnxruntime --precision fp16",
+        "--runtime onnxruntime --precision bf16",
+        "--runtime onnxruntime --precision int8",
+    ],
+)
+def test_inference(flags, tmp_path):
+    """Where onnxruntime has CUDA, and finds it."""
+    import onnxruntime
+
+    if "onnxruntime" in flags:
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            pytest.skip("this onnxruntime is built without CUDA")
+    _, result = train("pytorch_SingleGPU", 1, "--model resnet18 --epochs 5", tmp_path)
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", VISIBLE)}
+    command = f"python model_inference.py --weights {tmp_path}/model.pt --input test --json {flags}"
+    answer = json.loads(succeed(command, **env).stdout)
+    assert answer["accuracy"] == pytest.approx(result["eval_accuracy"][-1], abs=0.02)
+
+
 @pytest.mark.multigpu
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(

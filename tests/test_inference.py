@@ -1,0 +1,313 @@
+"""From weights to answers: predict, export, run in ONNX Runtime, measure."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import ROOT, environment, launch, launcher, succeed
+from PIL import Image
+
+import common
+import model_inference
+
+JOB = "--dataset synthetic --train-samples 1024 --eval-samples 1000 --batch-size 64 --epochs 3"
+OTHER_SCRIPTS = [
+    "pytorch_half_precision --dtype bfloat16 --master-weights",
+    "pytorch_auto_mixed_precision --dtype bfloat16",
+    "pytorch_DP",
+    "pytorch_DDP",
+    "pytorch_FSDP",
+    "pytorch_DDP_ZeRO --use_zero",
+    "pytorch_DeepSpeed",
+    "pytorch_DDP_AMP --dtype bfloat16",
+    "pytorch_gradient_accumulation",
+    "pytorch_comm_hooks --comm-hook fp16",
+]
+IN_STOCK_ORT = """
+import json, sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+logits = session.run(None, {"images": numpy.load(sys.argv[2])})[0]
+print(json.dumps([classes[i] for i in logits.argmax(1)]))
+"""
+
+
+def infer(flags, **options):
+    return launch(f"python model_inference.py {flags}", **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the weights of a small model that has learned something."""
+    folder = tmp_path_factory.mktemp("trained")
+    succeed(f"python pytorch_SingleGPU.py {JOB} --output-dir {folder}")
+    assert json.loads((folder / "result.json").read_text())["eval_accuracy"][-1] > 0.8
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained):
+    finished = succeed(
+        f"python model_inference.py --weights {trained}/model.pt --export {trained}/model.onnx"
+    )
+    assert "100.00% the same class" in finished.stdout
+    assert not finished.our_warnings
+    return trained / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Images of every kind, and the class that each is of."""
+    folder = tmp_path_factory.mktemp("pictures")
+    args = model_inference.argparse.Namespace(seed=0, eval_samples=8, image_size=32)
+    images = common.synthetic(args, "eval")
+    for i, pixels in enumerate(images.images):
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        image.save(folder / f"{i}.png")
+    image.convert("RGBA").save(folder / "rgba.png")
+    image.convert("L").save(folder / "grey.png")
+    image.convert("P").save(folder / "palette.png")
+    Image.fromarray(np.full((40, 50), 40_000, np.uint16)).save(folder / "16bit.png")
+    Image.new("RGB", (1, 1), "red").save(folder / "1x1.jpg")
+    Image.new("RGB", (5000, 4000), "blue").save(folder / "huge.jpg")
+    (folder / "notes.txt").write_text("not an image")
+    return folder
+
+
+def test_the_test_split_scores_as_in_training(trained, exported):
+    expected = json.loads((trained / "result.json").read_text())["eval_accuracy"][-1]
+    for weights in (trained / "model.pt", exported):
+        finished = infer(f"--weights {weights} --input test --json")
+        assert json.loads(finished.stdout) == {
+            "weights": str(weights),
+            "accuracy": pytest.approx(expected, abs=0.0011),
+            "samples": 1000,
+        }
+
+
+@pytest.mark.parametrize("script", OTHER_SCRIPTS)
+def test_weights_of_every_script(script, tmp_path):
+    """They are exported, and the file answers as PyTorch does."""
+    job = "--dataset synthetic --train-samples 64 --eval-samples 20 -b 32 --epochs 1"
+    succeed(f"{launcher(script)} {job} --model shufflenet_v2_x0_5 --output-dir {tmp_path}")
+    finished = infer(f"--weights {tmp_path}/model.pt --export {tmp_path}/model.onnx")
+    assert finished.code == 0 and "100.00% the same class" in finished.stdout, str(finished)
+
+
+def test_predict_files(trained, exported, pictures):
+    """PyTorch and ONNX Runtime agree on images of every kind, and on which are of which class."""
+    answers = []
+    for weights in (trained / "model.pt", exported):
+        finished = infer(f"--weights {weights} --input {pictures} --json --top-k 2 -b 5")
+        assert finished.code == 0, str(finished)
+        found = json.loads(finished.stdout)
+        assert found["unreadable"] == [] and len(found["answers"]) == 14
+        answers.append(found["answers"])
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours["file"] == theirs["file"] and ours["classes"][0] == theirs["classes"][0]
+        assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-4)
+        assert 1 >= ours["probabilities"][0] >= ours["probabilities"][1] >= 0
+    lines = infer(f"--weights {exported} --input {pictures}/0.png").lines
+    assert len(lines) == 1 and lines[0].startswith(f"{pictures}/0.png: class ")
+
+
+def test_sixteen_bits_are_not_cut_off(pictures):
+    pixels = common.read_image(pictures / "16bit.png", 8)
+    assert pixels.unique().tolist() == [40_000 // 256]
+
+
+def test_broken_images_among_good_ones(trained, pictures, tmp_path):
+    for path in pictures.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "broken.png").write_bytes((pictures / "0.png").read_bytes()[:200])
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    finished = infer(f"--weights {trained}/model.pt --input {tmp_path} --json")
+    assert finished.code == 1
+    found = json.loads(finished.stdout)
+    assert len(found["answers"]) == 14
+    assert found["unreadable"] == [f"{tmp_path}/broken.png", f"{tmp_path}/empty.jpg"]
+    assert "2 of 16 images cannot be read" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
+    """In a process without this repository, from a folder that holds the one file only."""
+    args = model_inference.argparse.Namespace(seed=0, eval_samples=7, image_size=32)
+    images = common.synthetic(args, "eval").images
+    (tmp_path / "only.onnx").write_bytes(exported.read_bytes())
+    np.save(tmp_path / "images.npy", images.numpy())
+    command = [sys.executable, "-c", IN_STOCK_ORT, "only.onnx", "images.npy"]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment()
+    ).stdout
+    args = model_inference.argparse.Namespace(
+        weights=trained / "model.pt", model="resnet18", norm="batch", image_size=32,
+        classes=[f"class {i}" for i in range(10)],
+    )  # fmt: skip
+    runner = model_inference.TorchRunner(model_inference.make_classifier(args, "fp32"), "cpu")
+    assert json.loads(printed) == [args.classes[i] for i in runner(images).argmax(1)]
+
+
+def test_what_the_file_says(exported):
+    model = onnx.load(exported)
+    onnx.checker.check_model(model, full_check=True)
+    [images], [logits] = model.graph.input, model.graph.output
+    assert images.type.tensor_type.elem_type == onnx.TensorProto.UINT8
+    for value, sides in ((images, [3, 32, 32]), (logits, [10])):
+        batch, *rest = value.type.tensor_type.shape.dim
+        assert batch.dim_param and [d.dim_value for d in rest] == sides
+    assert all(not t.external_data for t in model.graph.initializer)
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(about["classes"]) == [f"class {i}" for i in range(10)]
+    assert about["input"].startswith("uint8") and about["precision"] == "fp32"
+
+
+@pytest.mark.parametrize("precision, size", [("fp16", 0.51), ("int8", 0.27)])
+def test_smaller_precisions(precision, size, trained, exported, tmp_path):
+    """Within one percentage point of fp32, and smaller."""
+    path = tmp_path / "model.onnx"
+    finished = succeed(
+        f"python model_inference.py --weights {trained}/model.pt --precision {precision} "
+        f"--export {path}"
+    )
+    before, after = finished.stdout.partition("accuracy ")[2].splitlines()[0].split(" -> ")
+    assert abs(float(before.strip("%")) - float(after.strip("%"))) <= 1
+    assert path.stat().st_size < size * exported.stat().st_size
+
+
+def test_bfloat16_is_for_gpus(trained, tmp_path):
+    path = tmp_path / "model.onnx"
+    flags = f"--weights {trained}/model.pt --precision bf16"
+    assert "not compared" in succeed(f"python model_inference.py {flags} --export {path}").stdout
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    finished = infer(f"{flags} --input test --runtime onnxruntime")
+    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
+
+
+def test_compiled(trained, pictures):
+    finished = infer(f"--weights {trained}/model.pt --input {pictures}/0.png --runtime compile")
+    assert finished.code == 0 and len(finished.lines) == 1, str(finished)
+
+
+def test_benchmark(trained, tmp_path):
+    finished = infer(
+        f"--weights {trained}/model.pt --benchmark --batch-sizes 1 4 --rounds 2 "
+        f"--runtime onnxruntime --output-dir {tmp_path}"
+    )
+    assert finished.code == 0, str(finished)
+    result = json.loads((tmp_path / "inference.json").read_text())
+    assert {row["precision"] for row in result["rows"]} >= {"fp32", "fp16", "int8"}
+    for row in result["rows"]:
+        figures = row["host_to_host"]
+        assert 0 < figures["latency_ms"]["p50"] <= figures["latency_ms"]["p95"]
+        assert figures["calls"] >= 4
+        speed = 1e3 * row["batch_size"] / figures["latency_ms"]["p50"]
+        assert figures["images_per_second"] == pytest.approx(speed)
+    assert model_inference.table(result) in finished.stdout
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+def mistakes(trained, exported, pictures, tmp_path):
+    """Flags, and what the one line must name."""
+    weights = trained / "model.pt"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.png").write_bytes((pictures / "0.png").read_bytes()[:200])
+    lonely = tmp_path / "model.pt"
+    lonely.write_bytes(weights.read_bytes())
+    onnx_bytes = exported.read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(onnx_bytes[: len(onnx_bytes) // 2])
+    (tmp_path / "text.onnx").write_text("not ONNX")
+    foreign = onnx.load(exported)
+    del foreign.metadata_props[:]
+    onnx.save(foreign, tmp_path / "foreign.onnx")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    outside = onnx.load(exported)
+    onnx.save(outside, inner / "outside.onnx", save_as_external_data=True, location="weights.bin",
+              size_threshold=0)  # fmt: skip
+    outside = onnx.load(inner / "outside.onnx", load_external_data=False)
+    for tensor in outside.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = "../weights.bin" if entry.key == "location" else entry.value
+    (inner / "outside.onnx").write_bytes(outside.SerializeToString())
+    (inner / "weights.bin").rename(tmp_path / "weights.bin")
+    torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "other.pt")
+    image = pictures / "0.png"
+    size = "--model resnet18 --image-size 32"
+    return {
+        f"--weights {weights}": "--input, --export and --benchmark",
+        f"--weights {tmp_path}/none.pt --input {image}": "none.pt: no such file",
+        f"--weights {lonely} --input {image}": "result.json is missing",
+        f"--weights {weights} --model resnet34 --input {image}": "--model resnet34",
+        f"--weights {weights} --model resnet0 --input {image}": "--model resnet0",
+        f"--weights {tmp_path}/other.pt {size} --input {image}": "does not fit --model",
+        f"--weights {weights} --input {tmp_path}/nowhere": "nowhere: no such file",
+        f"--weights {weights} --input {tmp_path}/empty": "empty: no image in it",
+        f"--weights {weights} --input {tmp_path}/broken.png": f"the image {tmp_path}/broken.png",
+        f"--weights {weights} --export /proc/model.onnx": "/proc/model.onnx cannot be written",
+        f"--weights {weights} --export {tmp_path}": "is a folder",
+        f"--weights {weights} --input {image} --precision int8": "--precision int8",
+        f"--weights {exported} --input {image} --provider Foo": "--provider Foo",
+        f"--weights {exported} --input {image} --device cuda": "--device cuda",
+        f"--weights {exported} --input {image} --runtime torch": "in ONNX Runtime only",
+        f"--weights {tmp_path}/cut.onnx --input {image}": "cut.onnx cannot be run",
+        f"--weights {tmp_path}/text.onnx --input {image}": "text.onnx cannot be run",
+        f"--weights {tmp_path}/foreign.onnx --input {image}": "foreign.onnx is of another program",
+        f"--weights {inner}/outside.onnx --input {image}": "outside.onnx cannot be run",
+        f"--weights {weights} --input test --dataset cifar10 --data-dir {tmp_path}": "CIFAR-10 in",
+    }
+
+
+def test_mistakes(trained, exported, pictures, tmp_path):
+    for flags, named in mistakes(trained, exported, pictures, tmp_path).items():
+        before = sorted(tmp_path.rglob("*"))
+        finished = infer(flags)
+        assert finished.code == 2, str(finished)
+        [error] = finished.errors
+        assert named in error and "Traceback" not in finished.stderr, str(finished)
+        assert finished.stdout == "" and sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_silent_fall_back(exported, pictures):
+    """onnxruntime-gpu lists CUDA also where there is none, and would run on the CPU."""
+    import onnxruntime
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime is built without CUDA")
+    finished = infer(
+        f"--weights {exported} --input {pictures}/0.png --provider CUDAExecutionProvider"
+    )
+    assert finished.code == 2, str(finished)
+    [error] = finished.errors
+    assert "CUDAExecutionProvider" in error and "Traceback" not in finished.stderr
+
+
+def test_nothing_half_written(trained, tmp_path):
+    """The test split does not fit the weights: found after the export, before the rename."""
+    result = json.loads((trained / "result.json").read_text())
+    (tmp_path / "model.pt").write_bytes((trained / "model.pt").read_bytes())
+    (tmp_path / "result.json").write_text(json.dumps(result | {"dataset": "folder"}))
+    finished = infer(f"--weights {tmp_path}/model.pt --export {tmp_path}/model.onnx")
+    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "result.json"]
+
+
+def test_readme_in_three_commands(tmp_path):
+    """From a model.pt to an ONNX file that runs, as typed."""
+    section = (ROOT / "README.md").read_text().partition("## From weights to answers")[2]
+    commands = section.partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert len(commands) == 3
+    weights = shlex.split(commands[0])[3]
+    output = tmp_path / weights
+    for path in ROOT.glob("*.py"):
+        (tmp_path / path.name).symlink_to(path)
+    succeed(f"python pytorch_SingleGPU.py {JOB} --output-dir {output.parent}")
+    for command in commands:
+        succeed(command, cwd=tmp_path)
