@@ -190,7 +190,7 @@ def train(request, tmp_path_factory):
 
 @pytest.fixture
 def measured(record_property):
-    """Notes what a test measured, for the README's tables: tests/render_tables.py takes it from
+    """Notes what a test measured, for the README's tables: tests/collect_proof.py takes it from
     there."""
     return lambda table, **values: record_property(table, json.dumps(values))
 

@@ -6,23 +6,13 @@ import re
 import shutil
 
 import pytest
-import render_tables
 from conftest import ROOT, succeed
 
+from benchmark import PARENTS
+
 README = (ROOT / "README.md").read_text()
-PARENTS = {
-    "half_precision": "SingleGPU",
-    "auto_mixed_precision": "SingleGPU",
-    "DP": "SingleGPU",
-    "DDP": "SingleGPU",
-    "torchrun_DDP": "DDP",
-    "FSDP": "torchrun_DDP",
-    "DDP_ZeRO": "torchrun_DDP",
-    "DeepSpeed": "torchrun_DDP",
-    "DDP_AMP": "torchrun_DDP",
-    "gradient_accumulation": "torchrun_DDP",
-    "comm_hooks": "torchrun_DDP",
-}
+CHINESE = (ROOT / "README.zh-CN.md").read_text()
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -54,9 +44,11 @@ def test_four_ranks_as_typed(checkout):
 
 
 def commands():
-    """Those below "How each is started"."""
-    section = README.partition("## How each is started")[2].partition("```bash\n")[2]
-    return section.partition("```")[0].splitlines()
+    """Those below "How each is started" that start a script, without the restart, tested apart."""
+    section = README.partition("## How each is started")[2].partition("## The job")[0]
+    blocks = re.findall(r"```bash\n(.*?)\n```", section, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in lines if "--max-restarts" not in line]
 
 
 @pytest.mark.parametrize("command", commands())
@@ -70,14 +62,51 @@ def test_each_command_as_typed(command, checkout):
     assert not finished.our_warnings
 
 
+TESTED = [  # the other commands, and where they are run
+    ("pip install -r requirements.txt && torchrun", "test_first_command"),
+    ("pip install -r requirements-dev.txt && python -m pytest", ".ci/run"),
+    ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun", "test_resume.py"),
+    ("diff pytorch_SingleGPU.py pytorch_DDP.py", "test_a_script_is_its_parent_and_a_technique"),
+    ("python pytorch_SingleGPU.py --dataset folder --data-dir PATH", "test_data.py"),
+    ("python model_inference.py", "test_inference.py"),
+    ("python benchmark.py", "test_benchmark.py"),
+]
+
+
+def test_every_shell_block_is_run_or_says_what_it_needs():
+    for block in re.findall(r"```bash\n(.*?)\n```", README, re.DOTALL):
+        first, *rest = block.splitlines()
+        if first.startswith("#"):
+            assert re.match(r"# (needs \d+ (GPUs|machines)|an hour on two cores)$", first)
+            continue
+        for line in [first, *rest]:
+            tested = [where for command, where in TESTED if line.startswith(command)]
+            assert line in commands() or len(tested) == 1, line
+    for command, where in TESTED:
+        assert command in README
+        if where.endswith(".py"):
+            script = re.search(r"\w+\.py", command)
+            assert (
+                not script or script[0].removesuffix(".py") in (ROOT / "tests" / where).read_text()
+            )
+
+
+def test_both_readmes_have_the_same_blocks_and_figures():
+    assert FENCED.findall(README) == FENCED.findall(CHINESE)
+    for pattern in (r"<!-- .*? -->", r"^\|.*\|$"):
+        ours, theirs = (re.findall(pattern, text, re.MULTILINE) for text in (README, CHINESE))
+        assert len(ours) == len(theirs)
+    figures = r"\d+(?:[.,]\d+)*(?: %|e-\d+)?"
+    ours, theirs = (
+        re.findall(figures, " ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)))
+        for text in (README, CHINESE)
+    )
+    assert ours == theirs
+
+
 def test_each_script_has_its_command():
     scripts = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
     assert scripts == {path.stem for path in ROOT.glob("pytorch_*.py")}
-
-
-def test_the_tables_are_those_that_were_measured():
-    """tests/render_tables.py would not change a letter."""
-    assert render_tables.render(README, json.loads(render_tables.PROOF.read_text())) == README
 
 
 @pytest.mark.parametrize("child, parent", PARENTS.items())

@@ -1,0 +1,139 @@
+"""Other ways to write the loop of pytorch_SingleGPU.py, which benchmark.py measures beside it.
+
+    python tests/peers.py --loop seed --dataset synthetic --max-steps 24
+
+bare        batches that lie on the device already; only forward, backward and step: the limit
+seed        as in the page that this began from: PIL images, transforms for each in loader
+            processes, and two .item() a step
+fabric      Lightning Fabric (pip install lightning-fabric), with torchvision's transforms as above
+accelerate  Hugging Face Accelerate (pip install accelerate), likewise
+
+Model, optimizer, batch and images are the script's, in fp32; what is measured is the same too.
+"""
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+
+
+class Pictures(Dataset):
+    """What torchvision's datasets hand out: a PIL image, transformed one by one."""
+
+    def __init__(self, images, side):
+        self.images, self.labels = images.images, images.labels
+        self.transform = transforms.Compose(
+            [
+                transforms.ToPILImage(),
+                transforms.RandomCrop(self.images.shape[-1], padding=4),
+                transforms.RandomHorizontalFlip(),
+                *([transforms.Resize(side)] if side != self.images.shape[-1] else []),
+                transforms.ToTensor(),
+                transforms.Normalize(common.MEAN, common.STD),
+            ]
+        )
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), self.labels[index]
+
+
+def main():
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--loop", choices=["bare", "seed", "fabric", "accelerate"], required=True)
+    args = common.parse_args(parser)
+    device = common.get_device(args)
+    common.seed_everything(args.seed, args.deterministic)
+    train_set, _ = common.make_datasets(args)
+    model = common.make_model(args, train_set.classes).to(device).train()
+    optimizer = common.make_optimizer(args, model.parameters())
+    shape = (args.batch_size, 3, args.image_size, args.image_size)
+    loader = itertools.repeat(
+        (torch.randn(shape, device=device), torch.zeros(args.batch_size, dtype=int, device=device))
+    )
+    if args.loop != "bare":
+        loader = DataLoader(
+            Pictures(train_set, args.image_size), args.batch_size, shuffle=True, drop_last=True,
+            num_workers=2 if args.workers is None else args.workers, persistent_workers=True,
+            pin_memory=device.type == "cuda",
+        )  # fmt: skip
+    if args.loop == "fabric":
+        from lightning_fabric import Fabric
+
+        fabric = Fabric(accelerator=device.type, devices=1)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+    if args.loop == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=device.type == "cpu")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def step(images, labels):
+        if args.loop == "seed":
+            images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        if args.loop == "fabric":
+            fabric.backward(loss)
+        elif args.loop == "accelerate":
+            accelerator.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        if args.loop == "seed":  # its running loss and accuracy
+            return loss.item(), (logits.argmax(1) == labels).sum().item()
+
+    started, seconds = time.perf_counter(), []
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    before = now(device)
+    for images, labels in itertools.islice(batches if args.loop != "bare" else loader,
+                                           args.max_steps):  # fmt: skip
+        step(images, labels)
+        seconds.append(now(device) - before)
+        before += seconds[-1]
+        if device.type == "cuda" and len(seconds) == common.WARMUP_STEPS:
+            torch.cuda.reset_peak_memory_stats(device)
+    settled = seconds[min(common.WARMUP_STEPS, len(seconds) // 2) :]
+    speed = args.batch_size / statistics.median(settled)
+    milliseconds = 1e3 * torch.tensor(settled)
+    result = {
+        "technique": f"peer: {args.loop}", "command": common.launch_command(), "world_size": 1,
+        "device": common.device_name(device), "threads": torch.get_num_threads(),
+        "model": args.model, "precision": "float32",
+        "tf32": device.type == "cuda" and torch.backends.cudnn.allow_tf32,
+        "image_size": args.image_size, "global_batch_size": args.batch_size,
+        "optimizer": args.optimizer, "train_samples": len(train_set), "steps": len(seconds),
+        "seconds_total": time.perf_counter() - started, "images_per_second": speed,
+        "step_ms": {f"p{p}": milliseconds.quantile(p / 100).item() for p in (50, 95)},
+        "peak_memory_gib": {"allocated": None, "reserved": None} | common.peak_memory_gib(device),
+        "state_bytes": None, "eval_accuracy": [None], "eval_samples": 0,
+    }  # fmt: skip
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{args.loop}: median {speed:,.1f} images/s")
+
+
+def now(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()

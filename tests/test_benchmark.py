@@ -1,0 +1,212 @@
+"""benchmark.py: measured end to end, stopped and continued, rendered, and held to what it says."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, environment, launch, succeed
+
+import benchmark
+
+JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what benchmark.py reads and writes."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("README*.md"), ROOT / "config", ROOT / "results"]:
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__*"))
+    return tmp_path
+
+
+def write_suite(checkout, *rows, repeats=1, **more):
+    rows = [{"name": name, "command": command} for name, command in rows]
+    suite = {"about": "a test", "job": JOB, "repeats": repeats, "tables": ["quick"], "rows": rows}
+    (checkout / "config/suite_quick.json").write_text(json.dumps(suite | more))
+
+
+def run(checkout, flags):
+    return launch(f"python benchmark.py {flags}", cwd=checkout)
+
+
+def test_quick_suite(checkout):
+    finished = run(checkout, "--suite quick")
+    assert finished.code == 0, str(finished)
+    found = json.loads((checkout / "results/quick.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["SingleGPU", "torchrun_DDP x2", "FSDP x2"]
+    assert found["complete"] and not (checkout / "results/quick.partial.json").exists()
+    assert found["hardware"]["cores"] > 0 and found["versions"]["torch"]
+    for row, ranks in zip(found["rows"], (1, 2, 2), strict=True):
+        assert row["failed"] is None
+        [measured] = row["runs"]
+        assert measured["world_size"] == ranks and measured["images_per_second"] > 0
+        assert "--output-dir" in measured["command"] and measured["steps"] == 12
+        assert row["name"].split()[0] in finished.stdout
+    single, ddp, fsdp = (row["runs"][0] for row in found["rows"])
+    assert single["weights_difference"] is None
+    assert ddp["weights_difference"] > 0, "BatchNorm sees other images on two ranks"
+    assert 2.2 * sum(fsdp["state_bytes"].values()) > sum(single["state_bytes"].values())
+    assert sum(fsdp["state_bytes"].values()) < 0.6 * sum(single["state_bytes"].values())
+    assert (checkout / "runs/benchmark/quick/FSDP-x2/model.pt").is_file()
+
+
+def test_a_row_that_fails_says_why(checkout):
+    single = "python pytorch_SingleGPU.py"
+    write_suite(
+        checkout,
+        ("flags", f"{single} --batch-size 0"),
+        ("memory", "python -c \"raise RuntimeError('CUDA out of memory. Tried to allocate')\""),
+        ("package", "python -c 'import no_such_package'"),
+        ("bug", "python -c '1/0'"),
+        ("silent", "python -c 'import time; time.sleep(60)'"),
+        ("good", single),
+        timeout=30,
+    )
+    finished = run(checkout, "--suite quick")
+    assert finished.code == 0 and "failed: flags, memory, package, bug, silent" in finished.stdout
+    rows = json.loads((checkout / "results/quick.json").read_text())["rows"]
+    why = {row["name"]: row["failed"] for row in rows}
+    assert "--batch-size" in why["flags"]
+    assert why["memory"] == "out of memory"
+    assert why["package"] == "no_such_package is not installed"
+    assert "ZeroDivisionError" in why["bug"]
+    assert why["silent"] == "no end after 30 s"
+    assert why["good"] is None and len(rows[-1]["runs"]) == 1
+    assert "no_such_package is not installed" in finished.stdout, "the table says it"
+
+
+def test_stopped_and_continued(checkout):
+    single = "python pytorch_SingleGPU.py"
+    write_suite(checkout, ("first", single), ("second", f"{single} --seed 1"), repeats=2)
+    process = subprocess.Popen(
+        [sys.executable, "benchmark.py", "--suite", "quick"],
+        cwd=checkout, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    partial = checkout / "results/quick.partial.json"
+    deadline = time.monotonic() + 120
+    while not partial.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "goes on" in stderr
+    before = json.loads(partial.read_text())
+    measured = [run for row in before["rows"] for run in row["runs"]]
+    assert 1 <= len(measured) < 4 and not before["complete"]
+    assert not (checkout / "results/quick.json").exists()
+
+    finished = run(checkout, "--suite quick")
+    assert finished.code == 0 and f"has {len(measured)} runs" in finished.stdout
+    after = json.loads((checkout / "results/quick.json").read_text())
+    assert [len(row["runs"]) for row in after["rows"]] == [2, 2]
+    assert after["rows"][0]["runs"][0] == before["rows"][0]["runs"][0]
+
+    partial.write_text(json.dumps(before | {"git_commit": "another"}))
+    finished = run(checkout, "--suite quick")
+    assert finished.code == 2 and "git_commit" in finished.errors[0]
+
+
+def test_render_and_check(checkout):
+    """Rendering twice is rendering once; one digit more or less is found, wherever it is."""
+    succeed("python benchmark.py --check", cwd=checkout)
+    readmes = [checkout / "README.md", checkout / "README.zh-CN.md"]
+    texts = [path.read_text() for path in readmes]
+    succeed("python benchmark.py --render", cwd=checkout)
+    assert [path.read_text() for path in readmes] == texts
+    for path, text in zip(readmes, texts, strict=True):
+        place = re.search(r"<!-- cpu -->.*?(\d)\.\d+ \(", text, re.DOTALL).start(1)
+        other = str((int(text[place]) + 1) % 10)
+        path.write_text(text[:place] + other + text[place + 1 :])
+        finished = run(checkout, "--check")
+        assert finished.code == 1 and path.name in finished.stderr
+        succeed("python benchmark.py --render", cwd=checkout)
+        assert path.read_text() == text
+    path = checkout / "results/cpu.json"
+    results = json.loads(path.read_text())
+    results["rows"][0]["runs"][0]["images_per_second"] *= 10
+    results["rows"][0]["runs"][1]["images_per_second"] *= 10
+    path.write_text(json.dumps(results))
+    finished = run(checkout, "--check")
+    assert finished.code == 1, str(finished)
+    for name in ("README.md", "README.zh-CN.md", "epoch.svg"):
+        assert name in finished.stderr
+    assert [path.read_text() for path in readmes] == texts, "a check changes nothing"
+
+
+def test_the_repository_is_rendered():
+    succeed("python benchmark.py --check")
+
+
+@pytest.mark.parametrize(
+    "command, ranks, optimizer, expected",
+    [  # computed by hand from the table of "What a rank keeps and sends"
+        ("python pytorch_SingleGPU.py", 1, "sgd", 12),
+        ("python pytorch_SingleGPU.py", 1, "adamw", 16),
+        ("torchrun pytorch_torchrun_DDP.py", 4, "adamw", 16),
+        ("python pytorch_half_precision.py", 1, "sgd", 6),
+        ("python pytorch_half_precision.py --master-weights", 1, "sgd", 12),
+        ("torchrun pytorch_FSDP.py", 4, "sgd", 3),
+        ("torchrun pytorch_FSDP.py", 4, "adamw", 4),
+        ("torchrun pytorch_DDP_ZeRO.py", 4, "sgd", 12),
+        ("torchrun pytorch_DDP_ZeRO.py --use_zero", 4, "sgd", 9),
+        ("torchrun pytorch_DDP_ZeRO.py --use_zero", 2, "adamw", 12),
+        ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage0_config.json", 4, "sgd", 12),
+        ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage2_config.json", 4, "sgd", 7),
+        ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage3_config.json", 4, "sgd", 5),
+    ],
+)
+def test_theory(command, ranks, optimizer, expected):
+    assert sum(benchmark.theory(command.split(), ranks, optimizer).values()) == expected
+
+
+def test_what_was_kept_is_what_theory_says():
+    """In the committed results; ZeroRedundancyOptimizer deals out whole tensors."""
+    for row in benchmark.read_results(ROOT / "results/cpu.json")["rows"]:
+        for measured in row["runs"]:
+            if measured["state_bytes"]:
+                kept, expected = benchmark.kept_bytes(measured)
+                assert kept == pytest.approx(expected, rel=0.06), row["name"]
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--suite nosuch", "nosuch"),
+        ("--suite quick --only nosuch", "nosuch"),
+        ("--suite quick --only 'FSDP x64'", "FSDP x64"),
+        ("--suite quick --output /proc/x/y.json", "/proc/x/y.json"),
+        ("--suite quick --repeats 0", "--repeats"),
+        ("--suite gpu", "--suite cpu"),
+        ("--render --only x", "--only"),
+        ("", "--suite"),
+    ],
+)
+def test_mistakes(flags, named, checkout):
+    finished = run(checkout, flags)
+    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
+    assert named in finished.errors[0] and "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("how", ["schema", "damaged", "markers", "missing"])
+def test_nothing_is_rendered_from_what_is_wrong(how, checkout):
+    readme, results = checkout / "README.md", checkout / "results/cpu.json"
+    if how == "schema":
+        results.write_text(json.dumps(json.loads(results.read_text()) | {"schema": 99}))
+    if how == "damaged":
+        results.write_text(results.read_text()[:1000])
+    if how == "markers":
+        readme.write_text(readme.read_text().replace("<!-- cpu -->", ""))
+    if how == "missing":
+        (checkout / "README.zh-CN.md").unlink()
+    before = {path: path.read_bytes() for path in checkout.rglob("*") if path.suffix == ".md"}
+    finished = run(checkout, "--render")
+    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
+    named = {"schema": "cpu.json", "damaged": "cpu.json", "markers": "README.md"}
+    assert named.get(how, "README.zh-CN.md") in finished.errors[0]
+    assert {path: path.read_bytes() for path in before} == before
