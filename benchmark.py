@@ -81,7 +81,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=common.number(int, 1), metavar="N",
                         help="runs of each row (default: as the suite says)")
     parser.add_argument("--output", type=Path, metavar="FILE",
-                        help="(default: results/SUITE.json)")
+                        help="(default: results/SUITE.json; SUITE.only.json with --only)")
     parser.add_argument("--render", action="store_true", help="results/ into README and plots")
     parser.add_argument("--check", action="store_true", help="do README and plots say the same?")
     # fmt: on
@@ -123,7 +123,8 @@ def measure(args: argparse.Namespace) -> None:
             common.fail(f"--only {name!r}: suite {args.suite} has {', '.join(names)}")
     if suite.get("device") == "cuda" and not torch.cuda.is_available():
         common.fail(f"--suite {args.suite} needs a GPU and PyTorch finds none; try --suite cpu")
-    output = args.output or RESULTS / f"{args.suite}.json"
+    some = ".only" if args.only else ""  # a few rows are not to replace all
+    output = args.output or RESULTS / f"{args.suite}{some}.json"
     common.check_writable(output.parent, f"--output {output}")
     if output.is_dir():
         common.fail(f"--output {output} is a folder; give a file")
@@ -138,7 +139,7 @@ def measure(args: argparse.Namespace) -> None:
         if row["name"] not in by_name:
             entry = {"name": row["name"], "table": row["table"], "failed": None, "runs": []}
             by_name[row["name"]] = entry
-            found["rows"].append(by_name[row["name"]])
+            found["rows"].append(entry)
     todo = [
         (repeat, row)
         for repeat in range(repeats)
@@ -154,7 +155,7 @@ def measure(args: argparse.Namespace) -> None:
             bar.set_postfix_str(row["name"])
             folder = RUNS / output.stem / slug(row["name"])
             against = None
-            for other in suite["rows"]:  # of the same work
+            for other in rows:  # of the same work
                 if other["reference"] and other["table"] == row["table"]:
                     against = RUNS / output.stem / slug(other["name"]) / "model.pt"
             run, why = run_row(row["command"], folder, suite.get("timeout", 900), against)
@@ -409,8 +410,6 @@ def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
         if stage == 3:
             kept["parameters"] /= ranks
             kept["gradient_buffer"] = 4 / ranks
-        if settings.get("bf16", {}).get("enabled"):
-            kept["parameters"] /= 2
     return kept
 
 

@@ -1212,6 +1212,10 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     programs too). On a CPU: the resident set of the process.
     """
     if device.type == "cpu":
+        with contextlib.suppress(OSError):  # Linux; getrusage() would count who started us, too
+            lines = Path("/proc/self/status").read_text().splitlines()
+            [peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+            return {"process": int(peak) / 2**20}  # from KiB
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, else KiB
         return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
     allocated = torch.cuda.max_memory_allocated(device)

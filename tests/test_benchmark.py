@@ -66,7 +66,7 @@ def test_a_row_that_fails_says_why(checkout):
         ("bug", "python -c '1/0'"),
         ("silent", "python -c 'import time; time.sleep(60)'"),
         ("good", single),
-        timeout=30,
+        timeout=45,
     )
     finished = run(checkout, "--suite quick")
     assert finished.code == 0 and "failed: flags, memory, package, bug, silent" in finished.stdout
@@ -76,7 +76,7 @@ def test_a_row_that_fails_says_why(checkout):
     assert why["memory"] == "out of memory"
     assert why["package"] == "no_such_package is not installed"
     assert "ZeroDivisionError" in why["bug"]
-    assert why["silent"] == "no end after 30 s"
+    assert why["silent"] == "no end after 45 s"
     assert why["good"] is None and len(rows[-1]["runs"]) == 1
     assert "no_such_package is not installed" in finished.stdout, "the table says it"
 
@@ -110,6 +110,15 @@ def test_stopped_and_continued(checkout):
     partial.write_text(json.dumps(before | {"git_commit": "another"}))
     finished = run(checkout, "--suite quick")
     assert finished.code == 2 and "git_commit" in finished.errors[0]
+
+
+def test_a_single_row_does_not_replace_the_others(checkout):
+    before = (checkout / "results/cpu.json").read_bytes()
+    finished = run(checkout, "--suite cpu --only DP --repeats 1")
+    assert finished.code == 0, str(finished)
+    assert (checkout / "results/cpu.json").read_bytes() == before
+    [row] = json.loads((checkout / "results/cpu.only.json").read_text())["rows"]
+    assert row["name"] == "DP" and len(row["runs"]) == 1
 
 
 def test_render_and_check(checkout):

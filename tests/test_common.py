@@ -1,12 +1,13 @@
 """The parts of common.py by themselves."""
 
 import argparse
+import subprocess
 import sys
 
 import pytest
 import torch
 import torchvision
-from conftest import launch
+from conftest import ROOT, launch
 from torch import nn
 
 import common
@@ -153,3 +154,13 @@ def test_our_own_warnings_are_noticed(tmp_path):
     script.write_text("import warnings\nwarnings.warn('deprecated', FutureWarning)\n")
     [line] = launch(f"python {script}").our_warnings
     assert line.endswith("pytorch_something.py:2: FutureWarning: deprecated")
+
+
+def test_peak_memory_is_that_of_this_process_alone():
+    """On Linux getrusage() also counts what the process that started this one had taken."""
+    code = "import common, torch; print(common.peak_memory_gib(torch.device('cpu'))['process'])"
+    before = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True))
+    ballast = torch.ones(2**31, dtype=torch.uint8)  # 2 GiB in the parent
+    after = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True))
+    del ballast
+    assert 0.1 < before < 1 and abs(after - before) < 0.1
