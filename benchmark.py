@@ -56,7 +56,8 @@ SCHEMA = 1  # of the files in results/ that a suite leaves
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEPT = (  # of result.json, in each run of a row
     "technique", "command", "world_size", "device", "threads", "model", "precision", "tf32",
-    "image_size", "global_batch_size", "optimizer", "train_samples", "steps", "seconds_total",
+    "dataset", "image_size", "global_batch_size", "optimizer", "train_samples", "steps",
+    "seconds_total",
     "images_per_second", "step_ms", "peak_memory_gib", "state_bytes",
 )  # fmt: skip
 
@@ -217,7 +218,7 @@ def run_steps(steps: list[str], output: Path) -> None:
         code = subprocess.run(words, cwd=ROOT, env=environment()).returncode
         if code:
             raise SystemExit(code)
-    os.replace(folder / "inference.json", output)
+    write_json(output, json.loads((folder / "inference.json").read_text()))
     print(f"done: {output}")
 
 
@@ -236,23 +237,25 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log, GpuWatch() as watch:
-        process = subprocess.Popen(
-            [*words, "--output-dir", os.path.relpath(folder, ROOT)], cwd=ROOT, env=environment(),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                [*words, "--output-dir", os.path.relpath(folder, ROOT)], cwd=ROOT,
+                env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        except FileNotFoundError:
+            return None, f"{words[0]} is not installed"
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # workers outlive a launcher
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
         log.seek(0)
         text = log.read()
     if code is None:
         return None, f"no end after {timeout:.0f} s"
-    if code:
+    if code or not (folder / "result.json").is_file():
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
     run = {key: result[key] for key in KEPT} | {"gpu": watch.peak}
@@ -270,6 +273,18 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     return run, None
 
 
+def end(process: subprocess.Popen) -> None:
+    """End a launcher that still runs: asked to, it ends its workers, which have sessions of their
+    own; if it does not obey, kill what can be reached."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def is_parameter(name: str) -> bool:
     return not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
@@ -283,8 +298,9 @@ def distance(ours: dict, theirs: dict) -> float | None:
     return ((flat - other).norm() / other.norm()).item()
 
 
-def reason(text: str, code: int) -> str:
+def reason(text: str, code: int | None) -> str:
     """Why a run failed, in a few words, from what it printed."""
+    text = text.replace("|", "/")  # which would end a cell of a table
     if re.search(r"out of memory|can't allocate memory|DefaultCPUAllocator", text, re.IGNORECASE):
         return "out of memory"
     if missing := re.search(r"No module named '([\w.]+)'", text):
@@ -513,7 +529,10 @@ def technique_block(name: str, results: dict) -> str:
     for suite in results:
         rows = [row for row in results[suite]["rows"] if row["table"] == suite and row["runs"]]
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
-        blocks += [techniques_table(rows)] if rows else []
+        if rows:
+            run = rows[0]["runs"][0]
+            job = f"{run['model']}, {run['image_size']}×{run['image_size']}, {run['device']}:"
+            blocks += [job, techniques_table(rows)]
     old, new = (
         (ROOT / f"{which}.py").read_text().split('"""\n', 1)[1].splitlines()
         for which in (parent, script)
@@ -566,8 +585,9 @@ def suite_table(found: dict, table: str | None = None) -> str:
     rows = [row for row in found["rows"] if row["table"] == table]
     drawn = peers_table(rows) if table.endswith("-peers") else techniques_table(rows)
     machine = found["hardware"]
-    names = machine["gpus"] + machine["power_limits"]
-    names = names or [machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]]
+    names = [machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]]
+    if any(run["device"] != "cpu" for row in rows for run in row["runs"]):
+        names = machine["gpus"] + machine["power_limits"]
     packages = f"torch {found['versions']['torch']}"
     source = f"[results/{found['suite']}.json](results/{found['suite']}.json)"
     about = f"{', '.join(names)}; {packages}; {found['repeats']} runs of each, median (least–most)"
@@ -584,9 +604,13 @@ def techniques_table(rows: list[dict]) -> str:
     for row in rows:
         name, runs = f"`{name_of(row)}`", row["runs"]
         if not runs:
-            lines.append([name, "", "", row["failed"], *[""] * (len(header) - 4)])
+            ranks = re.search(r" x(\d+)$", row["name"])
+            cells = [name, ranks[1] if ranks else "", "", row["failed"]]
+            lines.append(cells + [""] * (len(header) - len(cells)))
             continue
         run = runs[0]
+        if row["failed"]:
+            name += f" ({len(runs)} runs; then {row['failed']})"
         speeds = of_all(runs, "images_per_second")
         p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
         cells = [
@@ -618,16 +642,17 @@ def techniques_table(rows: list[dict]) -> str:
 
 
 def peers_table(rows: list[dict]) -> str:
-    """Loops on the same work, against the first row, which is the bare one."""
-    bare = middle(of_all(rows[0]["runs"], "images_per_second"))
+    """Loops on the same work, against the bare one."""
+    speeds = [of_all(r["runs"], "images_per_second") for r in rows if r["name"] == "bare loop"]
+    bare = middle(speeds[0]) if speeds else None
     lines = []
     for row in rows:
         if not row["runs"]:
             lines.append([row["name"], row["failed"], "", ""])
             continue
         speeds = of_all(row["runs"], "images_per_second")
-        memory = row["runs"][0]["peak_memory_gib"]
-        memory = memory["allocated"] or memory["process"]
+        memory = middle(of_all(row["runs"], "peak_memory_gib", "allocated"))
+        memory = memory or middle(of_all(row["runs"], "peak_memory_gib", "process"))
         part = f"{statistics.median(speeds) / bare:.2f}" if bare else ""
         lines.append([row["name"], spread(speeds), part, f"{memory:.2f}"])
     return markdown(["loop", "images/s (min–max)", "of the bare loop", "peak GiB"], lines)
@@ -713,30 +738,37 @@ def loss_table(rows: list[dict], text: str) -> str:
 
 
 def plot_data(results: dict) -> dict[str, dict]:
-    """What the plots show, by name of the file; of a GPU's figures where there are any."""
-    name = "gpu" if "gpu" in results else "cpu" if "cpu" in results else None
-    if name is None:
-        return {}
-    rows = [row for row in results[name]["rows"] if row["table"] == name and row["runs"]]
-    memory, epochs, scaling = {}, {}, {}
-    for row in rows:
-        run, title = row["runs"][0], row["name"]
-        speed = middle(of_all(row["runs"], "images_per_second"))
-        parts = {kind: size / 2**20 for kind, size in run["state_bytes"].items()}
-        main = {kind: parts.pop(kind) for kind in ("parameters", "gradients", "optimizer")}
-        main["copies"] = sum(parts.values())
-        if run["peak_memory_gib"]["allocated"] is not None:
-            rest = 1024 * run["peak_memory_gib"]["allocated"] - sum(main.values())
-            main["activations and the rest"] = max(0.0, rest)
-        memory[title] = {kind: round(size, 1) for kind, size in main.items()}
-        epochs[title] = round(run["train_samples"] / speed, 2)
-        scaling.setdefault(name_of(row), {})[str(run["world_size"])] = round(speed, 1)
-    scaling = {title: speeds for title, speeds in scaling.items() if len(speeds) > 1}
-    return {
-        "memory": {"unit": "MiB per rank", "values": memory},
-        "epoch": {"unit": "seconds per epoch", "values": epochs},
-        "scaling": {"unit": "images/s", "values": scaling},
-    }
+    """What the plots show, by name of the file: of a GPU's figures where there are any."""
+    plots = {}
+    for suite in ("cpu", "gpu"):  # the latter wins
+        rows = results.get(suite, {"rows": []})["rows"]
+        rows = [row for row in rows if row["table"] == suite and row["runs"]]
+        memory, epochs, scaling = {}, {}, {}
+        for row in rows:
+            run, title = row["runs"][0], row["name"]
+            speed = middle(of_all(row["runs"], "images_per_second"))
+            epochs[title] = round(run["train_samples"] / speed, 2)
+            scaling.setdefault(name_of(row), {})[str(run["world_size"])] = round(speed, 1)
+            if "offload" in title:  # counted, but not on the device
+                continue
+            parts = {kind: size / 2**20 for kind, size in run["state_bytes"].items()}
+            main = {kind: parts.pop(kind) for kind in ("parameters", "gradients", "optimizer")}
+            main["copies"] = sum(parts.values())
+            if run["peak_memory_gib"]["allocated"] is not None:
+                rest = 1024 * run["peak_memory_gib"]["allocated"] - sum(main.values())
+                main["activations and the rest"] = max(0.0, rest)
+            memory[title] = {kind: round(size, 1) for kind, size in main.items()}
+        scaling = {title: speeds for title, speeds in scaling.items() if len(speeds) > 1}
+        for name, unit, values in (
+            ("memory", "MiB per rank", memory),
+            ("epoch", "seconds per epoch", epochs),
+            ("scaling", "images/s", scaling),
+        ):
+            if values:
+                run = rows[0]["runs"][0]
+                job = f"{run['model']} at {run['image_size']}, {run['device']}"
+                plots[name] = {"unit": f"{unit} ({job})", "values": values}
+    return plots
 
 
 def digest(data: dict) -> str:
@@ -796,7 +828,11 @@ def draw(path: Path, data: dict) -> None:
         axes.margins(y=0.01)
         axes.set_xlabel(data["unit"])
     metadata = {"Date": None, "Creator": "benchmark.py", "Description": digest(data)}
-    figure.savefig(path, bbox_inches="tight", transparent=True, metadata=metadata)
+    temporary = path.with_name(f".{path.name}.part")
+    figure.savefig(
+        temporary, format="svg", bbox_inches="tight", transparent=True, metadata=metadata
+    )
+    os.replace(temporary, path)
     plt.close(figure)
 
 

@@ -7,7 +7,7 @@ Export      python model_inference.py --weights runs/pytorch_DDP/model.pt --expo
 Run         python model_inference.py --weights model.onnx --input IMAGE
             In ONNX Runtime; --runtime torch or compile runs a model.pt in PyTorch.
 Measure     python model_inference.py --weights runs/pytorch_DDP/model.pt --benchmark
-            Every runtime and precision at several batch sizes, in turns.
+            Every runtime and precision at several batch sizes, in turns, into inference.json.
 
 What the weights are of (model, classes, image size, test split) is read from result.json beside
 them, or from the ONNX file itself; flags go before it.
@@ -15,6 +15,7 @@ them, or from the ONNX file itself; flags go before it.
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -78,8 +79,8 @@ def parse_args() -> argparse.Namespace:
     flag("--rounds", type=positive, default=3, metavar="N", help="of --benchmark (default: 3)")
     flag("--top-k", type=positive, default=3, metavar="N", help="classes to show (default: 3)")
     flag("--json", action="store_true", help="print one JSON document instead of lines")
-    flag("--output-dir", type=Path, default=Path("results"), metavar="DIR",
-         help="of --benchmark (default: results)")
+    flag("--output-dir", type=Path, metavar="DIR",
+         help="of --benchmark (default: beside the weights)")
     flag = parser.add_argument_group("what the weights are of (default: as trained)").add_argument
     flag("--model", metavar="NAME")
     flag("--norm", choices=["batch", "group"])
@@ -113,6 +114,7 @@ def parse_args() -> argparse.Namespace:
             common.fail(f"--export {args.export} is a folder; give a file, such as model.onnx")
         common.check_writable(args.export.parent, f"--export {args.export}")
     if args.benchmark:
+        args.output_dir = args.output_dir or args.weights.parent
         common.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
     # What was trained: settings of the run and its classes.
     if args.onnx:
@@ -289,7 +291,7 @@ class OnnxRunner(TorchRunner):
         pass  # run_with_iobinding returns when the GPU is done
 
 
-def make_session(args: argparse.Namespace, path: Path):
+def make_session(args: argparse.Namespace, path: Path, use_tf32: bool = True):
     """An ``InferenceSession`` on the provider that was asked for, and on no other."""
     import onnxruntime
 
@@ -302,8 +304,10 @@ def make_session(args: argparse.Namespace, path: Path):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()  # as PyTorch, to be comparable
     options.log_severity_level = 4  # what matters is reported below
+    on_cuda = args.provider == PROVIDERS["cuda"]
+    provider = (args.provider, {"use_tf32": int(use_tf32)}) if on_cuda else args.provider
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=[args.provider])
+        session = onnxruntime.InferenceSession(path, options, providers=[provider])
     except Exception as error:  # of a damaged or foreign file, any of several types
         why = str(error).strip().splitlines()[0][:200]
         common.fail(f"{path} cannot be run by ONNX Runtime on {args.provider} ({why}); "
@@ -486,7 +490,8 @@ def compare(args: argparse.Namespace, path: Path) -> None:
     answers the same. The other precisions round; what that costs is printed. Without a test split,
     the images are noise.
     """
-    onnx_runner = OnnxRunner(make_session(args, path), args.device)
+    torch.backends.cudnn.allow_tf32 = False  # in neither: it rounds to ten bits
+    onnx_runner = OnnxRunner(make_session(args, path, use_tf32=False), args.device)
     torch_runner = TorchRunner(make_classifier(args, "fp32"), args.device)
     difference, same, correct = 0.0, 0, torch.zeros(2)
     if args.dataset == "auto":  # it is not known which
@@ -536,7 +541,11 @@ def benchmark(args: argparse.Namespace) -> None:
     for runtime, precision in tqdm(wanted, "preparing", leave=False, disable=None):
         path = Path(folder.name, f"{precision}.onnx") if runtime == "onnxruntime" else None
         if path:
-            write_onnx(args, precision, path)  # here, as its memory is not that of running it
+            try:  # here, as its memory is not that of running it
+                write_onnx(args, precision, path)
+            except Exception as error:  # no onnx, no kernel, no conversion, ...
+                print(f"{runtime} {precision}: left out ({in_short(error)})", file=sys.stderr)
+                continue
         ours, theirs = context.Pipe()
         job = (theirs, args, runtime, precision, path)
         process = context.Process(target=work, args=job, daemon=True)
@@ -575,10 +584,10 @@ def benchmark(args: argparse.Namespace) -> None:
                     row[kind] |= {"latency_ms": latency, "calls": len(times)}
             rows.append(row | {"peak_memory_gib": memory})
     folder.cleanup()
-    import onnxruntime
-
-    device = torch.device(args.device)
-    versions = common.versions() | {"onnxruntime": onnxruntime.__version__}
+    device, versions = torch.device(args.device), common.versions()
+    for package in ("onnxruntime-gpu", "onnxruntime"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     result = {
         "command": common.launch_command(), "model": args.model, "image_size": args.image_size,
         "device": common.device_name(device), "threads": torch.get_num_threads(),
@@ -631,7 +640,7 @@ def work(pipe, args, runtime: str, precision: str, path: Path | None) -> None:
     except SystemExit:
         return
     except Exception as error:  # no kernel for this precision, no compiler, ...
-        pipe.send(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}")
+        pipe.send(in_short(error))
         return
     pipe.send(True)
     taken = free - free_memory(args)
@@ -644,12 +653,17 @@ def work(pipe, args, runtime: str, precision: str, path: Path | None) -> None:
                 times["host_to_host"] = repeat(runner, runner, images)
                 if args.device == "cuda":
                     times["on_device"] = repeat(runner, runner.run, runner.put(images))
-            except RuntimeError as error:  # too little memory for so many images
-                times = str(error).strip().splitlines()[0][:150]
+            except Exception as error:  # too little memory for so many images
+                times = in_short(error)
             taken += free - free_memory(args)
             pipe.send(times)
         process = common.peak_memory_gib(torch.device("cpu"))["process"]
         pipe.send({"device": taken / 2**30 if args.device == "cuda" else None, "process": process})
+
+
+def in_short(error: Exception) -> str:
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {first[:150]}"
 
 
 def free_memory(args: argparse.Namespace) -> int:

@@ -55,7 +55,9 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    parallel = nn.DataParallel(Replica(model, dtype), device_ids=list(range(gpus)))
+    parallel = Replica(model, dtype)
+    if gpus:  # DP: the CPU is not one of its devices
+        parallel = nn.DataParallel(parallel, device_ids=list(range(gpus)))
     common.say(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
 
     # 4. Optimizer and schedule

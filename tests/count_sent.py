@@ -87,6 +87,7 @@ def main():
         written = {"sent": counter.sent, "calls": counter.calls}
         if common.RANK == 0:
             (run.args.output_dir / "sent.json").write_text(json.dumps(written, indent=2) + "\n")
+        common.let_go_of_tensors()
 
     common.Run.batches, common.Run.log, common.Run.finish = counted_batches, log, finish
     common.Run.report = lambda run, metrics: None

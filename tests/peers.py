@@ -61,9 +61,8 @@ def main():
     model = common.make_model(args, train_set.classes).to(device).train()
     optimizer = common.make_optimizer(args, model.parameters())
     shape = (args.batch_size, 3, args.image_size, args.image_size)
-    loader = itertools.repeat(
-        (torch.randn(shape, device=device), torch.zeros(args.batch_size, dtype=int, device=device))
-    )
+    labels = torch.randint(len(train_set.classes), shape[:1], device=device)
+    loader = itertools.repeat((torch.randn(shape, device=device), labels))
     if args.loop != "bare":
         loader = DataLoader(
             Pictures(train_set, args.image_size), args.batch_size, shuffle=True, drop_last=True,
@@ -115,7 +114,7 @@ def main():
     result = {
         "technique": f"peer: {args.loop}", "command": common.launch_command(), "world_size": 1,
         "device": common.device_name(device), "threads": torch.get_num_threads(),
-        "model": args.model, "precision": "float32",
+        "model": args.model, "dataset": args.dataset, "precision": "float32",
         "tf32": device.type == "cuda" and torch.backends.cudnn.allow_tf32,
         "image_size": args.image_size, "global_batch_size": args.batch_size,
         "optimizer": args.optimizer, "train_samples": len(train_set), "steps": len(seconds),

@@ -1,5 +1,6 @@
 """benchmark.py: measured end to end, stopped and continued, rendered, and held to what it says."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, launch, succeed
@@ -64,26 +66,42 @@ def test_a_row_that_fails_says_why(checkout):
         ("memory", "python -c \"raise RuntimeError('CUDA out of memory. Tried to allocate')\""),
         ("package", "python -c 'import no_such_package'"),
         ("bug", "python -c '1/0'"),
+        ("program", "no_such_launcher pytorch_SingleGPU.py"),
         ("silent", "python -c 'import time; time.sleep(60)'"),
         ("good", single),
         timeout=45,
     )
     finished = run(checkout, "--suite quick")
-    assert finished.code == 0 and "failed: flags, memory, package, bug, silent" in finished.stdout
+    assert (
+        finished.code == 0
+        and "failed: flags, memory, package, bug, program, silent" in finished.stdout
+    )
     rows = json.loads((checkout / "results/quick.json").read_text())["rows"]
     why = {row["name"]: row["failed"] for row in rows}
     assert "--batch-size" in why["flags"]
     assert why["memory"] == "out of memory"
     assert why["package"] == "no_such_package is not installed"
     assert "ZeroDivisionError" in why["bug"]
+    assert why["program"] == "no_such_launcher is not installed"
     assert why["silent"] == "no end after 45 s"
     assert why["good"] is None and len(rows[-1]["runs"]) == 1
     assert "no_such_package is not installed" in finished.stdout, "the table says it"
 
 
+def started_here(folder):
+    """Processes whose working directory is the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").resolve() == folder:
+                found.append((process / "cmdline").read_text())
+    return found
+
+
 def test_stopped_and_continued(checkout):
-    single = "python pytorch_SingleGPU.py"
-    write_suite(checkout, ("first", single), ("second", f"{single} --seed 1"), repeats=2)
+    """Stopped as a terminal does it; of a launcher's workers none is left."""
+    ddp = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
+    write_suite(checkout, ("first", "python pytorch_SingleGPU.py"), ("second", ddp), repeats=2)
     process = subprocess.Popen(
         [sys.executable, "benchmark.py", "--suite", "quick"],
         cwd=checkout, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -93,9 +111,11 @@ def test_stopped_and_continued(checkout):
     while not partial.exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
+    time.sleep(4)  # the workers of the second row have begun
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "goes on" in stderr
+    assert not started_here(checkout)
     before = json.loads(partial.read_text())
     measured = [run for row in before["rows"] for run in row["runs"]]
     assert 1 <= len(measured) < 4 and not before["complete"]

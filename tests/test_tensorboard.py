@@ -57,6 +57,10 @@ def test_hparams_has_a_session_of_each_run(address):
     assert {"technique", "batch_size", "lr"} <= {h["name"] for h in experiment["hparamInfos"]}
     tags = {info["name"]["tag"] for info in experiment["metricInfos"]}
     assert {"final/accuracy", "final/images_per_second"} <= tags
+    wanted = {"experimentName": "", "allowedStatuses": ["STATUS_SUCCESS", "STATUS_UNKNOWN"]}
+    wanted |= {"colParams": [{"hparam": "technique"}], "startIndex": 0, "sliceSize": 100}
+    groups = ask(address, "data/plugin/hparams/session_groups", wanted)["sessionGroups"]
+    assert {group["hparams"]["technique"] for group in groups} == set(SCRIPTS)
 
 
 # TensorBoard draws parts of its pages in shadow trees, which --dump-dom leaves out: this page holds
