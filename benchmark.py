@@ -490,7 +490,7 @@ def fill(text: str, language: str, results: dict) -> str:
         "bytes": bytes_table(proof["bytes"], text),
         "sent": sent_table(proof["sent"], text),
         "loss": loss_table(proof["loss"], text),
-        "inference": model_inference.table(json.loads((RESULTS / "inference.json").read_text())),
+        "inference": inference_table(json.loads((RESULTS / "inference.json").read_text())),
     }
     for suite in ("cpu", "gpu"):
         for table in json.loads((CONFIG / f"suite_{suite}.json").read_text())["tables"]:
@@ -516,7 +516,7 @@ def translate(lines: str) -> str:
         if lines[i + 1 : i + 2] and lines[i + 1].startswith("| --- "):
             cells = [CHINESE.get(cell.strip(), cell.strip()) for cell in line.strip("|").split("|")]
             lines[i] = "| " + " | ".join(cells) + " |"
-        elif "runs of each, median" in line or line.startswith("not measured yet"):
+        elif "](results/" in line or line.startswith("not measured yet"):
             for english in ("not measured yet", " cores", " runs of each", "median (least–most)"):
                 lines[i] = lines[i].replace(english, CHINESE[english])
     return "\n".join(lines)
@@ -585,14 +585,27 @@ def suite_table(found: dict, table: str | None = None) -> str:
     rows = [row for row in found["rows"] if row["table"] == table]
     drawn = peers_table(rows) if table.endswith("-peers") else techniques_table(rows)
     machine = found["hardware"]
-    names = [machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]]
-    if any(run["device"] != "cpu" for row in rows for run in row["runs"]):
-        names = machine["gpus"] + machine["power_limits"]
-    packages = f"torch {found['versions']['torch']}"
-    source = f"[results/{found['suite']}.json](results/{found['suite']}.json)"
-    about = f"{', '.join(names)}; {packages}; {found['repeats']} runs of each, median (least–most)"
-    about += f"; {source}"
+    on_cpu = all(run["device"] == "cpu" for row in rows for run in row["runs"])
+    about = f"{machine_line(machine, on_cpu)}; torch {found['versions']['torch']}; "
+    about += f"{found['repeats']} runs of each, median (least–most); "
+    about += f"[results/{found['suite']}.json](results/{found['suite']}.json)"
     return f"{drawn}\n\n{about}"
+
+
+def inference_table(found: dict) -> str:
+    on_cpu = found["device"] == "cpu"
+    packages = [f"{name} {version}" for name, version in found["versions"].items()
+                if name.startswith(("torch", "onnx")) and name != "torchvision"]  # fmt: skip
+    about = f"{found['model']}, {found['image_size']}×{found['image_size']}; "
+    about += f"{machine_line(found['hardware'], on_cpu)}; {', '.join(packages)}; "
+    about += "[results/inference.json](results/inference.json)"
+    return f"{model_inference.table(found)}\n\n{about}"
+
+
+def machine_line(machine: dict, on_cpu: bool) -> str:
+    if on_cpu:
+        return ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]])
+    return ", ".join(machine["gpus"] + machine.get("power_limits", []))
 
 
 def techniques_table(rows: list[dict]) -> str:
