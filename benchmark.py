@@ -57,8 +57,7 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 KEPT = (  # of result.json, in each run of a row
     "technique", "command", "world_size", "device", "threads", "model", "precision", "tf32",
     "dataset", "image_size", "global_batch_size", "optimizer", "train_samples", "steps",
-    "seconds_total",
-    "images_per_second", "step_ms", "peak_memory_gib", "state_bytes",
+    "seconds_total", "images_per_second", "step_ms", "peak_memory_gib", "state_bytes",
 )  # fmt: skip
 
 

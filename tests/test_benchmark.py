@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import collect_proof
 import pytest
 from conftest import ROOT, environment, launch, succeed
 
@@ -166,6 +167,23 @@ def test_render_and_check(checkout):
     for name in ("README.md", "README.zh-CN.md", "epoch.svg"):
         assert name in finished.stderr
     assert [path.read_text() for path in readmes] == texts, "a check changes nothing"
+
+
+def test_what_tests_measured_is_collected(checkout):
+    """Out of pytest's own file, with the properties that tests record, comes proof.json again."""
+    path = checkout / "results/proof.json"
+    proof = json.loads(path.read_text())
+    rows = [(table, row) for table in collect_proof.TABLES for row in proof[table]]
+    (checkout / "test_record.py").write_text(
+        f"import json\n\ndef test_record(record_property):\n    for table, row in {rows!r}:\n"
+        "        record_property(table, json.dumps(row))\n"
+    )
+    succeed("python -m pytest -o addopts= --junitxml=measured.xml test_record.py", cwd=checkout)
+    path.unlink()
+    succeed("python tests/collect_proof.py measured.xml", cwd=checkout)
+    collected = json.loads(path.read_text())
+    for table in collect_proof.TABLES:
+        assert collected[table] == proof[table]
 
 
 def test_the_repository_is_rendered():
