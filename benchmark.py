@@ -267,8 +267,7 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
         run["parameters"] = sum(t.numel() for name, t in state.items() if is_parameter(name))
         if against and against.is_file() and against != weights:
             run["weights_difference"] = distance(state, torch.load(against, weights_only=True))
-    (folder / "snapshot.pt").unlink(missing_ok=True)  # large, and nobody goes on from here
-    shutil.rmtree(folder / "snapshot", ignore_errors=True)
+    shutil.rmtree(folder / "snapshots", ignore_errors=True)  # large; nobody goes on from here
     return run, None
 
 

@@ -11,7 +11,9 @@ and by nothing else. From top to bottom:
     optimizer     SGD or AdamW, warm-up and cosine
     evaluation    every sample counted once
     files         written whole or not at all
-    Run           progress, timing, memory, TensorBoard, snapshot, result.json
+    Run           progress, timing, memory, TensorBoard, snapshots, result.json
+
+What a run does when something goes wrong is decided here and done in fault_tolerance.py.
 """
 
 import argparse
@@ -27,13 +29,15 @@ import platform
 import resource
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,8 +48,11 @@ import torch.distributed.nn  # noqa: F401  here and not later: see let_go_of_ten
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 from tqdm import tqdm
+
+import fault_tolerance
 
 # torchvision and TensorBoard are imported where they are used: four ranks that share two cores
 # take seconds over them, and a run should show its first line before that.
@@ -65,16 +72,18 @@ LAUNCHED = "LOCAL_RANK" in os.environ
 # ------------------------------------------------------------------------------------ mistakes
 
 
-def fail(message: object) -> NoReturn:
+def fail(message: object, code: int = 2) -> NoReturn:
     """Report a mistake of the user's in one line and exit with code 2. A bug keeps its traceback.
+    With code 3, report what ended a run that had begun well.
 
     Usually every rank finds the same mistake at about the same time: local rank 0 reports it, while
     the others wait to be stopped by the launcher and speak only if they turn out to be alone.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the launcher stops them
     if LOCAL_RANK != 0:
         time.sleep(10)
     print(f"{SCRIPT}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def say(message: str) -> None:
@@ -168,6 +177,9 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     flag("--weight-decay", type=number(float, 0), metavar="X",
          help="(default: sgd 0.0005, adamw 0.01)")
     flag("--warmup-steps", type=not_negative, metavar="N", help="(default: a tenth of all steps)")
+    flag("--on-nan", choices=["stop", "skip", "ignore"], default="stop",
+         help="when loss or gradients are not finite: stop all ranks before the weights change "
+         "(default), leave out the step, or do not look")
     flag = parser.add_argument_group("the machine").add_argument
     flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
     flag("-j", "--workers", type=not_negative, metavar="N",
@@ -175,12 +187,18 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N", help="(default: 0)")
     flag("--deterministic", action="store_true", help="the same bits in every run, more slowly")
     flag("--double", action="store_true", help="compute in float64, to compare techniques")
+    flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
+         help="the longest wait of a rank for the others, a download included (default: 1800)")
     flag = parser.add_argument_group("the files").add_argument
     flag("--output-dir", type=Path, default=Path("runs", SCRIPT), metavar="DIR",
          help=f"(default: runs/{SCRIPT})")
-    flag("--resume", metavar="auto|none|PATH",
-         help="continue from a snapshot; auto: from the one in --output-dir, if there is one "
-         "(default: none, but auto when a launcher restarts the job)")
+    flag("--resume", metavar="auto|none|PATH", default="none",
+         help="continue from a snapshot; auto: from the newest good one in --output-dir, if any "
+         "(default: none; but a job that its launcher restarts goes on)")
+    flag("--snapshot-every", type=positive, default=1000, metavar="N",
+         help="steps, besides the end of every epoch (default: 1000)")
+    flag("--on-save-error", choices=["continue", "stop"], default="continue",
+         help="when a snapshot cannot be written (default: continue)")
     flag("--print-freq", type=positive, default=10, metavar="N",
          help="steps from one update of bar and TensorBoard to the next (default: 10)")
     # fmt: on
@@ -192,7 +210,11 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
     ``None`` is left where it means "no limit", "all of it" or "a tenth of all steps".
     """
+    fault_tolerance.end_with_launcher()
+    if WORLD_SIZE == LOCAL_WORLD_SIZE:
+        fault_tolerance.stay_on_this_machine()
     args = parser.parse_args()
+    fault_tolerance.explain_timeouts(Path(sys.argv[0]).absolute())
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
@@ -220,10 +242,8 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
             f"--batch-size {args.batch_size} is the global batch and is not divisible by "
             f"{WORLD_SIZE} ranks; use --batch-size {near}"
         )
-    if args.resume is None:  # whoever restarts a job wants it to go on, not to begin anew
-        args.resume = "auto" if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else "none"
     if args.resume not in ("auto", "none") and not Path(args.resume).exists():
-        fail(f"--resume {args.resume}: no such file; give auto, none or the path of a snapshot")
+        fail(f"--resume {args.resume}: no such folder; give auto, none or that of a snapshot")
     if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if RANK == 0:
@@ -280,6 +300,21 @@ def check_model_name(model: str) -> None:
 
 
 # -------------------------------------------------------------------------------------- device
+
+
+def make_store(args: argparse.Namespace) -> dist.Store:
+    """Where ranks find each other's addresses: that of the launcher, or none for a world of one.
+
+    ``torchrun`` keeps one store for all attempts, and a restarted rank may find there the address
+    of one that is dead, and hang. So each attempt has keys of its own. On several machines, whose
+    agents count the attempts apart, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has to do that.
+    """
+    if not LAUNCHED:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))
+    if LOCAL_WORLD_SIZE == WORLD_SIZE:
+        store = dist.PrefixStore(f"attempt {fault_tolerance.RESTARTS}", store)
+    return store
 
 
 def get_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
@@ -574,14 +609,23 @@ def make_loader(
         workers = 4 if isinstance(dataset, ImagesOnDisk) else 0
     return DataLoader(
         dataset,
-        batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
+        batch_sampler=Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
         collate_fn=as_it_is,  # the dataset hands out whole batches
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",
+        worker_init_fn=fault_tolerance.leave_signals_to_the_main_process,
+        generator=torch.Generator(),  # it draws a seed every epoch: not out of dropout's sequence
     )
+
+
+class Batches(BatchSampler):
+    """Batches of indices. A run that goes on within an epoch leaves out the first ``begin``."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(super().__iter__(), self.begin, None)
 
 
 def as_it_is(batch):
@@ -804,11 +848,10 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
 def save_file(state: dict, path: Path) -> None:
     """``torch.save`` that leaves the old file or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(state, temporary)
+    fault_tolerance.sync(temporary)
     os.replace(temporary, path)
+    fault_tolerance.sync(path.parent)
 
 
 def load_file(path: Path | str, flag: str) -> dict:
@@ -842,7 +885,8 @@ WARMUP_STEPS = 10  # left out of the speed: allocator, autotuner and caches are 
 JOB = ["model", "norm", "dataset", "train_samples", "image_size", "batch_size", "optimizer", "lr",
        "momentum", "weight_decay", "seed", "double"]
 # and of the run itself these go on:
-RESUMED = ["step", "history", "step_seconds", "eval_samples", "seconds"]
+RESUMED = ["step", "evaluated", "history", "step_seconds", "epoch_seconds", "eval_samples",
+           "seconds"]
 # fmt: on
 
 
@@ -859,9 +903,14 @@ class Run:
         self.total_steps = total_steps(args, self.steps_per_epoch)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
         self.start_epoch = self.step = 0  # step: the optimizer's steps, over all epochs
+        self.evaluated = 0  # the step after which the model was last evaluated
         self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
-        self.step_seconds, self.eval_samples = [], 0
+        self.step_seconds, self.epoch_seconds, self.eval_samples = [], 0.0, 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
+        self.images = 0
         self.seconds, self.since = 0.0, STARTED
+        self.ticks, self.good_buffers, self.stop = [], [], 0
+        self.stop_request = fault_tolerance.StopRequest(patience=5)
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
         """Go on from the snapshot that ``--resume`` means. If there is none, begin.
@@ -869,10 +918,8 @@ class Run:
         Args:
             others: what else has a ``state_dict()`` and a ``load_state_dict()``, by name.
         """
-        path, snapshot = self.snapshot_to_resume("snapshot.pt"), None
-        if path:
-            snapshot = load_file(path, "--resume")
-            check_job(self.args, path, snapshot)
+        path, snapshot = self.find_snapshot("model")
+        if snapshot:
             model.load_state_dict(snapshot["model"])
             optimizer.load_state_dict(snapshot["optimizer"])
             for name, other in others.items():
@@ -880,10 +927,11 @@ class Run:
         self.start(optimizer, scheduler, path, snapshot)
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
-        """Write ``snapshot.pt``, from which ``--resume`` goes on. One rank calls it."""
-        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **others}
-        snapshot = {name: part.state_dict() for name, part in parts.items()} | self.state_dict()
-        save_file(snapshot, self.args.output_dir / "snapshot.pt")
+        """Write a snapshot, from which ``--resume`` goes on: rank 0 does, and all ranks call it.
+
+        It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept.
+        """
+        self.write_snapshot(model=model, optimizer=optimizer, scheduler=scheduler, **others)
 
     def load_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """:meth:`load_snapshot` of a sharded model: each rank reads what it needs, at any number of
@@ -891,43 +939,180 @@ class Run:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint import state_dict as dcp_state
 
-        path, snapshot = self.snapshot_to_resume("snapshot"), None
-        if path:
-            if not (path / "run.pt").is_file():  # the folder that holds them: take the newest
-                path = max(path.glob("step-*/run.pt"), default=path / "run.pt").parent
-            snapshot = load_file(path / "run.pt", "--resume")
-            check_job(self.args, path, snapshot)
+        path, snapshot = self.find_snapshot("param_groups")
+        if snapshot:
+            try:
+                fault_tolerance.check_sharded(path / "shards")
+            except fault_tolerance.UntrustedSnapshot as error:
+                fail(f"--resume {path} is refused: {error}; give one that you trust")
             weights, state = dcp_state.get_state_dict(model, optimizer)
-            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+            shards = {"model": weights, "optimizer": state["state"]}
+            dcp.load(shards, checkpoint_id=path / "shards")
+            state["param_groups"] = snapshot["param_groups"]
             dcp_state.set_model_state_dict(model, weights)
             dcp_state.set_optimizer_state_dict(model, optimizer, state)
         self.start(optimizer, scheduler, path, snapshot)
 
     def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
-        """Write the folder ``snapshot``, each rank its own shards. All ranks call it."""
+        """:meth:`save_snapshot` of a sharded model: each rank writes its shards."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint import state_dict as dcp_state
 
-        path = self.args.output_dir / "snapshot" / f"step-{self.step:08}"
+        for buffer in model.buffers():  # of which any rank's may be written
+            dist.broadcast(buffer, src=0)
         weights, state = dcp_state.get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-        if RANK == 0:  # now all have written: this file makes the folder a snapshot
-            save_file({"scheduler": scheduler.state_dict()} | self.state_dict(), path / "run.pt")
-            for older in path.parent.glob("step-*"):
-                if older != path:
-                    shutil.rmtree(older)
+        shards = {"model": weights, "optimizer": state["state"]}
 
-    def snapshot_to_resume(self, name: str) -> Path | None:
-        """The snapshot that ``--resume`` means; ``name`` is that of this script's own."""
-        path = Path(self.args.output_dir / name if self.args.resume == "auto" else self.args.resume)
-        return path if self.args.resume != "none" and path.exists() else None
+        def write(folder: Path) -> None:
+            try:
+                dcp.save(shards, checkpoint_id=folder / "shards")
+            except dcp.CheckpointException as error:  # in which it wraps those of all ranks
+                raise next(iter(error.failures.values()))[0] from None
+
+        self.write_snapshot(
+            write,
+            count_bytes(tree_leaves(shards)) * WORLD_SIZE,
+            scheduler=scheduler,
+            param_groups=state["param_groups"],
+        )
+
+    def find_snapshot(self, needed: str) -> tuple[Path | None, dict | None]:
+        """The snapshot to go on from, the same on all ranks, and what its ``state.pt`` holds.
+
+        A job that its launcher restarts goes on from its own newest, and any other from the one
+        that ``--resume`` means. One that does not verify is named and left out.
+
+        Args:
+            needed: an entry that the snapshots of this script have.
+        """
+        path = None
+        if RANK == 0:
+            path = self.newest_of_this_launch() or self.snapshot_to_resume()
+        [path, *_] = fault_tolerance.everywhere(path)
+        if path is None:
+            return None, None
+        snapshot = load_file(path / "state.pt", "--resume")
+        check_job(self.args, path, snapshot)
+        if needed not in snapshot:
+            fail(
+                f"--resume {path} was written by {snapshot['technique']}.py, in another form than "
+                f"{SCRIPT}.py reads; give one of its own, or take a model.pt to --weights"
+            )
+        return path, snapshot
+
+    def newest_of_this_launch(self) -> Path | None:
+        """After a restart, the newest snapshot of the attempts before."""
+        if fault_tolerance.RESTARTS == 0:
+            return None
+        good = self.good_snapshots(self.args.output_dir / "snapshots")
+        return next((path for path, launch in good if launch == fault_tolerance.launch_id()), None)
+
+    def snapshot_to_resume(self) -> Path | None:
+        """The snapshot that ``--resume`` means. It may name one, or a folder with several."""
+        if self.args.resume == "none":
+            return None
+        folder = self.args.output_dir / "snapshots"
+        if self.args.resume != "auto":
+            folder = Path(self.args.resume)
+            if (folder / "state.pt").exists() or (folder / fault_tolerance.SUMS).exists():
+                if damage := fault_tolerance.find_damage(folder):
+                    fail(f"--resume {folder} is damaged: {damage}; give another, or auto")
+                return folder
+            if (folder / "snapshots").is_dir():
+                folder = folder / "snapshots"
+            if not fault_tolerance.list_snapshots(folder):
+                fail(
+                    f"--resume {folder} holds no snapshot; give a folder such as "
+                    "snapshots/step-00001000 (model.pt goes to --weights)"
+                )
+        return next((path for path, _ in self.good_snapshots(folder)), None)
+
+    def good_snapshots(self, folder: Path) -> Iterator[tuple[Path, str]]:
+        """Those that verify, newest first, each with the launch that wrote it."""
+        for path in fault_tolerance.list_snapshots(folder):
+            damage = fault_tolerance.find_damage(path)
+            if not damage:
+                state = load_file(path / "state.pt", "--resume")
+                if path.name.split("-")[1] == f"{state['step']:08}":
+                    yield path, state["launch"]
+                    continue
+                damage = f"it is of step {state['step']}"
+            say(f"snapshot {path} is damaged and left out: {damage}")
+
+    def write_snapshot(self, write: Callable = lambda folder: None, size: int = 0, **parts) -> None:
+        """Write ``state.pt`` and what else makes a snapshot; and leave, if this is the end.
+
+        Args:
+            write: puts further files into the folder that it is given; all ranks call it.
+            size: how many bytes, of all ranks.
+            parts: what rank 0 writes into ``state.pt``, by name: plain data, or what has a
+                ``state_dict()``.
+        """
+        run_state, state = self.state_dict(), {}
+        if RANK == 0:
+            for name, part in parts.items():
+                state[name] = part.state_dict() if hasattr(part, "state_dict") else part
+            state |= run_state
+            size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
+
+        def write_all(folder: Path) -> None:
+            if RANK == 0:
+                torch.save(state, folder / "state.pt")
+            write(folder)
+
+        name = f"step-{self.step:08}" + ("-evaluated" if self.evaluated == self.step else "")
+        folder = self.args.output_dir / "snapshots" / name
+        failure = fault_tolerance.write_snapshot(folder, write_all, size)
+        if failure and self.args.on_save_error == "stop":
+            fail(f"step {self.step}: {failure}; make room, then go on with --resume auto", code=3)
+        if failure:
+            say(f"step {self.step}: {failure}; training goes on (--on-save-error continue)")
+        if self.stop:
+            where = "no snapshot of it" if failure else f"snapshot {folder}"
+            say(
+                f"stopped by {signal.Signals(self.stop).name} after step {self.step} of "
+                f"{self.total_steps}: {where}; go on with --resume auto"
+            )
+            if RANK == 0:
+                self.writer.close()
+            leave(128 + self.stop)
+        if RANK == 0:
+            self.writer.flush()
 
     def state_dict(self) -> dict:
-        """What a snapshot holds of the run itself."""
+        """What a snapshot holds of the run itself. All ranks call it."""
         self.seconds_total()
-        own = {name: getattr(self, name) for name in RESUMED}
-        own["epoch"] = self.step // self.steps_per_epoch  # finished ones
-        return own | {"job": {name: getattr(self.args, name) for name in JOB}}
+        self.read_ticks()
+        own = {"loss_sum": self.loss_sum.item(), "images": self.images}
+        own["rng"] = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            own["rng"]["cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {name: getattr(self, name) for name in RESUMED}
+        state["ranks"] = fault_tolerance.everywhere(own)
+        state |= {"technique": SCRIPT, "launch": fault_tolerance.launch_id()}
+        return state | {"job": {name: getattr(self.args, name) for name in JOB}}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take up what :meth:`state_dict` returned. At another number of ranks the sums of all go
+        to rank 0, and random numbers, which dropout draws, begin anew."""
+        for name in RESUMED:
+            setattr(self, name, state[name])
+        ranks = state["ranks"]
+        if len(ranks) == WORLD_SIZE:
+            own = ranks[RANK]
+            torch.set_rng_state(own["rng"]["cpu"])
+            if "cuda" in own["rng"] and self.device.type == "cuda":
+                torch.cuda.set_rng_state(own["rng"]["cuda"], self.device)
+        else:
+            mine = ranks if RANK == 0 else []
+            own = {name: sum(rank[name] for rank in mine) for name in ("loss_sum", "images")}
+        self.loss_sum += own["loss_sum"]
+        self.images = own["images"]
+        # The epoch to go on with: one whose steps are done may still have to be evaluated.
+        self.start_epoch = (self.step - (self.step > self.evaluated)) // self.steps_per_epoch
+        if self.step == self.evaluated >= self.total_steps:
+            self.start_epoch = self.epochs
+        self.history = {k: v[: self.start_epoch] for k, v in self.history.items()}
 
     def start(self, optimizer, scheduler, path: Path | None, snapshot: dict | None) -> None:
         """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file.
@@ -942,39 +1127,26 @@ class Run:
             scheduler.last_epoch -= 1
             scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
         if snapshot:
-            for name in RESUMED:
-                setattr(self, name, snapshot[name])
-            done = self.step >= self.total_steps
-            self.start_epoch = self.epochs if done else self.step // self.steps_per_epoch
-            self.history = {k: v[: self.start_epoch] for k, v in self.history.items()}
-        last, first, finished = max_over_ranks(
-            [self.step, -self.step, RANK == 0 and result.exists()]
-        )
-        if last != -first:
-            fail(
-                f"ranks found snapshots of different steps, {-first:.0f} and {last:.0f}; "
-                "give an --output-dir that all machines share"
-            )
-        if finished and self.step >= self.total_steps:
+            self.load_state_dict(snapshot)
+        done = self.start_epoch >= self.epochs
+        if max_over_ranks([RANK == 0 and result.exists()])[0] and done:
             say(
                 f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; go on "
                 "with more --epochs or --max-steps, or begin again with --resume none"
             )
-            let_go_of_tensors()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            raise SystemExit(0)
+            leave(0)
         if snapshot:
-            say(f"resumed from {path} at epoch {self.start_epoch + 1}, step {self.step + 1}")
+            at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
+            say(f"resumed from {path} at {'the end' if done else at}")
         self.optimizer = optimizer
         if RANK == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 
             if snapshot:
                 result.unlink(missing_ok=True)  # it comes back when this run ends
-            else:
-                put_aside_last_run(args.output_dir)
+            put_aside_last_run(args.output_dir, path)
             self.writer = SummaryWriter(str(args.output_dir), purge_step=self.step + 1)
+        self.stop_request.listen()
 
     def seconds_total(self) -> float:
         """Wall time of this run so far, up to a snapshot and since it was loaded."""
@@ -992,9 +1164,8 @@ class Run:
         args = self.args
         begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.images = 0
-        self.shown = 0.0, 0, time.perf_counter()  # loss_sum, images and time, when last shown
+        loader.batch_sampler.begin = begin
+        self.shown = *self.totals(), time.perf_counter()  # what was shown last, and when
         self.bar = tqdm(
             desc=f"epoch {epoch + 1}/{self.epochs}",
             initial=begin * args.batch_size,
@@ -1004,8 +1175,8 @@ class Run:
             leave=False,
             disable=None if RANK == 0 else True,  # None: shown if there is a terminal
         )
-        ticks = [self.tick()]
-        for index, (images, labels) in itertools.islice(enumerate(readable(loader)), begin, end):
+        self.ticks = [self.tick()]
+        for index, (images, labels) in zip(range(begin, end), readable(loader), strict=False):
             crops = draw_crops(args.seed, epoch, index, args.batch_size, images.shape[-1])
             crops = crops[RANK::WORLD_SIZE].to(self.device, non_blocking=True)
             images = crop_and_flip(images.to(self.device, non_blocking=True), crops)
@@ -1015,18 +1186,13 @@ class Run:
             self.batch = len(labels)
             self.lr = self.optimizer.param_groups[0]["lr"]
             yield images, labels
-            ticks.append(self.tick())
+            self.ticks.append(self.tick())
             self.bar.update(args.batch_size)
-            if self.device.type == "cuda" and len(self.step_seconds) + len(ticks) == WARMUP_STEPS:
-                torch.cuda.reset_peak_memory_stats(self.device)  # cuDNN has tried its algorithms
+            settled = len(self.step_seconds) + len(self.ticks) == WARMUP_STEPS
+            if self.device.type == "cuda" and settled:  # cuDNN has tried its algorithms
+                torch.cuda.reset_peak_memory_stats(self.device)
         self.bar.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ticks)]
-        else:
-            seconds = [b - a for a, b in itertools.pairwise(ticks)]
-        self.step_seconds += seconds
-        self.epoch_seconds = sum(seconds)
+        self.read_ticks()
 
     def tick(self):
         """Now, as the device sees it: on a GPU an event in its queue, for which nobody waits."""
@@ -1035,6 +1201,73 @@ class Run:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def read_ticks(self) -> None:
+        """Turn the ticks so far into seconds."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.ticks)]
+        else:
+            seconds = [b - a for a, b in itertools.pairwise(self.ticks)]
+        self.ticks = self.ticks[-1:]
+        self.step_seconds += seconds
+        self.epoch_seconds += sum(seconds)
+
+    def all_finite(self, loss: Tensor, model: nn.Module, gradients: bool = True) -> bool:
+        """Whether to take this step: loss and gradients are finite, on every rank.
+
+        One small all-reduce tells all ranks, and with it whether one of them was asked to stop. On
+        a GPU it is waited for; ``--on-nan ignore`` does so only at every ``--print-freq``-th step.
+
+        Args:
+            loss: of this rank, a scalar.
+            model: its gradients are looked at as well, ready for the optimizer ...
+            gradients: ... unless they are somebody else's to look at.
+        """
+        ignore = self.args.on_nan == "ignore"
+        if ignore and self.step % self.args.print_freq and self.step != self.total_steps:
+            return True
+        finite = torch.isfinite(loss.detach())
+        if gradients and not ignore:
+            tensors = [local(p.grad) for p in model.parameters() if p.grad is not None]
+            finite &= torch.isfinite(nn.utils.get_total_norm(tensors))
+        votes = torch.tensor([0.0, self.stop_request.signum], device=finite.device)
+        votes[0] = ~finite
+        if dist.is_initialized():
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+        bad, stop = votes.tolist()
+        self.stop = int(stop)
+        if ignore or not bad:
+            if self.args.on_nan == "skip":
+                self.good_buffers = [buffer.clone() for buffer in model.buffers()]
+            return True
+        why = f"step {self.step}: {self.first_not_finite(loss, model)}"
+        if self.args.on_nan == "stop":
+            if RANK == 0:
+                self.writer.close()
+            fail(f"{why}; no weight was changed. Use a lower --lr, or --on-nan skip", code=3)
+        say(f"{why}; the step is left out")
+        for buffer, good in zip(model.buffers(), self.good_buffers, strict=False):
+            buffer.copy_(good)  # BatchNorm's statistics have seen what was not finite
+        return False
+
+    def first_not_finite(self, loss: Tensor, model: nn.Module) -> str:
+        """Of all ranks, a loss that is not finite, or else a gradient. All ranks call it."""
+        found = f"the loss is {loss.item()}" if not loss.isfinite() else ""
+        for name, parameter in model.named_parameters() if not found else []:
+            if parameter.grad is not None and not local(parameter.grad).isfinite().all():
+                found = f"the gradient of {name.removeprefix('module.')} is not finite"
+                break
+        everyone = fault_tolerance.everywhere(found)
+        first = min((f for f in everyone if f), key=lambda f: "gradient" in f)
+        ranks = [str(rank) for rank, theirs in enumerate(everyone) if theirs == first]
+        return f"{first} on rank {', '.join(ranks)}"
+
+    def snapshot_is_due(self) -> bool:
+        """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,
+        at every ``--snapshot-every``-th step, and when the run was asked to stop."""
+        last = self.step == self.total_steps or self.step % self.steps_per_epoch == 0
+        return bool(self.stop) or (self.step % self.args.snapshot_every == 0 and not last)
 
     def log(self, loss: Tensor) -> None:
         """Count the loss of a step that was taken.
@@ -1074,8 +1307,9 @@ class Run:
             metrics: what :func:`evaluate` returned.
         """
         loss_sum, images = self.totals()
+        self.evaluated = self.step
         epoch = {
-            "train_loss": loss_sum / images,
+            "train_loss": loss_sum / images if images else math.nan,
             "eval_loss": metrics["loss"],
             "eval_accuracy": metrics["accuracy"],
             "seconds": self.epoch_seconds,
@@ -1090,6 +1324,8 @@ class Run:
             f"evaluation loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.2%}, "
             f"{self.epoch_seconds:.1f} s"
         )
+        if self.step % self.steps_per_epoch == 0:  # and not cut short by --max-steps
+            self.loss_sum, self.images, self.epoch_seconds = torch.zeros_like(self.loss_sum), 0, 0.0
 
     def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:
         """Write ``result.json`` and TensorBoard's HPARAMS, and print the last line.
@@ -1183,6 +1419,19 @@ def max_over_ranks(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
+def leave(code: int) -> NoReturn:
+    """End this run before its end. All ranks call it."""
+    let_go_of_tensors()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    raise SystemExit(code)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard of a DTensor, or all of a plain one."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def let_go_of_tensors() -> None:
     """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down.
 
@@ -1199,8 +1448,7 @@ def let_go_of_tensors() -> None:
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of memory behind the tensors on this rank: of a sharded tensor those of its shard, and
     a buffer of which several tensors are views once and whole."""
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]  # a DTensor has one
-    storages = [t.untyped_storage() for t in local]
+    storages = [local(t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -1228,8 +1476,6 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 def check_job(args: argparse.Namespace, path: Path, snapshot: dict) -> None:
     """A snapshot belongs to the job that wrote it."""
-    if "job" not in snapshot:
-        fail(f"--resume {path} holds no snapshot; give a snapshot.pt (model.pt goes to --weights)")
     for name in JOB:
         theirs, ours = snapshot["job"].get(name), getattr(args, name)
         if theirs != ours:
@@ -1240,17 +1486,25 @@ def check_job(args: argparse.Namespace, path: Path, snapshot: dict) -> None:
             )
 
 
-def put_aside_last_run(output_dir: Path) -> None:
-    """Move the files of an earlier run in this folder to ``previous/``, and drop its curves."""
-    previous = output_dir / "previous"
-    for name in ("model.pt", "result.json", "snapshot.pt", "snapshot"):
-        if (output_dir / name).exists():
-            previous.mkdir(exist_ok=True)
-            if (previous / name).is_dir():
-                shutil.rmtree(previous / name)
-            os.replace(output_dir / name, previous / name)
-    for events in output_dir.glob("events.out.tfevents.*"):
-        events.unlink()
+def put_aside_last_run(output_dir: Path, resumed: Path | None) -> None:
+    """Move what an earlier run left in this folder to ``previous/``, and drop its curves. Of the
+    run that goes on, these are only snapshots that are damaged or newer than the resumed one."""
+    previous, snapshots = output_dir / "previous", output_dir / "snapshots"
+    aside = [output_dir / "model.pt", output_dir / "result.json", snapshots]
+    if resumed and resumed.resolve().parent == snapshots.resolve():
+        aside = [
+            path for path in fault_tolerance.list_snapshots(snapshots) if path.name > resumed.name
+        ]
+    else:
+        for events in output_dir.glob("events.out.tfevents.*"):
+            events.unlink()
+    for path in aside:
+        if path.exists():
+            place = previous / path.relative_to(output_dir)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.is_dir():
+                shutil.rmtree(place)
+            os.replace(path, place)
 
 
 def launch_command() -> str:

@@ -35,14 +35,16 @@ def main():
     args = common.parse_args(parser)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns when all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
@@ -90,22 +92,29 @@ def main():
                 loss = F.cross_entropy(logits, labels)
             # DDP: averages the gradients, bucket by bucket, as they are ready
             scaler.scale(loss).backward()  # AMP: 1. scale
-            if args.clip_grad:
-                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for the true gradients
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
-            scale = scaler.get_scale()
-            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed, on all ranks alike
-            scaler.update()  # AMP: 5. and then a smaller scale, or a larger one in quiet times
-            if scaler.get_scale() >= scale:  # AMP: else the step was skipped
-                scheduler.step()
-            run.log(loss)  # AMP: the loss itself, not the scaled one
+            # AMP: gradients may overflow, that is for the scaler to see
+            if run.all_finite(loss, model, gradients=not scaler.is_enabled()):
+                if args.clip_grad:
+                    scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
+                    nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+                scale = scaler.get_scale()
+                scaler.step(
+                    optimizer
+                )  # AMP: 4. step, unless a gradient overflowed, on all ranks alike
+                scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
+                if scaler.get_scale() >= scale:  # AMP: else the step was skipped
+                    scheduler.step()
+                run.log(loss)  # AMP: the loss itself, not the scaled one
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                # DDP: rank 0 writes it
+                run.save_snapshot(model.module, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        if rank == 0:  # DDP: the copies are identical, one is written
-            run.save_snapshot(model.module, optimizer, scheduler, scaler=scaler)
+        # DDP: rank 0 writes it
+        run.save_snapshot(model.module, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
     if rank == 0:

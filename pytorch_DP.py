@@ -75,9 +75,12 @@ def main():
             logits = parallel(images)  # DP: deals out, copies the weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DP: adds the replicas' gradients up on the first GPU
-            optimizer.step()
-            scheduler.step()
-            run.log(loss)
+            if run.all_finite(loss, model):  # else a NaN would stay in the weights
+                optimizer.step()
+                scheduler.step()
+                run.log(loss)
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))

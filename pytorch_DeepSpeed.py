@@ -19,7 +19,6 @@ Sends       per step and rank, with a = 4 * (N - 1) / N bytes per parameter: sta
 
 import json
 import os
-import shutil
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -47,14 +46,16 @@ def main():
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns when all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
@@ -89,7 +90,7 @@ def main():
     optimizer = model.basic_optimizer  # DeepSpeed: PyTorch's, which now updates this rank's part
     dtype = next(model.parameters()).dtype  # DeepSpeed: bfloat16 if the file says so
     run = common.Run(args, device, train_loader)
-    load_snapshot(args, run, model, optimizer, None if "scheduler" in config else scheduler)
+    load_snapshot(run, model, optimizer, None if "scheduler" in config else scheduler)
     held = watch(run, model, optimizer)
 
     # 5. Train
@@ -99,15 +100,20 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             logits = model(images.to(dtype)).float()  # DeepSpeed: stage 3 gathers layer by layer
             loss = F.cross_entropy(logits, labels)
-            model.backward(loss)  # DeepSpeed: averages the gradients, bucket by bucket
-            model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
-            run.log(loss)
+            if run.all_finite(
+                loss, model, gradients=False
+            ):  # DeepSpeed: has its own place for them
+                model.backward(loss)  # DeepSpeed: averages the gradients, bucket by bucket
+                model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
+                run.log(loss)
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                save_snapshot(run, model, scheduler)  # DeepSpeed: each rank writes its part
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        save_snapshot(args, run, model, scheduler)  # DeepSpeed: each rank writes its part
+        save_snapshot(run, model, scheduler)  # DeepSpeed: each rank writes its part
 
     # 7. Save and report
     weights = model.module.state_dict()  # DeepSpeed: complete, but for stage 3 and bfloat16
@@ -169,29 +175,34 @@ def import_deepspeed(args, device: torch.device, config: dict):
     return deepspeed
 
 
-def load_snapshot(args, run: common.Run, model, optimizer, scheduler) -> None:
-    path, state = run.snapshot_to_resume("snapshot"), None
+def load_snapshot(run: common.Run, model, optimizer, scheduler) -> None:
+    path, state = run.find_snapshot("scheduler")
     if path:
+        check_contents(path)
         try:
-            _, state = model.load_checkpoint(path)
-        except Exception as error:  # of another model, stage, number of ranks, or damaged
+            found, _ = model.load_checkpoint(path)
+        except Exception as error:  # of another stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             common.fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
-        if state is None:
+        if found is None:
             common.fail(f"--resume {path} holds no checkpoint of DeepSpeed; give another, or none")
-        common.check_job(args, path, state)
     run.start(optimizer, scheduler, path, state)
 
 
-def save_snapshot(args, run: common.Run, model, scheduler) -> None:
-    """Write the folder ``snapshot``. All ranks call it; it is done when it returns."""
-    folder, tag = args.output_dir / "snapshot", f"step-{run.step:08}"
-    state = {"scheduler": scheduler.state_dict()} | run.state_dict()
-    model.save_checkpoint(folder, tag, client_state=state)
-    if common.RANK == 0:
-        for older in folder.glob("step-*"):
-            if older.name != tag:
-                shutil.rmtree(older)
+def check_contents(folder: Path) -> None:
+    """DeepSpeed unpickles whatever a checkpoint holds: see first that it is what it writes."""
+    for file in folder.glob("zero/*.pt"):
+        for name in torch.serialization.get_unsafe_globals_in_checkpoint(file):
+            if not name.startswith("deepspeed."):
+                common.fail(
+                    f"--resume {folder} is refused: {file.name} asks for {name}, which is not "
+                    "DeepSpeed's; give one that you trust"
+                )
+
+
+def save_snapshot(run: common.Run, model, scheduler) -> None:
+    """Write a snapshot: DeepSpeed's checkpoint, and beside it the state of the run."""
+    run.write_snapshot(lambda folder: model.save_checkpoint(folder, "zero"), scheduler=scheduler)
 
 
 def watch(run: common.Run, model, optimizer) -> dict[str, list[torch.Tensor]]:

@@ -62,15 +62,19 @@ def main():
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # AMP: 1. scale
-            if args.clip_grad:
-                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for the true gradients
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
-            scale = scaler.get_scale()
-            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
-            scaler.update()  # AMP: 5. and then a smaller scale, or a larger one in quiet times
-            if scaler.get_scale() >= scale:  # AMP: else the step was skipped
-                scheduler.step()
-            run.log(loss)  # AMP: the loss itself, not the scaled one
+            # AMP: gradients may overflow, that is for the scaler to see
+            if run.all_finite(loss, model, gradients=not scaler.is_enabled()):
+                if args.clip_grad:
+                    scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
+                    nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+                scale = scaler.get_scale()
+                scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
+                scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
+                if scaler.get_scale() >= scale:  # AMP: else the step was skipped
+                    scheduler.step()
+                run.log(loss)  # AMP: the loss itself, not the scaled one
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))

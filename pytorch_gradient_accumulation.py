@@ -36,14 +36,16 @@ def main():
     args = common.parse_args(parser)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns when all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=30),  # DDP: the longest wait is that for a download
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
@@ -96,16 +98,18 @@ def main():
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
                     loss.backward()  # DDP: averages the gradients, bucket by bucket, of the last
                 batch_loss += loss.detach()
-            optimizer.step()
-            scheduler.step()
-            run.log(batch_loss)
+            if run.all_finite(batch_loss, model):  # else a NaN would stay in the weights
+                optimizer.step()
+                scheduler.step()
+                run.log(batch_loss)
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        if rank == 0:  # DDP: the copies are identical, one is written
-            run.save_snapshot(model.module, optimizer, scheduler)
+        run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
 
     # 7. Save and report
     if rank == 0:

@@ -81,12 +81,15 @@ def main():
             (loss * loss_scale).backward()  # half: lifts gradients that float16 would round to 0
             if args.master_weights:
                 copy_gradients(half_model, model, loss_scale)
-            optimizer.step()
+            if run.all_finite(loss, model):  # else a NaN would stay in the weights
+                optimizer.step()
+                scheduler.step()
+                run.log(loss)
             if args.master_weights:
                 copy_weights(model, half_model)
                 optimizer.zero_grad()  # half: the fp32 gradients live for this step only
-            scheduler.step()
-            run.log(loss)
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))

@@ -114,6 +114,16 @@ def distance(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
+def snapshots(folder):
+    """Those in an output folder, newest first."""
+    return sorted((folder / "snapshots").glob("step-*"), reverse=True)
+
+
+def state(folder):
+    """What the newest holds of the run."""
+    return torch.load(snapshots(folder)[0] / "state.pt", weights_only=True)
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -179,8 +189,7 @@ def train(request, tmp_path_factory):
                 f"--output-dir {output}"
             )
             assert not finished.our_warnings
-            (output / "snapshot.pt").unlink(missing_ok=True)  # two thirds of the space
-            shutil.rmtree(output / "snapshot", ignore_errors=True)
+            shutil.rmtree(output / "snapshots", ignore_errors=True)  # most of the space
             outputs[key] = output
         return read_run(outputs[key])
 

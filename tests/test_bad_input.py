@@ -13,6 +13,7 @@ from PIL import Image
 
 import common
 
+LAST = "step-00000002-evaluated"
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 
 
@@ -31,8 +32,9 @@ def places(tmp_path_factory, image_folder):
     (root / "other_classes" / "test" / "yellow").mkdir()
     Image.new("RGB", (32, 32)).save(root / "other_classes" / "test" / "yellow" / "0.png")
     succeed(f"python pytorch_SingleGPU.py {SMALL} --output-dir {root}/run")
-    damaged = (root / "run" / "snapshot.pt").read_bytes()
-    (root / "damaged.pt").write_bytes(damaged[: len(damaged) // 2])
+    shutil.copytree(root / "run" / "snapshots" / LAST, root / "damaged")
+    damaged = root / "damaged" / "state.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
     torch.save([1, 2], root / "a_list.pt")
     return root
 
@@ -65,11 +67,16 @@ MISTAKES = [
     ("--batch-size 1", ["resnet18", "32x32", "larger --image-size or --batch-size"]),
     ("--output-dir {0}/a_file/run", ["{0}/a_file/run", "Not a directory", "another"]),
     ("--output-dir {0}/a_file", ["{0}/a_file", "File exists", "another"]),
-    ("--resume {0}/nowhere.pt", ["--resume {0}/nowhere.pt", "no such file"]),
-    ("--resume {0}/damaged.pt", ["--resume {0}/damaged.pt", "damaged"]),
-    ("--resume {0}/run/model.pt", ["{0}/run/model.pt", "snapshot.pt"]),
-    ("--resume {0}/run/snapshot.pt --model resnet34", ["resnet18", "resnet34", "--resume none"]),
-    ("--resume {0}/run/snapshot.pt --batch-size 12", ["--batch-size 24", "this one has 12"]),
+    ("--resume {0}/nowhere.pt", ["--resume {0}/nowhere.pt", "no such folder"]),
+    ("--resume {0}/damaged", ["--resume {0}/damaged", "state.pt is not what was written"]),
+    ("--resume {0}/run/model.pt", ["{0}/run/model.pt", "holds no snapshot", "--weights"]),
+    ("--resume {0}/no_test", ["{0}/no_test", "holds no snapshot"]),
+    ("--resume {0}/run --model resnet34", ["resnet18", "resnet34", "--resume none"]),
+    ("--resume {0}/run/snapshots --batch-size 12", ["--batch-size 24", "this one has 12"]),
+    ("--on-nan carry-on", ["--on-nan", "carry-on", "skip"]),
+    ("--on-save-error pray", ["--on-save-error", "pray", "stop"]),
+    ("--snapshot-every 0", ["--snapshot-every", "0", "1 or more"]),
+    ("--timeout 0", ["--timeout", "0", "more than 0"]),
     ("--weights {0}/nowhere.pt", ["--weights {0}/nowhere.pt", "no such file"]),
     ("--weights {0}/a_list.pt", ["--weights {0}/a_list.pt", "list"]),
     ("--weights {0}/run/model.pt --model resnet34", ["{0}/run/model.pt", "--model resnet34"]),
@@ -98,7 +105,7 @@ RANKS = [
     ("pytorch_torchrun_DDP", 2, "--dataset folder --data-dir {0}/broken", ["red/000.jpg"]),
     ("pytorch_torchrun_DDP", 2, "--output-dir {0}/a_file/run", ["{0}/a_file/run"]),
     ("pytorch_torchrun_DDP", 2, "--dataset cifar10", ["--dataset cifar10", "synthetic"]),
-    ("pytorch_torchrun_DDP", 2, "--resume {0}/run/snapshot.pt --norm group", ["--norm batch"]),
+    ("pytorch_torchrun_DDP", 2, "--resume {0}/run --norm group", ["--norm batch"]),
 ]
 
 
@@ -116,8 +123,8 @@ TECHNIQUES = [
     ("pytorch_auto_mixed_precision", "--clip-grad 0", ["--clip-grad", "0", "more than 0"]),
     ("pytorch_DP", "--dtype float16", ["--dtype", "float16", "bfloat16"]),
     ("pytorch_FSDP", "--dtype bfloat16 --double", ["--double", "bfloat16"]),
-    ("pytorch_FSDP", "--resume {0}/nowhere", ["--resume {0}/nowhere", "no such file"]),
-    ("pytorch_FSDP", "--resume {0}/run", ["--resume {0}/run", "run.pt"]),
+    ("pytorch_FSDP", "--resume {0}/nowhere", ["--resume {0}/nowhere", "no such folder"]),
+    ("pytorch_FSDP", "--resume {0}/run", ["{0}/run", "pytorch_SingleGPU.py", "--weights"]),
     ("pytorch_DDP_ZeRO", "--use_zero --optimizer lbfgs", ["--optimizer", "lbfgs", "adamw"]),
     ("pytorch_gradient_accumulation", "--accumulate 25", ["--accumulate 25", "24 images"]),
     ("pytorch_gradient_accumulation", "--accumulate 24", ["resnet18", "1 images", "larger"]),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import distance, flat, launch, launcher, read_run, succeed
+from conftest import distance, flat, launch, launcher, read_run, snapshots, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
@@ -137,7 +137,7 @@ def test_resume_and_zero_to_fp32(config, tmp_path):
     assert distance(resumed, whole) < 1e-6
     if config == "zero_stage0":  # which has nothing to put together
         return
-    command = [sys.executable, parts / "snapshot" / "zero_to_fp32.py", parts / "snapshot"]
+    command = [sys.executable, snapshots(parts)[0] / "zero_to_fp32.py", snapshots(parts)[0]]
     subprocess.run([*command, tmp_path / "fp32"], check=True, capture_output=True, timeout=120)
     theirs = torch.load(tmp_path / "fp32" / "pytorch_model.bin", weights_only=True)
     ours = torch.load(parts / "model.pt", weights_only=True)

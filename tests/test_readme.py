@@ -65,7 +65,7 @@ def test_each_command_as_typed(command, checkout):
 TESTED = [  # the other commands, and where they are run
     ("pip install -r requirements.txt && torchrun", "test_first_command"),
     ("pip install -r requirements-dev.txt && python -m pytest", ".ci/run"),
-    ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun", "test_resume.py"),
+    ("torchrun --standalone --max-restarts=3", "test_resume.py"),
     ("diff pytorch_SingleGPU.py pytorch_DDP.py", "test_a_script_is_its_parent_and_a_technique"),
     ("python pytorch_SingleGPU.py --dataset folder --data-dir PATH", "test_data.py"),
     ("python model_inference.py", "test_inference.py"),

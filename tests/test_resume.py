@@ -1,6 +1,5 @@
 """A run that was stopped goes on from its snapshot as if nothing had happened."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, environment, launch, launcher, succeed
+from conftest import ROOT, environment, launch, launcher, snapshots, state, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -65,12 +64,8 @@ def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
     succeed(f"{command} --output-dir {tmp_path}/whole")
 
     killed = tmp_path / "killed"
-    snapshot = killed / "snapshot.pt"
-    kill_when(f"{command} --output-dir {killed}", snapshot.is_file)
-    for worker in workers(killed):  # they outlive a launcher that is killed
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-    done = torch.load(snapshot, weights_only=True)["epoch"]
+    kill_when(f"{command} --output-dir {killed}", lambda: snapshots(killed))
+    snapshot, done = snapshots(killed)[0], state(killed)["step"] // 4
     assert 1 <= done < 4 and not (killed / "model.pt").exists()
     resumed = succeed(f"{command} --output-dir {killed} --resume auto")
     assert f"resumed from {snapshot} at epoch {done + 1}, step {done * 4 + 1}" in resumed.stdout
@@ -89,10 +84,10 @@ def test_resume_at_another_world_size_and_a_finished_run(tmp_path):
     parts = tmp_path / "parts"
     kill_when(
         f"{single} {job} --epochs 4 --output-dir {parts}",
-        lambda: (parts / "snapshot.pt").is_file(),
+        lambda: snapshots(parts),
     )
     ranks = f"{launcher('pytorch_torchrun_DDP', 2)} {job} --epochs 4 --output-dir {parts}"
-    succeed(f"{ranks} --resume {parts}/snapshot.pt")
+    succeed(f"{ranks} --resume {parts}/snapshots")
     expected, found = weights(tmp_path / "whole"), weights(parts)
     assert max((found[n] - expected[n]).abs().max().item() for n in expected) < 1e-10
 
@@ -108,7 +103,7 @@ def test_a_run_cut_short_by_max_steps_goes_on_within_the_epoch(tmp_path):
     job = f"python pytorch_SingleGPU.py {JOB} --norm group --double --epochs 2 --warmup-steps 20"
     succeed(f"{job} --output-dir {tmp_path}/whole")
     succeed(f"{job} --max-steps 6 --output-dir {tmp_path}/parts")
-    assert torch.load(tmp_path / "parts" / "snapshot.pt", weights_only=True)["step"] == 6
+    assert state(tmp_path / "parts")["step"] == 6
     finished = succeed(f"{job} --output-dir {tmp_path}/parts --resume auto")
     assert "at epoch 2, step 7" in finished.stdout
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
@@ -145,20 +140,18 @@ def test_killed_after_the_last_snapshot_it_still_delivers(tmp_path):
 
 
 def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
-    """By torchrun. The setting keeps apart the addresses that the ranks leave for each other at the
-    first and at the second start; without it some restarts hang."""
-    snapshot = tmp_path / "snapshot.pt"
+    """By torchrun, as the README has it."""
     command = f"{launcher('pytorch_torchrun_DDP', 2)} {JOB} --epochs 4 --output-dir {tmp_path}"
     command = command.replace("--standalone", "--standalone --max-restarts=1")
 
     def kill_one():
-        while not snapshot.is_file():
+        while not snapshots(tmp_path):
             time.sleep(0.02)
         os.kill(workers(tmp_path)[-1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
-    finished = succeed(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    finished = succeed(command)
     assert finished.stdout.count("resumed from") == 1
     assert len(result(tmp_path)["train_loss"]) == 4
 
@@ -166,7 +159,7 @@ def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
 def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
     job = f"python pytorch_SingleGPU.py {JOB} --epochs 1 --output-dir {tmp_path}"
     succeed(job)
-    names = ["model.pt", "result.json", "snapshot.pt"]
+    names = ["model.pt", "result.json", "snapshots/step-00000004-evaluated/state.pt"]
     first = {name: (tmp_path / name).read_bytes() for name in names}
     succeed(f"{job} --seed 1")
     for name in names:
@@ -188,12 +181,14 @@ def test_weights_start_a_new_run_where_another_ended(tmp_path):
 
 def test_a_damaged_snapshot_is_named(tmp_path):
     job = f"python pytorch_SingleGPU.py {JOB} --epochs 1 --output-dir {tmp_path}"
-    (tmp_path / "snapshot.pt").write_bytes(b"PK\3\4 cut off")
-    finished = launch(f"{job} --resume auto")
+    succeed(job)
+    [snapshot] = snapshots(tmp_path)
+    (snapshot / "state.pt").write_bytes(b"PK\3\4 cut off")
+    finished = launch(f"{job} --resume {snapshot}")
     assert finished.code == 2
     [line] = finished.errors
-    assert f"{tmp_path}/snapshot.pt" in line
-    assert (tmp_path / "snapshot.pt").read_bytes() == b"PK\3\4 cut off"
+    assert f"--resume {snapshot} is damaged: state.pt" in line
+    assert (snapshot / "state.pt").read_bytes() == b"PK\3\4 cut off"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +237,7 @@ def test_consolidated_state_loads_into_the_plain_optimizer(optimizer, tmp_path):
     states = []
     for flags in ("", "--use_zero"):
         succeed(f"{launcher('pytorch_DDP_ZeRO', 2)} {flags} {job} --output-dir {tmp_path}")
-        states.append(torch.load(tmp_path / "snapshot.pt", weights_only=True))
+        states.append(state(tmp_path))
     model = torchvision.models.resnet18(num_classes=10, norm_layer=lambda n: nn.GroupNorm(32, n))
     model.double().load_state_dict(states[1]["model"])
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
@@ -251,6 +246,6 @@ def test_consolidated_state_loads_into_the_plain_optimizer(optimizer, tmp_path):
     expected = states[0]["optimizer"]["state"]
     loaded = plain.state_dict()["state"]
     assert loaded.keys() == expected.keys() and len(expected) == len(list(model.parameters()))
-    for number, state in expected.items():
-        for name, value in state.items():
+    for number, values in expected.items():
+        for name, value in values.items():
             torch.testing.assert_close(loaded[number][name], value, rtol=1e-9, atol=1e-12)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, launcher, succeed
+from conftest import ROOT, launcher, state, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
@@ -75,13 +75,17 @@ def test_screen(run):
         momentum=0.9,
         weight_decay=0.0005,
         warmup_steps=None,
+        on_nan="stop",
         device="cpu",
         workers=None,
         seed=5,
         deterministic=False,
         double=False,
+        timeout=1800,
         output_dir=output,
-        resume=None,
+        resume="none",
+        snapshot_every=1000,
+        on_save_error="continue",
         print_freq=2,
     )
     assert "250 training and 1,003 evaluation images, 10 classes" in data
@@ -150,13 +154,13 @@ def test_model_is_plain_torchvision(run, eval_set):
 
 def test_snapshot(run):
     *_, output = run
-    snapshot = torch.load(output / "snapshot.pt", weights_only=True)
-    assert {"model", "optimizer", "scheduler", "epoch", "step"} <= set(snapshot)
-    assert (snapshot["epoch"], snapshot["step"]) == (2, STEPS)
-    state = torch.load(output / "model.pt", weights_only=True)
-    assert all(torch.equal(snapshot["model"][name], state[name]) for name in state)
+    snapshot = state(output)
+    assert {"model", "optimizer", "scheduler", "step", "ranks"} <= set(snapshot)
+    assert snapshot["step"] == snapshot["evaluated"] == STEPS
+    weights = torch.load(output / "model.pt", weights_only=True)
+    assert all(torch.equal(snapshot["model"][name], weights[name]) for name in weights)
     events = {p.name for p in output.glob("events.*")}
-    assert {p.name for p in output.iterdir()} - events == {"model.pt", "result.json", "snapshot.pt"}
+    assert {p.name for p in output.iterdir()} - events == {"model.pt", "result.json", "snapshots"}
 
 
 def test_tensorboard(run):

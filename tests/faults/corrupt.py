@@ -1,0 +1,137 @@
+"""Damage the newest snapshot of a run again and again, and see what a resume makes of it.
+
+    python tests/faults/corrupt.py --trials 500 --seed 7
+
+A small job is trained until it has two snapshots. In a trial the newer one is damaged in one of
+five ways, at a place drawn at random, and then chosen from as ``--resume auto`` does:
+
+    flip      one bit, of any file
+    truncate  any file, at any length
+    missing   any file, or all
+    swapped   the older one's state.pt in the place of the newer one's
+    stale     all files of the older one under the newer one's name
+
+A trial is
+
+    fallback  the newer one was named and left out, and the older one loaded, with its own bits
+    silent    the damaged one was loaded
+    failed    anything else
+
+Exit code: 0 if all trials fell back, else 1.
+"""
+
+import argparse
+import contextlib
+import io
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import common  # noqa: E402
+
+WAYS = ["flip", "truncate", "missing", "swapped", "stale"]
+JOB = (
+    "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 2 "
+    "--model shufflenet_v2_x0_5 --device cpu"
+)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="corrupt-"))
+    try:
+        counts = run_trials(args, folder)
+    finally:
+        shutil.rmtree(folder)
+    sys.exit(counts["fallback"] != args.trials)
+
+
+def run_trials(args, folder):
+    print(f"$ python tests/faults/corrupt.py {shlex.join(sys.argv[1:])}")
+    print(f"torch {torch.__version__}; pytorch_SingleGPU.py {JOB}", flush=True)
+    command = f"{sys.executable} pytorch_SingleGPU.py {JOB} --output-dir {folder}/whole"
+    subprocess.run(shlex.split(command), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    older = sorted((folder / "whole" / "snapshots").iterdir())[0]
+    expected = torch.load(older / "state.pt", weights_only=True)
+
+    flags = f"{JOB} --resume auto --output-dir {folder}/damaged"
+    sys.argv = ["pytorch_SingleGPU.py", *shlex.split(flags)]
+    job = common.parse_args(common.argument_parser(__doc__))
+    run = common.Run(job, torch.device("cpu"), DataLoader([0, 1]))
+    rng = random.Random(args.seed)
+    counts = dict.fromkeys(["fallback", "silent", "failed"], 0)
+    for number in range(1, args.trials + 1):
+        shutil.rmtree(job.output_dir, ignore_errors=True)
+        shutil.copytree(folder / "whole" / "snapshots", job.output_dir / "snapshots")
+        first, last = sorted((job.output_dir / "snapshots").iterdir())
+        what = damage(rng, first, last)
+        verdict, said = judge(run, first, last, expected)
+        counts[verdict] += 1
+        print(f"trial {number:3}: {what}: {verdict}{said}", flush=True)
+    print(f"{args.trials} trials: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    return counts
+
+
+def damage(rng, first, last):
+    """Damage the snapshot ``last``; in words, how."""
+    way = rng.choice(WAYS)
+    file = rng.choice(sorted(last.iterdir()))
+    content = bytearray(file.read_bytes())
+    if way == "flip":
+        place, bit = rng.randrange(len(content)), rng.randrange(8)
+        content[place] ^= 1 << bit
+        file.write_bytes(content)
+        return f"flip bit {bit} of byte {place} of {file.name}"
+    if way == "truncate":
+        length = rng.randrange(len(content))
+        file.write_bytes(content[:length])
+        return f"truncate {file.name} to {length} of {len(content)} bytes"
+    if way == "missing":
+        if rng.random() < 0.3:
+            for each in last.iterdir():
+                each.unlink()
+            return "missing all files"
+        file.unlink()
+        return f"missing {file.name}"
+    names = ["state.pt"] if way == "swapped" else [path.name for path in first.iterdir()]
+    for name in names:
+        shutil.copy(first / name, last / name)
+    return f"{way} {' and '.join(sorted(names))}"
+
+
+def judge(run, first, last, expected):
+    """Verdict, and what was said about the damaged one."""
+    screen = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(screen):
+            path, state = run.find_snapshot("model")
+    except (Exception, SystemExit) as error:
+        return "failed", f" ({type(error).__name__}: {error})"
+    if path == last:
+        return "silent", ""
+    same = path == first and all(
+        torch.equal(state["model"][name], value) for name, value in expected["model"].items()
+    )
+    named = [line for line in screen.getvalue().splitlines() if str(last) in line]
+    if not same or len(named) != 1:
+        return "failed", f" (took {path}, said {named})"
+    return "fallback", f" ({named[0].rpartition('left out: ')[2]})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Break a training run again and again, and see whether it ends as if nothing had happened.
+
+    python tests/faults/inject.py --trials 200 --seed 7 --script pytorch_torchrun_DDP.py
+
+A trial is a small deterministic job on two ranks under ``torchrun --standalone --max-restarts 3``,
+in which one fault happens: of a random kind, on a random rank, at a random step and phase (see
+victim.py). It is
+
+    clean    it finished after one restart, with the same bits in every weight as a run without a
+             fault, and left no process behind
+    wrong    it ended in another way
+    hung     it did not end within --limit seconds
+
+Exit code: 0 if all trials were clean, else 1.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {"kill": 4, "term": 2, "exception": 2, "stop": 1}  # with weights: the last takes long
+PHASES = ["data", "forward", "backward", "optimizer"]
+PHASES += ["during write", "before rename", "after rename"]
+# Three epochs of four steps; dropout and BatchNorm; a snapshot at every second step
+JOB = (
+    "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 3 "
+    "--model mobilenet_v3_small --snapshot-every 2 --deterministic --device cpu --timeout 20"
+)
+STEPS = 12
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--script", default="pytorch_torchrun_DDP.py", help="with flags, in quotes")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="of a trial")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
+    args = parser.parse_args()
+    if not (ROOT / args.script.split()[0]).is_file():
+        parser.error(f"--script {args.script}: no such script; try pytorch_torchrun_DDP.py")
+
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    try:
+        outcomes = run_trials(args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    counts = {verdict: outcomes.count(verdict) for verdict in ("clean", "wrong", "hung")}
+    sys.exit(counts["clean"] != args.trials)
+
+
+def run_trials(args, folder):
+    print(f"$ python tests/faults/inject.py {shlex.join(sys.argv[1:])}")
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores; {args.script} {JOB}", flush=True)
+    code, _ = run(args, folder / "whole", {"kind": "none", "rank": 0, "step": 0, "phase": "none"})
+    if code != 0:
+        sys.exit(f"without a fault it ended with exit code {code}")
+    expected = torch.load(folder / "whole" / "model.pt", weights_only=True)
+
+    rng = random.Random(args.seed)
+    faults = []
+    for _ in range(args.trials):
+        [kind] = rng.choices(args.kinds, [KINDS[kind] for kind in args.kinds])
+        phase = rng.choice(PHASES)
+        faults.append(
+            {"kind": kind, "rank": rng.randrange(2), "step": rng.randint(1, 10), "phase": phase}
+        )
+    outcomes, waits = [], []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        trials = [
+            pool.submit(try_one, args, folder / str(number), fault, expected)
+            for number, fault in enumerate(faults)
+        ]
+        for number, (fault, trial) in enumerate(zip(faults, trials, strict=True), 1):
+            verdict, seconds, why = trial.result()
+            outcomes.append(verdict)
+            print(
+                f"trial {number:3}: {fault['kind']:9} rank {fault['rank']} step {fault['step']:2} "
+                f"{fault['phase']:13}  {verdict}{why}"
+                + (f", {seconds:.1f} s to the next step" if seconds else ""),
+                flush=True,
+            )
+            if seconds and fault["kind"] in ("kill", "exception"):
+                waits.append(seconds)
+    clean, wrong, hung = (outcomes.count(verdict) for verdict in ("clean", "wrong", "hung"))
+    median = f"{statistics.median(waits):.1f} s" if waits else "not measured"
+    print(
+        f"{args.trials} trials: {clean} clean, {wrong} wrong, {hung} hung; from a kill or an "
+        f"exception to the next step: median {median}"
+    )
+    return outcomes
+
+
+def try_one(args, output, fault, expected):
+    """Verdict, seconds from the fault to the first step after it, and what was wrong."""
+    code, events = run(args, output, fault)
+    try:
+        if code is None:
+            return "hung", None, f" (it was ended after {args.limit:.0f} s)"
+        starts = [time for time, event, _ in events if event == "start"]
+        [broken] = [time for time, event, _ in events if event == "fault"] or [None]
+        steps = [time for time, event, attempt in events if event == "step" and attempt == "1"]
+        seconds = steps[0] - broken if steps and broken else None
+        if broken is None:
+            return "wrong", None, " (the fault did not happen)"
+        if code != 0:
+            return "wrong", seconds, f" (exit code {code})"
+        if len(starts) != 2:
+            return "wrong", seconds, f" ({len(starts) - 1} restarts)"
+        found = torch.load(output / "model.pt", weights_only=True)
+        if not all(torch.equal(found[name], expected[name]) for name in expected):
+            return "wrong", seconds, " (other weights)"
+        if left := processes_with(str(output)):
+            return "wrong", seconds, f" (processes {left} are left)"
+        return "clean", seconds, ""
+    finally:
+        for process in processes_with(str(output)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        shutil.rmtree(output, ignore_errors=True)
+
+
+def run(args, output, fault):
+    """Exit code, ``None`` if it did not end; and the events: time, name, number of restarts."""
+    output.mkdir()
+    events = output / "events"
+    events.touch()
+    command = (
+        "torchrun --standalone --max-restarts 3 --nproc_per_node=2 "
+        f"tests/faults/victim.py {args.script} {JOB} --output-dir {output}"
+    )
+    environment = os.environ | {
+        "FAULT": json.dumps(fault | {"events": str(events)}),
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    with open(output / "log", "w") as log:
+        process = subprocess.Popen(
+            shlex.split(command), cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+        try:
+            code = process.wait(args.limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = None
+    if code != 0 and os.environ.get("KEEP_LOGS"):
+        shutil.copy(output / "log", Path(os.environ["KEEP_LOGS"]) / f"{output.name}.log")
+    lines = [line.split() for line in events.read_text().splitlines()]
+    return code, [(float(time), event, attempt) for time, event, attempt in lines]
+
+
+def processes_with(word):
+    """Numbers of the processes whose command line has this word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word in path.read_text().split("\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    main()

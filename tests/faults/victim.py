@@ -1,0 +1,155 @@
+"""Run a script in which one fault happens, at its first start only.
+
+Used in place of a script's name, after its launcher; inject.py does so. The environment variable
+FAULT says what happens: a JSON object with
+
+    kind     kill (SIGKILL), term (SIGTERM), stop (SIGSTOP) or exception, of this very process
+    rank     whose
+    step     at which step; of a phase that belongs to a snapshot: while the first snapshot is
+             written at this step or a later one
+    phase    data, forward, backward, optimizer; during write, before rename, after rename
+    events   a file; a line is added at every start, at the fault, and at every first step
+
+A rank that does not write snapshots has the last three at the points where it waits for the one
+that does.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+script = next(word for word in sys.argv if word.startswith("pytorch_"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
+
+import common  # noqa: E402
+import fault_tolerance  # noqa: E402
+
+FAULT = json.loads(os.environ["FAULT"])
+step = 0  # of this start, the first is 1
+armed = fault_tolerance.RESTARTS == 0 and common.RANK == FAULT["rank"]
+
+
+class InjectedFault(Exception):
+    """No type that anything catches."""
+
+
+def note(event):
+    with open(FAULT["events"], "a") as file:
+        file.write(f"{time.time():.3f} {event} {fault_tolerance.RESTARTS}\n")
+
+
+def happen(phase):
+    """The fault, if this is its place."""
+    global armed
+    saving = phase in ("during write", "before rename", "after rename")
+    due = step >= FAULT["step"] if saving else step == FAULT["step"]
+    if not armed or phase != FAULT["phase"] or not due:
+        return
+    armed = False
+    note("fault")
+    if FAULT["kind"] == "exception":
+        raise InjectedFault(phase)
+    signals = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+    os.kill(os.getpid(), signals[FAULT["kind"]])
+
+
+def before(module, name, phase):
+    """Let the fault happen when a function of a module is called."""
+    original = getattr(module, name)
+
+    def replacement(*args, **kwargs):
+        happen(phase)
+        return original(*args, **kwargs)
+
+    setattr(module, name, replacement)
+
+
+draw_crops = common.draw_crops
+
+
+def draw_crops_of_a_step(*args):
+    global step
+    step += 1
+    happen("data")
+    return draw_crops(*args)
+
+
+common.draw_crops = draw_crops_of_a_step
+
+
+def in_forward(module, args):
+    if module.training:
+        happen("forward")
+
+
+def in_backward(module, args, output):
+    """A hook on what the first convolution returned: most of backward is over when it is called."""
+    if module.training and isinstance(module, nn.Conv2d) and torch.is_tensor(output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: happen("backward"))
+
+
+nn.modules.module.register_module_forward_pre_hook(in_forward)
+nn.modules.module.register_module_forward_hook(in_backward)
+
+
+def after_first_step(*_):
+    if step == 1 and common.RANK == 0:
+        note("step")
+
+
+register_optimizer_step_pre_hook(lambda *_: happen("optimizer"))
+register_optimizer_step_post_hook(after_first_step)
+
+if common.RANK == 0:
+    note("start")
+    save = torch.save
+
+    def save_in_halves(state, path, *args, **kwargs):
+        due = FAULT["phase"] == "during write" and armed and step >= FAULT["step"]
+        if not due or not isinstance(path, Path):
+            return save(state, path, *args, **kwargs)
+        save(state, path, *args, **kwargs)
+        whole = Path(path).read_bytes()
+        Path(path).write_bytes(whole[: len(whole) // 2])
+        happen("during write")
+        Path(path).write_bytes(whole)
+
+    torch.save = save_in_halves
+    before(os, "replace", "before rename")
+    before(fault_tolerance, "list_snapshots", "after rename")  # looks for older ones then
+else:
+    write_snapshot, everywhere = fault_tolerance.write_snapshot, fault_tolerance.everywhere
+    waits = 0  # in the present snapshot
+
+    def write_and_count(*args):
+        global waits
+        waits = 0
+        return write_snapshot(*args)
+
+    def everywhere_and_count(value):
+        global waits
+        waits += 1
+        phases = {2: "during write", 5: "before rename"}
+        happen(phases.get(waits, ""))
+        values = everywhere(value)
+        if waits == 5:
+            happen("after rename")
+        return values
+
+    fault_tolerance.write_snapshot = write_and_count
+    fault_tolerance.everywhere = everywhere_and_count
+
+runpy.run_path(script, run_name="__main__")

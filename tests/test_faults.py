@@ -1,0 +1,542 @@
+"""What may happen to a long run, and what is left of it then."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, environment, launch, launcher, snapshots, state, succeed
+
+import common
+import fault_tolerance
+
+JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 4"
+SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+
+
+def weights(folder):
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def same(folder, other):
+    ours, theirs = weights(folder), weights(other)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def ranks_of(folder):
+    """Process numbers of the ranks that write to a folder, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_text().split("\0")
+            env = (path / "environ").read_text().split("\0")
+            rank = [word.removeprefix("RANK=") for word in env if word.startswith("RANK=")]
+            if str(folder) in words and rank:
+                found[int(rank[0])] = int(path.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+@contextlib.contextmanager
+def started(command, **env):
+    """A command that runs in a session of its own; what is left of it in the end is killed."""
+    process = subprocess.Popen(
+        shlex.split(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment(**env),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def run_tool(command, **env):
+    return subprocess.run(
+        [sys.executable, *shlex.split(command)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment(**env),
+    )
+
+
+# ------------------------------------------------------------------------- kills and damages
+
+
+@pytest.mark.parametrize(
+    "script, trials",
+    [
+        ("pytorch_torchrun_DDP.py", 20),
+        ("pytorch_FSDP.py", 3),
+        ("pytorch_DDP_ZeRO.py --use_zero --optimizer adamw", 3),
+    ],
+)
+def test_broken_anywhere_it_ends_with_the_same_bits(script, trials):
+    run = run_tool(f"tests/faults/inject.py --trials {trials} --seed 1 --script '{script}'")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in run.stdout
+
+
+def test_the_injector_notices_what_is_wrong(tmp_path):
+    """A script that forgets to go on, and one that does not exist."""
+    broken = ROOT / "pytorch_broken_by_a_test.py"
+    text = (ROOT / "pytorch_torchrun_DDP.py").read_text()
+    broken.write_text(
+        text.replace("run.load_snapshot(", "run.start(optimizer, scheduler, None, None) #")
+    )
+    try:
+        run = run_tool(f"tests/faults/inject.py --trials 1 --kinds kill --script {broken.name}")
+    finally:
+        broken.unlink()
+    assert run.returncode == 1, run.stdout
+    assert "1 trials: 0 clean, 1 wrong, 0 hung" in run.stdout
+    run = run_tool("tests/faults/inject.py --script pytorch_nothing.py")
+    assert run.returncode == 2 and "pytorch_nothing.py" in run.stderr
+
+
+def test_no_damaged_snapshot_is_loaded():
+    run = run_tool("tests/faults/corrupt.py --trials 100 --seed 1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "100 trials: 100 fallback, 0 silent, 0 failed" in run.stdout
+
+
+@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DeepSpeed"])
+def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(script, tmp_path):
+    """Of each form; and the stock tool sees the damage as well."""
+    command = f"{launcher(script, 2)} {SMALL} --epochs 2 --output-dir {tmp_path}"
+    succeed(f"{command} --max-steps 8")
+    expected = weights(tmp_path)
+    newer, older = snapshots(tmp_path)
+    check = ["sha256sum", "--check", "--quiet", fault_tolerance.SUMS]
+    assert subprocess.run(check, cwd=newer).returncode == 0
+    largest = max(
+        (path for path in newer.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert subprocess.run(check, cwd=newer, capture_output=True).returncode == 1
+    (tmp_path / "result.json").unlink()
+    finished = succeed(f"{command} --max-steps 8 --resume auto")
+    name = largest.relative_to(newer)
+    assert f"snapshot {newer} is damaged and left out: {name}" in finished.stdout
+    assert f"resumed from {older} at epoch 2, step 5" in finished.stdout
+    found = weights(tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (tmp_path / "previous" / "snapshots" / newer.name).is_dir(), "kept, out of the way"
+
+
+# ------------------------------------------------------------------------------ exact resume
+
+
+@pytest.mark.parametrize(
+    "script, n, model",
+    [
+        ("pytorch_SingleGPU", 1, "mobilenet_v3_small"),  # with dropout and BatchNorm
+        ("pytorch_auto_mixed_precision --dtype bfloat16", 1, "mobilenet_v3_small"),
+        ("pytorch_DDP", 2, "mobilenet_v3_small"),
+        ("pytorch_torchrun_DDP", 2, "mobilenet_v3_small"),
+        ("pytorch_FSDP", 2, "mobilenet_v3_small"),
+        ("pytorch_DDP_ZeRO --use_zero --optimizer adamw", 2, "mobilenet_v3_small"),
+        ("pytorch_DDP_AMP --dtype bfloat16", 2, "mobilenet_v3_small"),
+        ("pytorch_gradient_accumulation", 2, "mobilenet_v3_small"),
+        (
+            "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
+            2,
+            "mobilenet_v3_small",
+        ),
+        (
+            "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json",
+            2,
+            "shufflenet_v2_x0_5",
+        ),
+    ],
+)
+def test_stopped_within_an_epoch_it_ends_with_the_same_bits(script, n, model, tmp_path):
+    """SIGTERM to the launcher saves a snapshot at once, wherever in the epoch that is."""
+    command = f"{launcher(script, n)} {JOB} --model {model} --deterministic --snapshot-every 1000"
+    command += " --train-samples 2400 --epochs 2"  # 100 steps each
+    succeed(f"{command} --output-dir {tmp_path}/whole")
+    stopped = tmp_path / "stopped"
+    with started(f"{command} --output-dir {stopped}") as process:
+        wait_for(lambda: list(stopped.glob("events.*")))
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    [snapshot] = snapshots(stopped)
+    step = state(stopped)["step"]
+    assert 0 < step < 100, output
+    assert f"stopped by SIGTERM after step {step} of 200: snapshot {snapshot}" in output
+    assert not (stopped / "model.pt").exists()
+    resumed = succeed(f"{command} --output-dir {stopped} --resume auto")
+    assert f"at epoch 1, step {step + 1}" in resumed.stdout
+    assert same(stopped, tmp_path / "whole")
+    mine, whole = (
+        json.loads((folder / "result.json").read_text()) for folder in (stopped, tmp_path / "whole")
+    )
+    for name in ["train_loss", "eval_loss", "eval_accuracy", "steps"]:
+        assert mine[name] == whole[name]
+
+
+def test_at_another_world_size_every_sample_is_still_seen_once(tmp_path):
+    """In float64, three ranks within an epoch, then two: the same as one process from the start."""
+    job = f"{JOB} --norm group --double --epochs 1"
+    succeed(f"{launcher('pytorch_SingleGPU')} {job} --output-dir {tmp_path}/whole")
+    parts = tmp_path / "parts"
+    first = f"{launcher('pytorch_torchrun_DDP', 3)} {job} --snapshot-every 1 --output-dir {parts}"
+    succeed(first.replace("torchrun ", "torchrun ", 1))
+    evaluated, third = snapshots(parts)
+    assert third.name == "step-00000003"
+    finished = succeed(
+        f"{launcher('pytorch_torchrun_DDP', 2)} {job} --output-dir {tmp_path}/two --resume {third}"
+    )
+    assert "at epoch 1, step 4" in finished.stdout
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "two")
+    assert max((found[n] - expected[n]).abs().max().item() for n in expected) < 1e-10
+    losses = [
+        json.loads((tmp_path / name / "result.json").read_text())["train_loss"]
+        for name in ("whole", "two")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_two_snapshots_are_kept(tmp_path):
+    succeed(f"python pytorch_SingleGPU.py {SMALL} --snapshot-every 1 --output-dir {tmp_path}")
+    names = [path.name for path in snapshots(tmp_path)]
+    assert names == ["step-00000016-evaluated", "step-00000015"]
+    assert not list((tmp_path / "snapshots").glob(".*"))
+
+
+# ---------------------------------------------------------------------------- stop and orphans
+
+
+@pytest.mark.parametrize(
+    "signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_one_process_is_stopped_with_a_documented_code(signum, code, tmp_path):
+    command = f"python pytorch_SingleGPU.py {SMALL} --epochs 500 --workers 1"
+    with started(f"{command} --output-dir {tmp_path}") as process:
+        wait_for(lambda: snapshots(tmp_path))
+        os.killpg(process.pid, signum)  # as a terminal does, to its children as well
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"stopped by {signum.name} after step" in output and "Traceback" not in output
+
+
+def test_ctrl_c_for_torchrun(tmp_path):
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 500 --output-dir {tmp_path}"
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert output.count("stopped by SIGINT after step") == 1
+    name = re.search(r"snapshots/(step-\S+);", output).group(1)
+    assert snapshots(tmp_path)[0].name == name
+
+
+@pytest.mark.parametrize("script", ["pytorch_DDP", "pytorch_torchrun_DDP", "pytorch_DeepSpeed"])
+def test_ranks_end_with_their_launcher(script, tmp_path):
+    command = f"{launcher(script, 2)} {SMALL} --epochs 500 --output-dir {tmp_path}"
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        ranks = ranks_of(tmp_path)
+        assert len(ranks) == 2
+        process.kill()
+        wait_for(lambda: not ranks_of(tmp_path), 15)
+
+
+def test_a_process_that_cannot_stop_is_ended(tmp_path):
+    """One that waits in a library for a rank that is gone never comes to the end of its step."""
+    code = (
+        "import ctypes, fault_tolerance\n"
+        "fault_tolerance.StopRequest(patience=1).listen()\n"
+        "print('waiting', flush=True)\n"
+        "mutex = ctypes.create_string_buffer(64)\n"
+        "ctypes.CDLL(None).pthread_mutex_lock(mutex)\n"
+        "ctypes.CDLL(None).pthread_mutex_lock(mutex)\n"  # for ever
+    )
+    with started(f"{sys.executable} -c {shlex.quote(code)}", PYTHONPATH=str(ROOT)) as process:
+        assert process.stdout.readline() == "waiting\n"
+        process.terminate()
+        assert process.wait(30) == 143
+
+
+def test_sockets_of_one_machine_are_on_loopback(tmp_path):
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 500 --output-dir {tmp_path}"
+    with started(command):
+        wait_for(lambda: snapshots(tmp_path))
+        addresses = [address for rank in ranks_of(tmp_path) for address in listening(rank)]
+        assert addresses and all(a == "127.0.0.1" or a.endswith("0100007F") for a in addresses)
+
+
+def test_a_world_of_one_listens_nowhere(tmp_path):
+    command = f"python pytorch_torchrun_DDP.py {SMALL} --epochs 500 --output-dir {tmp_path}"
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        assert all(a == "127.0.0.1" for a in listening(process.pid))
+
+
+def listening(process):
+    """Addresses on which a process accepts TCP connections."""
+    sockets = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(file))
+    found = []
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{kind}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                address = words[1].split(":")[0]
+                if kind == "tcp":
+                    address = ".".join(str(b) for b in reversed(bytes.fromhex(address)))
+                found.append(address)
+    return found
+
+
+# ------------------------------------------------------------------------- not a number, hangs
+
+POISON = """
+import os, runpy, sys, torch
+script = next(word for word in sys.argv if word.startswith("pytorch_"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
+sys.path.insert(0, {root!r})
+import common
+calls = 0
+draw_crops = common.draw_crops
+def count(*args):
+    global calls
+    calls += 1
+    return draw_crops(*args)
+common.draw_crops = count
+cross_entropy = torch.nn.functional.cross_entropy
+def poisoned(logits, *args, **kwargs):
+    if calls == 7 and torch.is_grad_enabled() and common.RANK == {rank}:
+        if {what!r} == "loss":
+            return cross_entropy(logits * float("nan"), *args, **kwargs)
+        logits.register_hook(lambda gradient: gradient * float("inf"))
+    return cross_entropy(logits, *args, **kwargs)
+torch.nn.functional.cross_entropy = poisoned
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "script, n, what, said",
+    [
+        ("pytorch_SingleGPU", 1, "loss", "the loss is nan on rank 0"),
+        ("pytorch_SingleGPU", 1, "gradient", "the gradient of conv1.0.weight is not finite"),
+        ("pytorch_torchrun_DDP", 2, "loss", "the loss is nan on rank 1"),
+        ("pytorch_torchrun_DDP", 2, "gradient", "the gradient of conv1.0.weight is not finite"),
+        ("pytorch_FSDP", 2, "loss", "the loss is nan on rank 1"),
+        ("pytorch_DDP_ZeRO --use_zero", 2, "loss", "the loss is nan on rank 1"),
+        ("pytorch_DDP_AMP --dtype float16", 2, "loss", "the loss is nan on rank 1"),
+        ("pytorch_DeepSpeed", 2, "loss", "the loss is nan on rank 1"),
+    ],
+)
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_not_a_number(script, n, what, said, on_nan, tmp_path):
+    """It comes at step 7, in one rank; the weights of step 6 are in a snapshot."""
+    through = tmp_path / "poison.py"
+    through.write_text(POISON.format(root=str(ROOT), rank=n - 1, what=what))
+    output = tmp_path / "run"
+    command = launcher(script, n, through)
+    job = f"{JOB} --model shufflenet_v2_x0_5 --snapshot-every 1 --on-nan {on_nan}"
+    finished = launch(f"{command} {job} --output-dir {output}")
+    if on_nan == "stop":
+        by_torchrun = n > 1 and "DeepSpeed" not in script  # whose own code is 1
+        assert finished.code == (1 if by_torchrun else 3), str(finished)
+        [line] = finished.errors
+        assert f"error: step 7: {said}" in line
+        assert state(output)["step"] == 6 and not (output / "model.pt").exists()
+        assert all(v.isfinite().all() for v in state(output).get("model", {}).values())
+    else:
+        assert finished.code == 0, str(finished)
+        assert f"step 7: {said}" in finished.stdout and "left out" in finished.stdout
+        assert all(value.isfinite().all() for value in weights(output).values())
+        result = json.loads((output / "result.json").read_text())
+        assert all(loss == loss for loss in result["eval_loss"] + result["train_loss"])
+
+
+def test_a_rank_that_hangs_is_named(tmp_path):
+    fault = {"kind": "stop", "rank": 1, "step": 3, "phase": "forward"}
+    events = {"events": str(tmp_path / "events")}
+    command = launcher("pytorch_torchrun_DDP", 2, "tests/faults/victim.py")
+    with started(
+        f"{command} {SMALL} --timeout 5 --output-dir {tmp_path}/run",
+        FAULT=json.dumps(fault | events),
+    ) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    line = next(line for line in output.splitlines() if ": error: " in line)
+    assert "rank 1 did not come to logits = model(images) (line " in line
+
+
+# ------------------------------------------------------------------------------------- the disk
+
+
+@contextlib.contextmanager
+def file_system(folder, size):
+    """One of its own, in memory."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@needs_root
+@pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)])
+@pytest.mark.parametrize("on_save_error", ["continue", "stop"])
+def test_no_space(script, n, on_save_error, tmp_path):
+    """Room for two and a half snapshots, then half of one: the last good one stays."""
+    disk = tmp_path / "disk"
+    with file_system(disk, "32m"):
+        (disk / "filler").write_bytes(bytes(28 * 2**20))
+        command = f"{launcher(script, n)} {JOB} --model shufflenet_v2_x1_0 --epochs 2"
+        finished = launch(
+            f"{command} --on-save-error {on_save_error} --output-dir {disk}/run", timeout=120
+        )
+        words = finished.stdout + finished.stderr
+        assert "No space left on device" in words and "bytes needed" in words
+        assert str(disk / "run" / "snapshots") in words
+        if on_save_error == "stop":
+            assert finished.code == (3 if n == 1 else 1), str(finished)
+            assert "make room" in words
+        else:
+            assert "training goes on" in words
+        assert not list((disk / "run" / "snapshots").glob(".*")), "nothing half is left"
+
+
+@needs_root
+def test_full_while_writing_the_one_before_stays_good(tmp_path):
+    disk = tmp_path / "disk"
+    with file_system(disk, "3m"):
+        write = lambda folder: torch.save(torch.zeros(2**18), folder / "state.pt")  # noqa: E731
+        folder = disk / "snapshots"
+        assert fault_tolerance.write_snapshot(folder / "step-1", write, 2**20) is None
+        large = lambda folder: torch.save(torch.zeros(2**20), folder / "state.pt")  # noqa: E731
+        why = fault_tolerance.write_snapshot(folder / "step-2", large, needed=0)
+        assert "step-2 could not be written" in why
+        assert [path.name for path in folder.iterdir()] == ["step-1"]
+        assert fault_tolerance.find_damage(folder / "step-1") is None
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        why = fault_tolerance.write_snapshot(folder / "step-2", write, needed=0)
+        assert "Read-only file system" in why
+        assert fault_tolerance.find_damage(folder / "step-1") is None
+
+
+def test_a_folder_that_vanishes_while_writing(tmp_path):
+    def write(folder):
+        torch.save(torch.zeros(10), folder / "state.pt")
+        shutil.rmtree(folder)
+
+    why = fault_tolerance.write_snapshot(tmp_path / "a" / "step-1", write, 100)
+    assert "step-1 could not be written" in why and "bytes needed" in why
+    assert not fault_tolerance.list_snapshots(tmp_path / "a")
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path):
+    command = f"python pytorch_SingleGPU.py {SMALL} --epochs 100 --output-dir {tmp_path}/run"
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path / "run"))
+        shutil.rmtree(tmp_path / "run" / "snapshots")
+        wait_for(lambda: snapshots(tmp_path / "run"))
+        process.terminate()
+        process.communicate(timeout=60)
+    assert fault_tolerance.find_damage(snapshots(tmp_path / "run")[0]) is None
+
+
+# ------------------------------------------------------------------------------------- security
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("touch {}",)
+
+
+def attack(marker):
+    instance = Attack()
+    instance.__class__ = type(
+        "Attack", (), {"__reduce__": lambda self: (os.system, (f"touch {marker}",))}
+    )
+    return instance
+
+
+def sign(folder):
+    """Make a forged snapshot verify: checksums are against damage, not against malice."""
+    names = fault_tolerance.files_of(folder)
+    lines = [f"{fault_tolerance.sha256(folder / name)}  {name}\n" for name in names]
+    (folder / fault_tolerance.SUMS).write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    "script, file",
+    [
+        ("pytorch_SingleGPU", "state.pt"),
+        ("pytorch_FSDP", "shards/.metadata"),
+        ("pytorch_DeepSpeed", "zero/mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_snapshot_that_would_run_code_is_refused(script, file, tmp_path):
+    command = f"python {script}.py {SMALL} --output-dir {tmp_path}/run"
+    succeed(f"{command} --max-steps 1")
+    [snapshot] = snapshots(tmp_path / "run")
+    marker = tmp_path / "attacked"
+    assert (snapshot / file).is_file()
+    if file.endswith(".metadata"):
+        (snapshot / file).write_bytes(pickle.dumps(attack(marker)))
+    else:
+        torch.save({"step": attack(marker)}, snapshot / file)
+    sign(snapshot)
+    finished = launch(f"{command} --resume {snapshot}")
+    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
+    [line] = finished.errors
+    assert str(snapshot) in line
+    assert not marker.exists()
+
+
+def test_what_a_sharded_snapshot_must_not_hold(tmp_path):
+    """Anything that is no tensor would be unpickled."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"weight": torch.zeros(3)}, checkpoint_id=f"{tmp_path}/good", no_dist=True)
+    fault_tolerance.check_sharded(tmp_path / "good")
+    dcp.save({"weight": torch.zeros(3), "lr": 0.1}, checkpoint_id=f"{tmp_path}/bad", no_dist=True)
+    with pytest.raises(fault_tolerance.UntrustedSnapshot, match="lr in it is not a tensor"):
+        fault_tolerance.check_sharded(tmp_path / "bad")
+    with pytest.raises(fault_tolerance.UntrustedSnapshot, match="cannot be read"):
+        fault_tolerance.check_sharded(tmp_path)
+
+
+def test_all_loads_are_of_weights_only():
+    for path in [*ROOT.glob("*.py")]:
+        for call in re.findall(r"torch\.load\(([^)]*)\)", path.read_text()):
+            assert "weights_only=True" in call, path
+    assert common.load_file  # through which all snapshots come
