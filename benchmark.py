@@ -439,6 +439,8 @@ CHINESE = {  # what stands in the tables' heads and cells
     "SGD with momentum": "带动量的 SGD", "loss in fp32": "fp32 损失", "difference": "差",
     "1 rank": "1 进程", "2 ranks": "2 进程", "4 ranks": "4 进程", "runtime": "运行时",
     "batch 1": "批 1", "batch 8": "批 8", "batch 32": "批 32", "batch 128": "批 128",
+    "fault": "故障", "damage": "损坏", "trials": "次数", "clean": "完好", "wrong": "有误",
+    "hung": "挂起", "fallback": "退回上一个", "silent": "未察觉", "failed": "失败",
     "memory GiB": "内存 GiB", "first call s": "首次调用 s", "not measured yet": "尚未测量",
     " cores": " 核", " runs of each": " 次重复", "median (least–most)": "中位数（最小–最大）",
 }  # fmt: skip
@@ -489,6 +491,8 @@ def fill(text: str, language: str, results: dict) -> str:
         "sent": sent_table(proof["sent"], text),
         "loss": loss_table(proof["loss"], text),
         "inference": inference_table(json.loads((RESULTS / "inference.json").read_text())),
+        "faults": outcomes_table(RESULTS / "faults.txt", "fault"),
+        "corrupt": outcomes_table(RESULTS / "corrupt.txt", "damage"),
     }
     for suite in ("cpu", "gpu"):
         for table in json.loads((CONFIG / f"suite_{suite}.json").read_text())["tables"]:
@@ -743,6 +747,31 @@ def loss_table(rows: list[dict], text: str) -> str:
             figures = [row["ranks"], f"{row['fp32']:.4f}", f"{row['value']:.4f}", change]
             lines.append([short(script), *figures])
     return markdown(["script", "ranks", "loss in fp32", "its loss", "difference"], lines)
+
+
+TRIAL = re.compile(
+    r"trial +\d+: (?P<kind>\w+) .*?(?P<end>clean|wrong|hung|fallback|silent|failed)\b"
+)
+
+
+def outcomes_table(path: Path, what: str) -> str:
+    """Trials by kind and outcome, counted in what tests/faults/*.py printed, and its last line."""
+    if not path.is_file():
+        return "not measured yet"
+    command, where, *trials, summary = path.read_text().splitlines()
+    found = [TRIAL.match(line) for line in trials]
+    if not all(found) or not summary.startswith(f"{len(found)} trials: "):
+        common.fail(f"{path} is not what it was written as; run {command.removeprefix('$ ')} again")
+    outcomes = ["clean", "wrong", "hung"] if what == "fault" else ["fallback", "silent", "failed"]
+    lines = []
+    for kind in sorted({match["kind"] for match in found}):
+        ends = [match["end"] for match in found if match["kind"] == kind]
+        lines.append([kind, len(ends), *(ends.count(outcome) for outcome in outcomes)])
+    ends = [match["end"] for match in found]
+    lines.append(["all", len(ends), *(ends.count(outcome) for outcome in outcomes)])
+    table = markdown([what, "trials", *outcomes], lines)
+    link = f"[results/{path.name}](results/{path.name})"
+    return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary}. {where}; {link}"
 
 
 # -------------------------------------------------------------------------------------- 4 plots

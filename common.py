@@ -910,7 +910,7 @@ class Run:
         self.images = 0
         self.seconds, self.since = 0.0, STARTED
         self.ticks, self.good_buffers, self.stop = [], [], 0
-        self.stop_request = fault_tolerance.StopRequest(patience=5)
+        self.stop_request = fault_tolerance.StopRequest(5 if device.type == "cuda" else None)
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
         """Go on from the snapshot that ``--resume`` means. If there is none, begin.
@@ -991,7 +991,11 @@ class Run:
         [path, *_] = fault_tolerance.everywhere(path)
         if path is None:
             return None, None
+        if not path.exists():
+            fail(f"{path} is not on this machine; give an --output-dir that all machines share")
         snapshot = load_file(path / "state.pt", "--resume")
+        if "job" not in snapshot:
+            fail(f"--resume {path} holds no snapshot of these scripts; give another, or none")
         check_job(self.args, path, snapshot)
         if needed not in snapshot:
             fail(
@@ -1014,6 +1018,8 @@ class Run:
         folder = self.args.output_dir / "snapshots"
         if self.args.resume != "auto":
             folder = Path(self.args.resume)
+            if (self.args.output_dir / "previous").resolve() in folder.resolve().parents:
+                fail(f"--resume {folder}: a new run replaces previous/; move it elsewhere first")
             if (folder / "state.pt").exists() or (folder / fault_tolerance.SUMS).exists():
                 if damage := fault_tolerance.find_damage(folder):
                     fail(f"--resume {folder} is damaged: {damage}; give another, or auto")
@@ -1033,10 +1039,10 @@ class Run:
             damage = fault_tolerance.find_damage(path)
             if not damage:
                 state = load_file(path / "state.pt", "--resume")
-                if path.name.split("-")[1] == f"{state['step']:08}":
-                    yield path, state["launch"]
+                if path.name.split("-")[1] == f"{state.get('step', 0):08}":
+                    yield path, state.get("launch")
                     continue
-                damage = f"it is of step {state['step']}"
+                damage = f"it is of step {state.get('step')}"
             say(f"snapshot {path} is damaged and left out: {damage}")
 
     def write_snapshot(self, write: Callable = lambda folder: None, size: int = 0, **parts) -> None:
@@ -1147,6 +1153,25 @@ class Run:
             put_aside_last_run(args.output_dir, path)
             self.writer = SummaryWriter(str(args.output_dir), purge_step=self.step + 1)
         self.stop_request.listen()
+
+    def settle_buckets(self, model: nn.Module) -> None:
+        """Let DDP sort its gradients into the buckets that it uses from its second step on.
+
+        It sorts them as they were ready in the first step, and in another place of a bucket the sum
+        of more than two ranks is rounded otherwise. So a run that goes on begins, where the bits
+        count (``--deterministic``), with a step that changes nothing.
+        """
+        if not self.step or not self.args.deterministic:
+            return
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        size = self.args.image_size
+        gpus = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):  # dropout draws from it
+            model.train()
+            model(torch.zeros(2, 3, size, size, device=self.device)).sum().backward()
+        model.zero_grad()
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     def seconds_total(self) -> float:
         """Wall time of this run so far, up to a snapshot and since it was loaded."""
@@ -1259,9 +1284,10 @@ class Run:
                 found = f"the gradient of {name.removeprefix('module.')} is not finite"
                 break
         everyone = fault_tolerance.everywhere(found)
-        first = min((f for f in everyone if f), key=lambda f: "gradient" in f)
+        found = [theirs for theirs in everyone if theirs] or ["the gradients' norm is not finite"]
+        first = min(found, key=lambda theirs: "gradient" in theirs)
         ranks = [str(rank) for rank, theirs in enumerate(everyone) if theirs == first]
-        return f"{first} on rank {', '.join(ranks)}"
+        return f"{first} on rank {', '.join(ranks)}" if ranks else first
 
     def snapshot_is_due(self) -> bool:
         """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,

@@ -1,7 +1,6 @@
-"""What keeps a long job from being lost. common.py uses it; a script does not need to know it.
+"""What keeps a long job from being lost, for common.py, which decides when.
 
 processes     workers end with their launcher, and listen on no other machine's network
-restarts      ranks do not find the addresses of those who were there before
 snapshots     written whole, with checksums, and verified before they are read
 stop          SIGTERM and Ctrl-C are requests, granted at the end of a step
 hangs         who was missing, when a collective timed out
@@ -77,9 +76,6 @@ def stay_on_this_machine() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
-# ------------------------------------------------------------------------------------ restarts
-
-
 def launch_id() -> str:
     """The same for all attempts of one launch, and another for the next launch."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -143,9 +139,8 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
         ``None``, or why it could not be written, on all ranks. What was there before still is.
     """
     part = folder.with_name(f".{folder.name}.part")
-    sums: dict[str, str] = {}
 
-    def prepare():
+    def prepare(_):
         if RANK == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             for old in folder.parent.glob(".*.part"):  # of an attempt that was killed
@@ -154,15 +149,21 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             part.mkdir()
 
-    def bring_to_disk():
-        names = everywhere(files_of(part) if RANK == 0 else None)[0]
-        for name in names[RANK::WORLD_SIZE]:
-            sums[name] = sha256(part / name)
-            sync(part / name)
+    def fill(_):
+        write(part)
 
-    def publish():
+    def list_files(_):
+        return files_of(part) if RANK == 0 else None
+
+    def bring_to_disk(lists):
+        names = lists[0][RANK::WORLD_SIZE]
+        for name in names:
+            sync(part / name)
+        return {name: sha256(part / name) for name in names}
+
+    def publish(sums):
         if RANK == 0:
-            lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+            lines = sorted(f"{theirs[name]}  {name}\n" for theirs in sums for name in theirs)
             (part / SUMS).write_text("".join(lines))
             sync(part / SUMS)
             sync(part)
@@ -173,16 +174,17 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
             for old in list_snapshots(folder.parent)[2:]:
                 shutil.rmtree(old)
 
-    for stage in (prepare, lambda: write(part), bring_to_disk, publish):
-        failure = None
+    results = []  # of all ranks, of the stage before
+    for stage in (prepare, fill, list_files, bring_to_disk, publish):
+        failure = result = None
         try:
-            stage()
+            result = stage(results)
         except (OSError, RuntimeError) as error:
             failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        everyone = everywhere((failure, sums))
+        everyone = everywhere((failure, result))
         if failures := [why for why, _ in everyone if why]:
             return explain(folder, needed, part, failures[0])
-        sums = {name: digest for _, theirs in everyone for name, digest in theirs.items()}
+        results = [result for _, result in everyone]
     return None
 
 
@@ -268,14 +270,21 @@ def check_sharded(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------- stop
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 class StopRequest:
     """Remembers SIGTERM or Ctrl-C: the run ends after the step that it is at.
 
     A process that waits for ranks that are gone does not come to the end of its step. So a thread
-    ends it, if the main thread has not been heard of for ``patience`` seconds since the signal.
+    ends it, if the main thread has not been heard of for some time since the signal.
+
+    Args:
+        patience: seconds; ``None`` waits for ever, for there an operation may take long, and on
+            gloo one that waits for a dead rank fails at once.
     """
 
-    def __init__(self, patience: float):
+    def __init__(self, patience: float | None):
         self.signum = 0
         self.patience = patience
         self.heard = threading.Event()
@@ -287,7 +296,7 @@ class StopRequest:
         self.writer.setblocking(False)
         signal.set_wakeup_fd(self.writer.fileno())  # written at once, whatever the main thread does
         threading.Thread(target=self.watch, daemon=True).start()
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in STOP_SIGNALS:
             signal.signal(signum, self.note)  # called by the main thread, between two operations
 
     def note(self, signum: int, frame) -> None:
@@ -297,7 +306,8 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def watch(self) -> None:
-        signum = self.reader.recv(1)[0]
+        while (signum := self.reader.recv(1)[0]) not in STOP_SIGNALS:
+            pass  # a loader process ended: PyTorch looks after that
         if not self.heard.wait(self.patience):
             os._exit(128 + signum)
 
@@ -350,7 +360,7 @@ def name_missing_ranks(where: str, script: str) -> None:
         return
     if missing := sorted(set(range(WORLD_SIZE)) - set(places)):
         names = ", ".join(map(str, missing))
-        why = f"rank {names} did not come to {where} within --timeout; it hangs, or is elsewhere"
+        why = f"rank {names} did not come to {where} within --timeout: it hangs, or is elsewhere"
     else:
         why = "ranks waited at different places: " + "; ".join(
             f"rank {rank} at {place}" for rank, place in places.items()

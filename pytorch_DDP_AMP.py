@@ -79,6 +79,7 @@ def main():
     run = common.Run(args, device, train_loader)
     # DDP: .module is the plain model
     run.load_snapshot(model.module, optimizer, scheduler, scaler=scaler)
+    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):

@@ -82,6 +82,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
+    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):

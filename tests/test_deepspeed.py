@@ -145,6 +145,14 @@ def test_resume_and_zero_to_fp32(config, tmp_path):
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
+def test_bfloat16_with_batch_norm(tmp_path):
+    """Its running statistics are in bfloat16 too, or a CPU could not compute it."""
+    job = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
+    succeed(f"{launcher(script('zero_stage2_bf16'), 2)} {job} --output-dir {tmp_path}")
+    _, result = read_run(tmp_path)
+    assert result["precision"] == "bfloat16" and result["norm"] == "batch"
+
+
 def test_a_file_with_its_own_optimizer_and_scheduler(tmp_path):
     """Is honoured, also when the run is resumed."""
     config = {

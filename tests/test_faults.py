@@ -202,6 +202,16 @@ def test_stopped_within_an_epoch_it_ends_with_the_same_bits(script, n, model, tm
         assert mine[name] == whole[name]
 
 
+@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP"])
+def test_three_ranks_round_their_sums_as_before(script, tmp_path):
+    """DDP sorts its buckets after the first step, which matters for the sums of three."""
+    command = f"{launcher(script, 3)} {SMALL} --epochs 2 --snapshot-every 3"
+    succeed(f"{command} --output-dir {tmp_path}/whole")
+    [third] = (tmp_path / "whole" / "snapshots").glob("step-00000006")
+    succeed(f"{command} --output-dir {tmp_path}/parts --resume {third}")
+    assert same(tmp_path / "parts", tmp_path / "whole")
+
+
 def test_at_another_world_size_every_sample_is_still_seen_once(tmp_path):
     """In float64, three ranks within an epoch, then two: the same as one process from the start."""
     job = f"{JOB} --norm group --double --epochs 1"

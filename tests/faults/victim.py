@@ -142,8 +142,7 @@ else:
     def everywhere_and_count(value):
         global waits
         waits += 1
-        phases = {2: "during write", 5: "before rename"}
-        happen(phases.get(waits, ""))
+        happen({2: "during write", 5: "before rename"}.get(waits))
         values = everywhere(value)
         if waits == 5:
             happen("after rename")
