@@ -292,6 +292,7 @@ def test_a_process_that_cannot_stop_is_ended(tmp_path):
     )
     with started(f"{sys.executable} -c {shlex.quote(code)}", PYTHONPATH=str(ROOT)) as process:
         assert process.stdout.readline() == "waiting\n"
+        time.sleep(1)  # now it does
         process.terminate()
         assert process.wait(30) == 143
 
