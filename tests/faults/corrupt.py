@@ -63,7 +63,8 @@ def main():
 
 def run_trials(args, folder):
     print(f"$ python tests/faults/corrupt.py {shlex.join(sys.argv[1:])}")
-    print(f"torch {torch.__version__}; pytorch_SingleGPU.py {JOB}", flush=True)
+    where = f"commit {common.git_commit()}, torch {torch.__version__}"
+    print(f"{where}; pytorch_SingleGPU.py {JOB}", flush=True)
     command = f"{sys.executable} pytorch_SingleGPU.py {JOB} --output-dir {folder}/whole"
     subprocess.run(shlex.split(command), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     older = sorted((folder / "whole" / "snapshots").iterdir())[0]

@@ -32,6 +32,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import common  # noqa: E402
+
 KINDS = {"kill": 4, "term": 2, "exception": 2, "stop": 1}  # with weights: the last takes long
 PHASES = ["data", "forward", "backward", "optimizer"]
 PHASES += ["during write", "before rename", "after rename"]
@@ -68,7 +72,8 @@ def main():
 
 def run_trials(args, folder):
     print(f"$ python tests/faults/inject.py {shlex.join(sys.argv[1:])}")
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores; {args.script} {JOB}", flush=True)
+    where = f"commit {common.git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
+    print(f"{where}; {args.script} {JOB}", flush=True)
     code, _ = run(args, folder / "whole", {"kind": "none", "rank": 0, "step": 0, "phase": "none"})
     if code != 0:
         sys.exit(f"without a fault it ended with exit code {code}")
