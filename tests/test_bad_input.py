@@ -84,31 +84,6 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("flags, words", MISTAKES, ids=[flags for flags, _ in MISTAKES])
-def test_one_process(flags, words, places, tmp_path):
-    command = f"python pytorch_SingleGPU.py {SMALL} --output-dir {tmp_path}/run"
-    finished = launch(f"{command} {flags.format(places)}", timeout=60, TORCH_HOME=str(tmp_path))
-    assert finished.code == 2, str(finished)
-    [line] = finished.errors
-    assert finished.stderr.rstrip().splitlines()[-1] == line
-    assert "Traceback" not in finished.stderr
-    for word in words:
-        assert word.format(places) in line
-    assert not list(tmp_path.glob("run/*"))
-
-
-# the same on two or three ranks, where the launcher adds its own report
-RANKS = [
-    ("pytorch_torchrun_DDP", 3, "--batch-size 32", ["--batch-size 32", "3 ranks", "30"]),
-    ("pytorch_DDP", 3, "--batch-size 32", ["--batch-size 32", "3 ranks", "30"]),
-    ("pytorch_DDP", 2, "--model resnet19", ["--model resnet19", "resnet18"]),
-    ("pytorch_torchrun_DDP", 2, "--dataset folder --data-dir {0}/broken", ["red/000.jpg"]),
-    ("pytorch_torchrun_DDP", 2, "--output-dir {0}/a_file/run", ["{0}/a_file/run"]),
-    ("pytorch_torchrun_DDP", 2, "--dataset cifar10", ["--dataset cifar10", "synthetic"]),
-    ("pytorch_torchrun_DDP", 2, "--resume {0}/run --norm group", ["--norm batch"]),
-]
-
-
 # flags of the other scripts
 TECHNIQUES = [
     ("pytorch_half_precision", "--dtype float32", ["--dtype", "float32", "bfloat16"]),
@@ -131,20 +106,32 @@ TECHNIQUES = [
     ("pytorch_comm_hooks", "--comm-hook int8", ["--comm-hook", "int8", "powersgd"]),
 ]
 
+ALONE = [("pytorch_SingleGPU", *mistake) for mistake in MISTAKES] + TECHNIQUES
 
-@pytest.mark.parametrize(
-    "script, flags, words", TECHNIQUES, ids=[f"{t[0]} {t[1]}" for t in TECHNIQUES]
-)
-def test_each_technique(script, flags, words, places, tmp_path):
-    """On one rank, without a launcher."""
+
+@pytest.mark.parametrize("script, flags, words", ALONE, ids=[f"{m[0]} {m[1]}" for m in ALONE])
+def test_one_process(script, flags, words, places, tmp_path):
     command = f"python {script}.py {SMALL} --output-dir {tmp_path}/run"
-    finished = launch(f"{command} {flags.format(places)}", timeout=60)
+    finished = launch(f"{command} {flags.format(places)}", timeout=60, TORCH_HOME=str(tmp_path))
     assert finished.code == 2, str(finished)
     [line] = finished.errors
+    assert finished.stderr.rstrip().splitlines()[-1] == line
     assert "Traceback" not in finished.stderr
     for word in words:
         assert word.format(places) in line
     assert not list(tmp_path.glob("run/*"))
+
+
+# the same on two or three ranks, where the launcher adds its own report
+RANKS = [
+    ("pytorch_torchrun_DDP", 3, "--batch-size 32", ["--batch-size 32", "3 ranks", "30"]),
+    ("pytorch_DDP", 3, "--batch-size 32", ["--batch-size 32", "3 ranks", "30"]),
+    ("pytorch_DDP", 2, "--model resnet19", ["--model resnet19", "resnet18"]),
+    ("pytorch_torchrun_DDP", 2, "--dataset folder --data-dir {0}/broken", ["red/000.jpg"]),
+    ("pytorch_torchrun_DDP", 2, "--output-dir {0}/a_file/run", ["{0}/a_file/run"]),
+    ("pytorch_torchrun_DDP", 2, "--dataset cifar10", ["--dataset cifar10", "synthetic"]),
+    ("pytorch_torchrun_DDP", 2, "--resume {0}/run --norm group", ["--norm batch"]),
+]
 
 
 @pytest.mark.parametrize("dtype, other", [("float16", "bfloat16"), ("bfloat16", "float16")])
