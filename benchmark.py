@@ -771,7 +771,7 @@ def outcomes_table(path: Path, what: str) -> str:
     lines.append(["all", len(ends), *(ends.count(outcome) for outcome in outcomes)])
     table = markdown([what, "trials", *outcomes], lines)
     link = f"[results/{path.name}](results/{path.name})"
-    return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary}. {where}; {link}"
+    return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary} ({where}; {link})"
 
 
 # -------------------------------------------------------------------------------------- 4 plots

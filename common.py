@@ -33,6 +33,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.request
@@ -498,6 +499,8 @@ def fetch_cifar10(data_dir: Path) -> str | None:
         thread.join(timeout=5)
         why = answers[-1]
         if not why:
+            if hasattr(tarfile, "data_filter"):  # nothing is extracted to outside of the folder
+                tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
             try:
                 CIFAR10(data_dir, download=True)
             except Exception as error:  # the same, or of a damaged archive

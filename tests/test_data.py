@@ -2,7 +2,9 @@
 
 import argparse
 import hashlib
+import io
 import pickle
+import tarfile
 
 import numpy as np
 import pytest
@@ -207,6 +209,19 @@ def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         common.make_datasets(arguments(dataset="cifar10", data_dir=tmp_path))
     assert exit.value.code == 2 and f"{tmp_path} is damaged" in capsys.readouterr().err
+
+
+def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, monkeypatch):
+    archive = tmp_path / torchvision.datasets.CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as file:
+        member = tarfile.TarInfo("../outside")
+        member.size = 3
+        file.addfile(member, io.BytesIO(b"bad"))
+    digest = hashlib.md5(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", archive.as_uri())
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "tgz_md5", digest)
+    why = common.fetch_cifar10(tmp_path / "data")
+    assert "outside" in why and not (tmp_path / "outside").exists()
 
 
 def test_one_rank_downloads_and_all_find_cifar10(tmp_path):
