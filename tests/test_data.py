@@ -1,10 +1,13 @@
 """Datasets, order, augmentation, and the global batch that is the same at every world size."""
 
 import argparse
+import functools
 import hashlib
+import http.server
 import io
 import pickle
 import tarfile
+import threading
 
 import numpy as np
 import pytest
@@ -218,9 +221,15 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, monkeypatch):
         member.size = 3
         file.addfile(member, io.BytesIO(b"bad"))
     digest = hashlib.md5(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", archive.as_uri())
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "tgz_md5", digest)
-    why = common.fetch_cifar10(tmp_path / "data")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{archive.name}"
+        monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", url)
+        why = common.fetch_cifar10(tmp_path / "data")
+        server.shutdown()
     assert "outside" in why and not (tmp_path / "outside").exists()
 
 
