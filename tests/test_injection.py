@@ -35,15 +35,12 @@ def test_broken_anywhere_it_ends_with_the_same_bits(script, trials):
 
 def test_the_injector_notices_what_is_wrong(tmp_path):
     """A script that forgets to go on, and one that does not exist."""
-    broken = ROOT / "pytorch_broken_by_a_test.py"
+    broken = tmp_path / "pytorch_broken.py"
     text = (ROOT / "pytorch_torchrun_DDP.py").read_text()
     broken.write_text(
         text.replace("run.load_snapshot(", "run.start(optimizer, scheduler, None, None) #")
     )
-    try:
-        run = run_tool(f"tests/faults/inject.py --trials 1 --kinds kill --script {broken.name}")
-    finally:
-        broken.unlink()
+    run = run_tool(f"tests/faults/inject.py --trials 1 --seed 3 --kinds kill --script {broken}")
     assert run.returncode == 1, run.stdout
     assert "1 trials: 0 clean, 1 wrong, 0 hung" in run.stdout
     run = run_tool("tests/faults/inject.py --script pytorch_nothing.py")

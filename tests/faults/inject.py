@@ -6,8 +6,8 @@ A trial is a small deterministic job on two ranks under ``torchrun --standalone 
 in which one fault happens: of a random kind, on a random rank, at a random step and phase (see
 victim.py). It is
 
-    clean    it finished after one restart, with the same bits in every weight as a run without a
-             fault, and left no process behind
+    clean    it finished after one restart, from the last snapshot, with the same bits in every
+             weight as a run without a fault, and left no process behind
     wrong    it ended in another way
     hung     it did not end within --limit seconds
 
@@ -39,12 +39,12 @@ import common  # noqa: E402
 KINDS = {"kill": 4, "term": 2, "exception": 2, "stop": 1}  # with weights: the last takes long
 PHASES = ["data", "forward", "backward", "optimizer"]
 PHASES += ["during write", "before rename", "after rename"]
-# Three epochs of four steps; dropout and BatchNorm; a snapshot at every second step
+# Three epochs of four steps, with dropout and BatchNorm
 JOB = (
     "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 3 "
     "--model mobilenet_v3_small --snapshot-every 2 --deterministic --device cpu --timeout 20"
 )
-STEPS = 12
+STEPS_PER_EPOCH, SNAPSHOT_EVERY = 4, 2
 
 
 def main():
@@ -119,16 +119,19 @@ def try_one(args, output, fault, expected):
     try:
         if code is None:
             return "hung", None, f" (it was ended after {args.limit:.0f} s)"
-        starts = [time for time, event, _ in events if event == "start"]
-        [broken] = [time for time, event, _ in events if event == "fault"] or [None]
-        steps = [time for time, event, attempt in events if event == "step" and attempt == "1"]
-        seconds = steps[0] - broken if steps and broken else None
+        starts = [event for event in events if event["what"] == "start"]
+        broken = next((event for event in events if event["what"] == "fault"), None)
         if broken is None:
             return "wrong", None, " (the fault did not happen)"
+        again = [e for e in events if e["what"] == "step" and e["restarts"] == 1]
+        seconds = again[0]["time"] - broken["time"] if again else None
+        lost = broken["step"] - again[0]["step"] if again else 0
         if code != 0:
             return "wrong", seconds, f" (exit code {code})"
         if len(starts) != 2:
             return "wrong", seconds, f" ({len(starts) - 1} restarts)"
+        if lost > SNAPSHOT_EVERY:
+            return "wrong", seconds, f" ({lost} steps were lost)"
         found = torch.load(output / "model.pt", weights_only=True)
         if not all(torch.equal(found[name], expected[name]) for name in expected):
             return "wrong", seconds, " (other weights)"
@@ -143,7 +146,7 @@ def try_one(args, output, fault, expected):
 
 
 def run(args, output, fault):
-    """Exit code, ``None`` if it did not end; and the events: time, name, number of restarts."""
+    """Exit code, ``None`` if it did not end; and the events, with the step from the beginning."""
     output.mkdir()
     events = output / "events"
     events.touch()
@@ -168,8 +171,12 @@ def run(args, output, fault):
             code = None
     if code != 0 and os.environ.get("KEEP_LOGS"):
         shutil.copy(output / "log", Path(os.environ["KEEP_LOGS"]) / f"{output.name}.log")
-    lines = [line.split() for line in events.read_text().splitlines()]
-    return code, [(float(time), event, attempt) for time, event, attempt in lines]
+    found = []
+    for line in events.read_text().splitlines():
+        when, what, restarts, epoch, index = line.split()
+        step = int(epoch) * STEPS_PER_EPOCH + int(index) + 1
+        found.append({"time": float(when), "what": what, "restarts": int(restarts), "step": step})
+    return code, found
 
 
 def processes_with(word):

@@ -8,7 +8,8 @@ FAULT says what happens: a JSON object with
     step     at which step; of a phase that belongs to a snapshot: while the first snapshot is
              written at this step or a later one
     phase    data, forward, backward, optimizer; during write, before rename, after rename
-    events   a file; a line is added at every start, at the fault, and at every first step
+    events   a file; a line is added at every start, at the fault, and at every first step: when,
+             what, after how many restarts, and at which epoch and step of it, counted from 0
 
 A rank that does not write snapshots has the last three at the points where it waits for the one
 that does.
@@ -30,7 +31,7 @@ from torch.optim.optimizer import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-script = next(word for word in sys.argv if word.startswith("pytorch_"))
+script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
 import common  # noqa: E402
@@ -38,6 +39,7 @@ import fault_tolerance  # noqa: E402
 
 FAULT = json.loads(os.environ["FAULT"])
 step = 0  # of this start, the first is 1
+place = 0, 0  # the same, as epoch and step
 armed = fault_tolerance.RESTARTS == 0 and common.RANK == FAULT["rank"]
 
 
@@ -47,7 +49,7 @@ class InjectedFault(Exception):
 
 def note(event):
     with open(FAULT["events"], "a") as file:
-        file.write(f"{time.time():.3f} {event} {fault_tolerance.RESTARTS}\n")
+        file.write(f"{time.time():.3f} {event} {fault_tolerance.RESTARTS} {place[0]} {place[1]}\n")
 
 
 def happen(phase):
@@ -79,11 +81,12 @@ def before(module, name, phase):
 draw_crops = common.draw_crops
 
 
-def draw_crops_of_a_step(*args):
-    global step
+def draw_crops_of_a_step(seed, epoch, index, *args):
+    global step, place
     step += 1
+    place = epoch, index
     happen("data")
-    return draw_crops(*args)
+    return draw_crops(seed, epoch, index, *args)
 
 
 common.draw_crops = draw_crops_of_a_step
