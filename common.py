@@ -17,6 +17,7 @@ What a run does when something goes wrong is decided here and done in fault_tole
 """
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import functools
@@ -243,10 +244,13 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
             f"--batch-size {args.batch_size} is the global batch and is not divisible by "
             f"{WORLD_SIZE} ranks; use --batch-size {near}"
         )
-    if args.resume not in ("auto", "none") and not Path(args.resume).exists():
+    first = fault_tolerance.RESTARTS == 0  # later, the snapshots of this very run take its place
+    if first and args.resume not in ("auto", "none") and not Path(args.resume).exists():
         fail(f"--resume {args.resume}: no such folder; give auto, none or that of a snapshot")
     if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
+    if Path(args.weights).resolve() == (args.output_dir / "model.pt").resolve():
+        fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
     if RANK == 0:
         check_writable(args.output_dir, f"--output-dir {args.output_dir}")
     if args.double:
@@ -610,6 +614,8 @@ def make_loader(
     workers = args.workers
     if workers is None:
         workers = 4 if isinstance(dataset, ImagesOnDisk) else 0
+    if workers:
+        atexit.register(fault_tolerance.end_loaders)
     return DataLoader(
         dataset,
         batch_sampler=Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
@@ -913,7 +919,9 @@ class Run:
         self.images = 0
         self.seconds, self.since = 0.0, STARTED
         self.ticks, self.good_buffers, self.stop = [], [], 0
-        self.stop_request = fault_tolerance.StopRequest(5 if device.type == "cuda" else None)
+        # torchrun waits for 30 s; nccl would wait for a dead rank longer than that
+        patience = 20 if device.type == "cuda" and WORLD_SIZE > 1 else None
+        self.stop_request = fault_tolerance.StopRequest(patience)
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
         """Go on from the snapshot that ``--resume`` means. If there is none, begin.
@@ -926,7 +934,11 @@ class Run:
             model.load_state_dict(snapshot["model"])
             optimizer.load_state_dict(snapshot["optimizer"])
             for name, other in others.items():
-                other.load_state_dict(snapshot[name])
+                if snapshot.get(name):
+                    other.load_state_dict(snapshot[name])
+                else:
+                    say(f"{path} has no {name}, which begins anew")
+        self.keep_buffers(model)
         self.start(optimizer, scheduler, path, snapshot)
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
@@ -954,6 +966,7 @@ class Run:
             state["param_groups"] = snapshot["param_groups"]
             dcp_state.set_model_state_dict(model, weights)
             dcp_state.set_optimizer_state_dict(model, optimizer, state)
+        self.keep_buffers(model)
         self.start(optimizer, scheduler, path, snapshot)
 
     def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
@@ -989,8 +1002,10 @@ class Run:
             needed: an entry that the snapshots of this script have.
         """
         path = None
+        restarted = max_over_ranks([fault_tolerance.RESTARTS])[0]  # each machine counts its own
         if RANK == 0:
-            path = self.newest_of_this_launch() or self.snapshot_to_resume()
+            path = self.newest_of_this_launch() if restarted else None
+            path = path or self.snapshot_to_resume()
         [path, *_] = fault_tolerance.everywhere(path)
         if path is None:
             return None, None
@@ -1009,8 +1024,6 @@ class Run:
 
     def newest_of_this_launch(self) -> Path | None:
         """After a restart, the newest snapshot of the attempts before."""
-        if fault_tolerance.RESTARTS == 0:
-            return None
         good = self.good_snapshots(self.args.output_dir / "snapshots")
         return next((path for path, launch in good if launch == fault_tolerance.launch_id()), None)
 
@@ -1021,6 +1034,8 @@ class Run:
         folder = self.args.output_dir / "snapshots"
         if self.args.resume != "auto":
             folder = Path(self.args.resume)
+            if not folder.exists():
+                fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
             if (self.args.output_dir / "previous").resolve() in folder.resolve().parents:
                 fail(f"--resume {folder}: a new run replaces previous/; move it elsewhere first")
             if (folder / "state.pt").exists() or (folder / fault_tolerance.SUMS).exists():
@@ -1065,9 +1080,9 @@ class Run:
             size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
 
         def write_all(folder: Path) -> None:
+            write(folder)  # first: if it communicates, all ranks must be there
             if RANK == 0:
                 torch.save(state, folder / "state.pt")
-            write(folder)
 
         name = f"step-{self.step:08}" + ("-evaluated" if self.evaluated == self.step else "")
         folder = self.args.output_dir / "snapshots" / name
@@ -1266,8 +1281,7 @@ class Run:
         bad, stop = votes.tolist()
         self.stop = int(stop)
         if ignore or not bad:
-            if self.args.on_nan == "skip":
-                self.good_buffers = [buffer.clone() for buffer in model.buffers()]
+            self.keep_buffers(model)
             return True
         why = f"step {self.step}: {self.first_not_finite(loss, model)}"
         if self.args.on_nan == "stop":
@@ -1275,9 +1289,14 @@ class Run:
                 self.writer.close()
             fail(f"{why}; no weight was changed. Use a lower --lr, or --on-nan skip", code=3)
         say(f"{why}; the step is left out")
-        for buffer, good in zip(model.buffers(), self.good_buffers, strict=False):
+        for buffer, good in zip(model.buffers(), self.good_buffers, strict=True):
             buffer.copy_(good)  # BatchNorm's statistics have seen what was not finite
         return False
+
+    def keep_buffers(self, model: nn.Module) -> None:
+        """Remember BatchNorm's statistics, for ``--on-nan skip``."""
+        if self.args.on_nan == "skip":
+            self.good_buffers = [buffer.clone() for buffer in model.buffers()]
 
     def first_not_finite(self, loss: Tensor, model: nn.Module) -> str:
         """Of all ranks, a loss that is not finite, or else a gradient. All ranks call it."""
@@ -1527,6 +1546,8 @@ def put_aside_last_run(output_dir: Path, resumed: Path | None) -> None:
     else:
         for events in output_dir.glob("events.out.tfevents.*"):
             events.unlink()
+        if not fault_tolerance.list_snapshots(snapshots):  # of an attempt that came to nothing
+            shutil.rmtree(snapshots, ignore_errors=True)
     for path in aside:
         if path.exists():
             place = previous / path.relative_to(output_dir)

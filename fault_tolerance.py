@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -79,7 +80,12 @@ def stay_on_this_machine() -> None:
 def launch_id() -> str:
     """The same for all attempts of one launch, and another for the next launch."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run if run != "none" else f"process {PARENT}"
+    if run != "none":
+        return run
+    started = ""
+    with contextlib.suppress(OSError):  # Linux only; a container gives the same number every time
+        started = Path(f"/proc/{PARENT}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"process {PARENT} {started}"
 
 
 # ----------------------------------------------------------------------------------- snapshots
@@ -172,7 +178,7 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
             os.replace(part, folder)
             sync(folder.parent)
             for old in list_snapshots(folder.parent)[2:]:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # the new one is there in any case
 
     results = []  # of all ranks, of the stage before
     for stage in (prepare, fill, list_files, bring_to_disk, publish):
@@ -257,6 +263,8 @@ def check_sharded(folder: Path) -> None:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    if list(folder.glob("__*.metadata")):  # which would be read where the list itself cannot be
+        raise UntrustedSnapshot("it has a second list of contents")
     try:
         with open(folder / ".metadata", "rb") as file:
             contents = PlainUnpickler(file).load().state_dict_metadata
@@ -314,10 +322,18 @@ class StopRequest:
 
 def leave_signals_to_the_main_process(worker: int) -> None:
     """A DataLoader's ``worker_init_fn``. Terminals and launchers send their signals to all that a
-    rank has started, which would end it for want of data; a loader ends with its rank."""
+    rank has started, which would end it for want of data; :func:`end_loaders` ends them."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_loaders() -> None:
+    """To be called at exit: otherwise, after an exception, Python would wait for the loaders, and
+    the launcher for this rank."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report their end as an error
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 # --------------------------------------------------------------------------------------- hangs

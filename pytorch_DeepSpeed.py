@@ -180,12 +180,13 @@ def load_snapshot(run: common.Run, model, optimizer, scheduler) -> None:
     if path:
         check_contents(path)
         try:
-            found, _ = model.load_checkpoint(path)
+            found, _ = model.load_checkpoint(path, "zero")
         except Exception as error:  # of another stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             common.fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
             common.fail(f"--resume {path} holds no checkpoint of DeepSpeed; give another, or none")
+    run.keep_buffers(model)
     run.start(optimizer, scheduler, path, state)
 
 
@@ -197,16 +198,44 @@ def check_contents(folder: Path) -> None:
         "deepspeed.utils.tensor_fragment.fragment_address",
     }
     for file in folder.glob("zero/*.pt"):
-        for name in set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - own:
+        try:
+            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - own
+        except Exception as error:  # a file of another form
+            strange = {f"what cannot be told ({error})"}
+        if strange:
             common.fail(
-                f"--resume {folder} is refused: {file.name} asks for {name}, which DeepSpeed does "
-                "not write; give one that you trust"
+                f"--resume {folder} is refused: {file.name} asks for {strange.pop()}, which "
+                "DeepSpeed does not write; give one that you trust"
             )
 
 
 def save_snapshot(run: common.Run, model, scheduler) -> None:
     """Write a snapshot: DeepSpeed's checkpoint, and beside it the state of the run."""
-    run.write_snapshot(lambda folder: model.save_checkpoint(folder, "zero"), scheduler=scheduler)
+    save, failures = model.checkpoint_engine.save, []
+
+    def save_or_remember(*args, **kwargs):  # the other ranks would wait for one that gives up
+        try:
+            return save(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    def write(folder: Path) -> None:
+        model.checkpoint_engine.save = save_or_remember
+        try:
+            model.save_checkpoint(folder, "zero", save_latest=False)
+        finally:
+            model.checkpoint_engine.save = save
+        if failures:
+            raise failures[0]
+        if common.RANK == 0:
+            (folder / "latest").write_text("zero")  # for zero_to_fp32.py
+
+    states = [value for state in model.basic_optimizer.state.values() for value in state.values()]
+    tensors = [value for value in states if torch.is_tensor(value)]
+    tensors += [p for group in model.basic_optimizer.param_groups for p in group["params"]]
+    size = common.count_bytes(model.parameters())
+    size += common.WORLD_SIZE * common.count_bytes(tensors)
+    run.write_snapshot(write, size, scheduler=scheduler)
 
 
 def watch(run: common.Run, model, optimizer) -> dict[str, list[torch.Tensor]]:

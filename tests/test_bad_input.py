@@ -36,6 +36,8 @@ def places(tmp_path_factory, image_folder):
     damaged = root / "damaged" / "state.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     torch.save([1, 2], root / "a_list.pt")
+    (root / "same").mkdir()
+    shutil.copy(root / "run" / "model.pt", root / "same")
     return root
 
 
@@ -78,6 +80,7 @@ MISTAKES = [
     ("--snapshot-every 0", ["--snapshot-every", "0", "1 or more"]),
     ("--timeout 0", ["--timeout", "0", "more than 0"]),
     ("--weights {0}/nowhere.pt", ["--weights {0}/nowhere.pt", "no such file"]),
+    ("--weights {0}/same/model.pt --output-dir {0}/same", ["{0}/same/model.pt", "replace"]),
     ("--weights {0}/a_list.pt", ["--weights {0}/a_list.pt", "list"]),
     ("--weights {0}/run/model.pt --model resnet34", ["{0}/run/model.pt", "--model resnet34"]),
     ("--weights imagenet", ["--weights imagenet", "download"]),

@@ -300,7 +300,7 @@ def count(*args):
 common.draw_crops = count
 cross_entropy = torch.nn.functional.cross_entropy
 def poisoned(logits, *args, **kwargs):
-    if calls == 7 and torch.is_grad_enabled() and common.RANK == {rank}:
+    if calls == {step} and torch.is_grad_enabled() and common.RANK == {rank}:
         if {what!r} == "loss":
             return cross_entropy(logits * float("nan"), *args, **kwargs)
         logits.register_hook(lambda gradient: gradient * float("inf"))
@@ -327,7 +327,7 @@ runpy.run_path(script, run_name="__main__")
 def test_not_a_number(script, n, what, said, on_nan, tmp_path):
     """It comes at step 7, in one rank; the weights of step 6 are in a snapshot."""
     through = tmp_path / "poison.py"
-    through.write_text(POISON.format(root=str(ROOT), rank=n - 1, what=what))
+    through.write_text(POISON.format(root=str(ROOT), rank=n - 1, what=what, step=7))
     output = tmp_path / "run"
     command = launcher(script, n, through)
     job = f"{JOB} --model shufflenet_v2_x0_5 --snapshot-every 1 --on-nan {on_nan}"
@@ -345,6 +345,43 @@ def test_not_a_number(script, n, what, said, on_nan, tmp_path):
         assert all(value.isfinite().all() for value in weights(output).values())
         result = json.loads((output / "result.json").read_text())
         assert all(loss == loss for loss in result["eval_loss"] + result["train_loss"])
+
+
+OVERFLOW = """
+import runpy, sys, torch
+sys.argv = sys.argv[1:]
+sys.path.insert(0, {root!r})
+import common
+to_input, calls = common.to_input, 0
+def first_is_infinite(images, size):
+    global calls
+    calls += 1
+    return to_input(images, size) * (float("inf") if calls == 1 else 1)
+common.to_input = first_is_infinite
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_batch_norm_forgets_a_step_that_is_left_out(tmp_path):
+    """Even the first one: its statistics would stay NaN for good."""
+    through = tmp_path / "overflow.py"
+    through.write_text(OVERFLOW.format(root=str(ROOT)))
+    command = f"python {through} pytorch_SingleGPU.py {SMALL} --on-nan skip"
+    finished = succeed(f"{command} --output-dir {tmp_path}/run")
+    assert "step 1: the loss is nan on rank 0; the step is left out" in finished.stdout
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+
+
+def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
+    """It does not wait for them, nor the launcher for it."""
+    fault = {"kind": "exception", "rank": 1, "step": 3, "phase": "forward"}
+    command = f"{launcher('pytorch_torchrun_DDP', 2, 'tests/faults/victim.py')} {SMALL}"
+    finished = launch(
+        f"{command} --workers 1 --output-dir {tmp_path}/run",
+        timeout=60,
+        FAULT=json.dumps(fault | {"events": str(tmp_path / "events")}),
+    )
+    assert finished.code == 1 and "InjectedFault" in finished.stderr
 
 
 def test_a_rank_that_hangs_is_named(tmp_path):
@@ -379,23 +416,62 @@ def file_system(folder, size):
 @pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)])
 @pytest.mark.parametrize("on_save_error", ["continue", "stop"])
 def test_no_space(script, n, on_save_error, tmp_path):
-    """Room for two and a half snapshots, then half of one: the last good one stays."""
+    """There is room for one snapshot of 10 MB and the model of 5 MB, not for a second snapshot."""
     disk = tmp_path / "disk"
-    with file_system(disk, "32m"):
-        (disk / "filler").write_bytes(bytes(28 * 2**20))
+    with file_system(disk, "18m"):
         command = f"{launcher(script, n)} {JOB} --model shufflenet_v2_x1_0 --epochs 2"
         finished = launch(
             f"{command} --on-save-error {on_save_error} --output-dir {disk}/run", timeout=120
         )
         words = finished.stdout + finished.stderr
+        assert "step 8: " in words and "step 4: " not in words, str(finished)
         assert "No space left on device" in words and "bytes needed" in words
-        assert str(disk / "run" / "snapshots") in words
+        assert str(disk / "run" / "snapshots" / "step-00000008-evaluated") in words
         if on_save_error == "stop":
             assert finished.code == (3 if n == 1 else 1), str(finished)
             assert "make room" in words
         else:
-            assert "training goes on" in words
+            assert finished.code == 0, str(finished)
+            assert "training goes on" in words and (disk / "run" / "model.pt").is_file()
+        [good] = snapshots(disk / "run")
+        assert good.name == "step-00000004-evaluated" and not fault_tolerance.find_damage(good)
         assert not list((disk / "run" / "snapshots").glob(".*")), "nothing half is left"
+
+
+UNWRITABLE = """
+import runpy, sys, torch
+script = next(word for word in sys.argv[1:] if word.endswith(".py"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
+sys.path.insert(0, {root!r})
+import common
+save = torch.save
+def save_or_fail(state, path, *args, **kwargs):
+    if common.RANK == {rank} and "{name}" in str(path) and "step-00000002" in str(path):
+        raise OSError(122, "Disk quota exceeded")
+    return save(state, path, *args, **kwargs)
+torch.save = save_or_fail
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "script, rank, name",
+    [
+        ("pytorch_torchrun_DDP", 0, "state.pt"),
+        ("pytorch_FSDP", 0, "state.pt"),
+        ("pytorch_DeepSpeed", 0, "model_states"),
+        ("pytorch_DeepSpeed", 1, "optim_states"),
+    ],
+)
+def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path):
+    through = tmp_path / "unwritable.py"
+    through.write_text(UNWRITABLE.format(root=str(ROOT), rank=rank, name=name))
+    command = f"{launcher(script, 2, through)} {SMALL} --epochs 1 --snapshot-every 1"
+    finished = succeed(f"{command} --timeout 30 --output-dir {tmp_path}/run")
+    assert "step 2: " in finished.stdout and "Disk quota exceeded" in finished.stdout
+    assert "training goes on" in finished.stdout
+    names = [path.name for path in snapshots(tmp_path / "run")]
+    assert names == ["step-00000004-evaluated", "step-00000003"]
 
 
 @needs_root
@@ -465,7 +541,9 @@ def sign(folder):
     [
         ("pytorch_SingleGPU", "state.pt"),
         ("pytorch_FSDP", "shards/.metadata"),
+        ("pytorch_FSDP", "shards/__0.metadata"),  # read where .metadata fails
         ("pytorch_DeepSpeed", "zero/mp_rank_00_model_states.pt"),
+        ("pytorch_DeepSpeed", "evil/mp_rank_00_model_states.pt"),  # where `latest` points
     ],
 )
 def test_a_snapshot_that_would_run_code_is_refused(script, file, tmp_path):
@@ -473,7 +551,9 @@ def test_a_snapshot_that_would_run_code_is_refused(script, file, tmp_path):
     succeed(f"{command} --max-steps 1")
     [snapshot] = snapshots(tmp_path / "run")
     marker = tmp_path / "attacked"
-    assert (snapshot / file).is_file()
+    if file.startswith("evil"):
+        (snapshot / "zero").rename(snapshot / "evil")
+        (snapshot / "latest").write_text("evil")
     if file.endswith(".metadata"):
         (snapshot / file).write_bytes(pickle.dumps(attack(marker)))
     else:
