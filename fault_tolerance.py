@@ -24,6 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 PARENT = os.getppid()  # the launcher, if there is one
@@ -273,6 +274,47 @@ def check_sharded(folder: Path) -> None:
     for name, kind in contents.items():
         if not isinstance(kind, TensorStorageMetadata):
             raise UntrustedSnapshot(f"{name} in it is not a tensor")
+
+
+def check_deepspeed(folder: Path) -> None:
+    """Make sure that DeepSpeed's checkpoint is what it writes: it unpickles whatever is asked for.
+
+    Raises:
+        UntrustedSnapshot: if it asks for more.
+    """
+    own = {
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+    for file in folder.glob("*.pt"):
+        try:
+            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - own
+        except Exception as error:  # of a file in another form
+            raise UntrustedSnapshot(f"{file.name} cannot be looked through ({error})") from error
+        if strange:
+            names = ", ".join(sorted(strange))
+            raise UntrustedSnapshot(f"{file.name} asks for {names}, which DeepSpeed does not write")
+
+
+@contextlib.contextmanager
+def raise_at_the_end(owner, method: str):
+    """Put off what a method raises on this rank, or the other ranks would wait for it in vain."""
+    original, failures = getattr(owner, method), []
+
+    def remember(*args, **kwargs):
+        try:
+            return original(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    setattr(owner, method, remember)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+    if failures:
+        raise failures[0]
 
 
 # ---------------------------------------------------------------------------------------- stop

@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
+import fault_tolerance
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -178,10 +179,10 @@ def import_deepspeed(args, device: torch.device, config: dict):
 def load_snapshot(run: common.Run, model, optimizer, scheduler) -> None:
     path, state = run.find_snapshot("scheduler")
     if path:
-        check_contents(path)
         try:
+            fault_tolerance.check_deepspeed(path / "zero")
             found, _ = model.load_checkpoint(path, "zero")
-        except Exception as error:  # of another stage or number of ranks
+        except Exception as error:  # untrusted, or of another stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             common.fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
@@ -190,43 +191,12 @@ def load_snapshot(run: common.Run, model, optimizer, scheduler) -> None:
     run.start(optimizer, scheduler, path, state)
 
 
-def check_contents(folder: Path) -> None:
-    """DeepSpeed unpickles whatever a checkpoint asks for: see first that it is what it writes."""
-    own = {
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    }
-    for file in folder.glob("zero/*.pt"):
-        try:
-            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - own
-        except Exception as error:  # a file of another form
-            strange = {f"what cannot be told ({error})"}
-        if strange:
-            common.fail(
-                f"--resume {folder} is refused: {file.name} asks for {strange.pop()}, which "
-                "DeepSpeed does not write; give one that you trust"
-            )
-
-
 def save_snapshot(run: common.Run, model, scheduler) -> None:
     """Write a snapshot: DeepSpeed's checkpoint, and beside it the state of the run."""
-    save, failures = model.checkpoint_engine.save, []
-
-    def save_or_remember(*args, **kwargs):  # the other ranks would wait for one that gives up
-        try:
-            return save(*args, **kwargs)
-        except (OSError, RuntimeError) as error:
-            failures.append(error)
 
     def write(folder: Path) -> None:
-        model.checkpoint_engine.save = save_or_remember
-        try:
+        with fault_tolerance.raise_at_the_end(model.checkpoint_engine, "save"):
             model.save_checkpoint(folder, "zero", save_latest=False)
-        finally:
-            model.checkpoint_engine.save = save
-        if failures:
-            raise failures[0]
         if common.RANK == 0:
             (folder / "latest").write_text("zero")  # for zero_to_fp32.py
 

@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     common.save_file({"a": torch.zeros(3)}, path)
 
     def fail_half_way(state, file):
-        file.write(b"half")
+        Path(file).write_bytes(b"half")
         raise OSError("no space")
 
     with monkeypatch.context() as patch, pytest.raises(OSError):
