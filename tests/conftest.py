@@ -20,6 +20,8 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# A shell's background job ignores Ctrl-C, and so would all that a test starts:
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SESSION = f"launched-by-tests-{uuid.uuid4()}"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
