@@ -4,15 +4,11 @@ Differs     from pytorch_SingleGPU.py: every process (rank) has a copy of the mo
             each batch; gradients are averaged while backward runs. Lines tagged "# DDP:".
 Command:    python -m torch.distributed.launch --nproc_per_node=4 --nnodes=1 pytorch_DDP.py
             (deprecated, but what much code still uses: pytorch_torchrun_DDP.py is its successor)
-Use it      when the model fits one device and training time is the bottleneck. Not when it does
-            not fit: each rank keeps all of it.
-Holds       as on one device: per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum)
-            or 8 (AdamW) for the optimizer; the activations are those of 1/N of the batch.
-Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of a bucket
-            each; and from rank 0 the buffers of BatchNorm, which are few.
+Use it      when the model fits one device and takes too long. Not when it does not fit.
+Holds       what one device holds, but the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
 """
 
-import os
 from datetime import timedelta
 
 import torch
@@ -27,15 +23,8 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument(  # DDP: the launcher passes it, or sets LOCAL_RANK when given --use-env
-        "--local-rank", "--local_rank", type=int, default=os.environ.get("LOCAL_RANK")
-    )
+    parser.add_argument("--local-rank", "--local_rank", type=int)  # DDP: the launcher passes it
     args = common.parse_args(parser)
-    if args.local_rank is None:
-        common.fail(
-            "started without its launcher; use "
-            "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 pytorch_DDP.py"
-        )
     device = common.get_device(args, args.local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
@@ -69,8 +58,7 @@ def main():
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
-    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
+    run.load_snapshot(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -81,18 +69,17 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+        run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

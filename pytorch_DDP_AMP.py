@@ -71,15 +71,14 @@ def main():
     )
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    # AMP: fused, or the scaler would fetch from the device at each step whether to leave it out
+    optimizer = common.make_optimizer(args, model.parameters(), fused=True)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
     # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
-    # DDP: .module is the plain model
-    run.load_snapshot(model.module, optimizer, scheduler, scaler=scaler)
-    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
+    run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -93,29 +92,21 @@ def main():
                 loss = F.cross_entropy(logits, labels)
             # DDP: averages the gradients, bucket by bucket, as they are ready
             scaler.scale(loss).backward()  # AMP: 1. scale
-            # AMP: gradients may overflow, that is for the scaler to see
-            if run.all_finite(loss, model, gradients=not scaler.is_enabled()):
-                if args.clip_grad:
-                    scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
-                    nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
-                scale = scaler.get_scale()
-                scaler.step(
-                    optimizer
-                )  # AMP: 4. step, unless a gradient overflowed, on all ranks alike
-                scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
-                if scaler.get_scale() >= scale:  # AMP: else the step was skipped
-                    scheduler.step()
-                run.log(loss)  # AMP: the loss itself, not the scaled one
+            if args.clip_grad:
+                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
+            scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                # DDP: rank 0 writes it
-                run.save_snapshot(model.module, optimizer, scheduler, scaler=scaler)
+                run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        # DDP: rank 0 writes it
-        run.save_snapshot(model.module, optimizer, scheduler, scaler=scaler)
+        run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
     if rank == 0:

@@ -81,8 +81,7 @@ def main():
         optimizer = optimizer_class(model.parameters(), **options)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
-    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
+    run.load_snapshot(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -93,14 +92,13 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
                 if args.use_zero:
                     optimizer.consolidate_state_dict(to=0)  # ZeRO: all ranks send it their share
-                run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
@@ -108,7 +106,7 @@ def main():
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         if args.use_zero:
             optimizer.consolidate_state_dict(to=0)  # ZeRO: on every rank, or rank 0 waits forever
-        run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+        run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

@@ -32,7 +32,8 @@ class Replica(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         autocast = self.dtype != torch.float32
         with torch.autocast(images.device.type, self.dtype if autocast else None, enabled=autocast):
-            return self.model(images)
+            logits = self.model(images)
+        return logits.to(images.dtype)  # DP: the softmax needs fp32's digits
 
 
 def main():
@@ -58,7 +59,7 @@ def main():
     parallel = Replica(model, dtype)
     if gpus:  # DP: the CPU is not one of its devices
         parallel = nn.DataParallel(parallel, device_ids=list(range(gpus)))
-    common.say(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
+    common.print0(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model.parameters())
@@ -75,10 +76,9 @@ def main():
             logits = parallel(images)  # DP: deals out, copies the weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DP: adds the replicas' gradients up on the first GPU
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
                 run.save_snapshot(model, optimizer, scheduler)
 

@@ -4,7 +4,6 @@ Differs     from pytorch_torchrun_DDP.py: parameters, gradients and optimizer ar
             block is gathered to compute and then freed again. Lines tagged "# FSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP.py
             torchrun --nproc_per_node=4 pytorch_FSDP.py --dtype bfloat16
-            python -m torch.distributed.launch --nproc_per_node=4 --nnodes=1 pytorch_FSDP.py
 Use it      when model and optimizer do not fit one device. Not when they do: it sends half as much
             again as DDP, and activations, most of a small model's memory, are not sharded.
 Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
@@ -14,34 +13,18 @@ Sends       per step and rank, 3 * 4 * (N - 1) / N bytes per parameter: an all-g
 """
 
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """FSDP: the units that are gathered and freed one at a time: the parts of every nn.Sequential,
-    which in torchvision's models are residual blocks, or layers."""
-    for child in model.children():
-        if isinstance(child, nn.Sequential):
-            yield from (part for part in child if any(True for _ in part.parameters()))
-        else:
-            yield from blocks_of(child)
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -82,21 +65,17 @@ def main():
     model = common.make_model(args, train_set.classes)  # FSDP: on the CPU, each block moves alone
     weights = model.state_dict()
     mesh = init_device_mesh(device.type, (world_size,))
-    policy = at_root = MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        at_root = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-        # FSDP: BatchNorm stays in fp32, as its running statistics do. Its parameters, a thousandth
-        # of all, are one unit.
-        norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))]
-        if norms:
+        if norms := common.batch_norms(model):  # FSDP: a unit in fp32, as their statistics are
             fully_shard(norms, mesh=mesh)
-    for block in blocks_of(model):
+    for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=at_root)  # FSDP: what is in no block
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: what is in no block
     # FSDP: sends rank 0's weights to all, to each rank its shards
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=options)
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model.parameters())
@@ -110,26 +89,25 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images)  # FSDP: all-gathers each block, computes, frees it
+            logits = model(images).to(images.dtype)  # FSDP: gathers a block, computes, frees it
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: and writes them
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
 
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: and writes them
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
 
     # 7. Save and report
     # FSDP: gathered one tensor at a time, to the memory of rank 0's CPU
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=options)
     if rank == 0:
         common.save_model(weights, args.output_dir)
     run.finish(model, optimizer)

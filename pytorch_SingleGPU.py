@@ -47,10 +47,9 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
                 run.save_snapshot(model, optimizer, scheduler)
 

@@ -43,7 +43,8 @@ def main():
     model = model.to(memory_format=torch.channels_last)  # AMP: as tensor cores read images
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    # AMP: fused, or the scaler would fetch from the device at each step whether to leave it out
+    optimizer = common.make_optimizer(args, model.parameters(), fused=True)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
     # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
@@ -62,17 +63,13 @@ def main():
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # AMP: 1. scale
-            # AMP: gradients may overflow, that is for the scaler to see
-            if run.all_finite(loss, model, gradients=not scaler.is_enabled()):
-                if args.clip_grad:
-                    scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
-                    nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
-                scale = scaler.get_scale()
-                scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
-                scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
-                if scaler.get_scale() >= scale:  # AMP: else the step was skipped
-                    scheduler.step()
-                run.log(loss)  # AMP: the loss itself, not the scaled one
+            if args.clip_grad:
+                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+            scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
+            scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 

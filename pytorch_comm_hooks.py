@@ -85,8 +85,7 @@ def main():
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
-    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
+    run.load_snapshot(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -97,25 +96,25 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+        run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:
         common.save_model(model.module.state_dict(), args.output_dir)
     whole = 2 * 4 * (world_size - 1) / world_size
     ratio = 2 if args.comm_hook != "powersgd" else state.compression_stats()[0] or 1
-    common.say(f"sent per step and rank: {whole / ratio:.3f} bytes per parameter, not {whole:.3f}")
+    sent = f"{whole / ratio:.3f} bytes per parameter, not {whole:.3f}"
+    common.print0(f"sent per step and rank: {sent}")
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

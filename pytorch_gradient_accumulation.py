@@ -78,8 +78,7 @@ def main():
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
-    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
+    run.load_snapshot(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -99,18 +98,17 @@ def main():
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
                     loss.backward()  # DDP: averages the gradients, bucket by bucket, of the last
                 batch_loss += loss.detach()
-            if run.all_finite(batch_loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(batch_loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(batch_loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+        run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

@@ -3,8 +3,6 @@
 Differs     from pytorch_SingleGPU.py: parameters, gradients and optimizer are kept in float16 or
             bfloat16. --master-weights adds a copy of the weights in fp32 for the optimizer, keeps
             BatchNorm in fp32, and scales the loss. Lines tagged "# half:".
-            In the terms of NVIDIA Apex: pure half is O3, --master-weights is O2, autocast
-            (pytorch_auto_mixed_precision.py) is O1, and pytorch_SingleGPU.py is O0.
 Command:    python pytorch_half_precision.py
             python pytorch_half_precision.py --master-weights
 Use it      to see why mixed precision exists: in pure half an update of less than 1/2048 (float16)
@@ -31,16 +29,11 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # half: (default: by device)
     parser.add_argument("--master-weights", action="store_true", help="update an fp32 copy")
-    parser.add_argument(
-        "--loss-scale", type=common.number(float, 1), default=128, metavar="X",
-        help="of --master-weights: a power of two, which loses no digit (default: 128)",
-    )  # fmt: skip
+    # half: a power of two loses no digit
+    parser.add_argument("--loss-scale", type=common.number(float, 1), default=128, metavar="X")
     args = common.parse_args(parser)
     if args.optimizer == "adamw" and args.dtype == "float16" and not args.master_weights:
-        common.fail(
-            "--optimizer adamw divides by zero in pure float16, in which its eps of 1e-8 is 0; "
-            "add --master-weights, or use --dtype bfloat16"
-        )
+        common.fail("--optimizer adamw has an eps that is 0 in float16; add --master-weights")
     device = common.get_device(args)
     common.announce(args, device)
     common.seed_everything(args.seed, args.deterministic)
@@ -56,18 +49,19 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     if args.master_weights:  # half: model keeps the fp32 weights, and half_model computes
-        half_model = half_copy(model, dtype)
-        loss_scale = args.loss_scale
+        half_model, loss_scale = half_copy(model, dtype), args.loss_scale
+        pairs = list(zip(model.parameters(), half_model.parameters(), strict=True))
     else:
-        half_model = model.to(dtype)  # half: one and the same
-        loss_scale = 1
+        half_model, loss_scale, pairs = model.to(dtype), 1, []  # half: one and the same
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
-    copy_weights(model, half_model)  # half: a snapshot may have changed them
+    with torch.no_grad():
+        for weight, half in pairs:
+            half.copy_(weight)  # half: a snapshot may have changed them
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -79,15 +73,15 @@ def main():
             logits = half_model(images.to(dtype)).float()  # half: the softmax needs fp32's digits
             loss = F.cross_entropy(logits, labels)
             (loss * loss_scale).backward()  # half: lifts gradients that float16 would round to 0
-            if args.master_weights:
-                copy_gradients(half_model, model, loss_scale)
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
-            if args.master_weights:
-                copy_weights(model, half_model)
-                optimizer.zero_grad()  # half: the fp32 gradients live for this step only
+            for weight, half in pairs:
+                weight.grad = half.grad.float().div_(loss_scale)
+            optimizer.step()
+            scheduler.step()
+            with torch.no_grad():
+                for weight, half in pairs:
+                    half.copy_(weight)  # half: rounds
+                    weight.grad = None  # half: the fp32 gradients live for this step only
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
                 run.save_snapshot(model, optimizer, scheduler)
 
@@ -104,27 +98,13 @@ def main():
 def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A working copy in half precision. BatchNorm stays in fp32 and is shared with the model, not
     copied: its parameters are few, and its running statistics move by small steps."""
-    norms = {id(m): m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))}
+    norms = {id(module): module for module in common.batch_norms(model)}
     half_model = copy.deepcopy(model, memo=norms)
     for module in half_model.modules():
         if id(module) not in norms:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
     return half_model
-
-
-@torch.no_grad()
-def copy_gradients(half_model: nn.Module, model: nn.Module, loss_scale: float) -> None:
-    """Hand the gradients to the fp32 weights, with the scale of the loss taken out again."""
-    for ours, theirs in zip(model.parameters(), half_model.parameters(), strict=True):
-        ours.grad = theirs.grad.float().div_(loss_scale)  # BatchNorm's is divided in place
-
-
-@torch.no_grad()
-def copy_weights(model: nn.Module, half_model: nn.Module) -> None:
-    """Round the fp32 weights into the working copy."""
-    for ours, theirs in zip(model.parameters(), half_model.parameters(), strict=True):
-        theirs.copy_(ours)
 
 
 if __name__ == "__main__":

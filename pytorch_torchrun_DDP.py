@@ -6,10 +6,8 @@ Differs     from pytorch_DDP.py: rank and world size come from the environment a
 Command:    torchrun --nproc_per_node=4 pytorch_torchrun_DDP.py
             python pytorch_torchrun_DDP.py (a world of one)
 Use it      wherever DDP is right: it is the form to copy. Not when the model does not fit.
-Holds       as on one device: per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum)
-            or 8 (AdamW) for the optimizer; the activations are those of 1/N of the batch.
-Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of a bucket
-            each; and from rank 0 the buffers of BatchNorm, which are few.
+Holds       what one device holds, but the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
 """
 
 import os
@@ -69,8 +67,7 @@ def main():
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model.module, optimizer, scheduler)  # DDP: .module is the plain model
-    run.settle_buckets(model)  # DDP: sums of gradients are rounded as before the snapshot
+    run.load_snapshot(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -81,18 +78,17 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
-            if run.all_finite(loss, model):  # else a NaN would stay in the weights
-                optimizer.step()
-                scheduler.step()
-                run.log(loss)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+                run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model.module, optimizer, scheduler)  # DDP: rank 0 writes it
+        run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

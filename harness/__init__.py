@@ -1,0 +1,1 @@
+"""What every run needs, whatever it trains: command line, ranks, record, snapshots, guards."""

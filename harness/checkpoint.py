@@ -1,0 +1,184 @@
+"""What a snapshot holds, and how it is taken up again: of the run, of a plain model, of a sharded
+one. DeepSpeed's own form is in deepspeed_engine.py."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from harness import trust
+from harness.command_line import fail
+from harness.measure import count_bytes
+from harness.ranks import RANK, WORLD_SIZE, exit_all, gather_objects, print0
+from harness.snapshots import write_snapshot
+
+# ---------------------------------------------------------------------------------- the run itself
+
+RUN = ["step", "evaluated", "history", "eval_samples", "seconds"]  # attributes of a Run
+
+
+def run_state(run) -> dict:
+    """What a snapshot holds of the run itself. All ranks call it."""
+    run.read_wall_clock()
+    run.clock.read()
+    own = {"loss_sum": run.loss_sum.item(), "images": run.images}
+    own["rng"] = {"cpu": torch.get_rng_state()}
+    if run.device.type == "cuda":
+        own["rng"]["cuda"] = torch.cuda.get_rng_state(run.device)
+    state = {name: getattr(run, name) for name in RUN}
+    state |= {"step_seconds": run.clock.settled(), "epoch_seconds": run.clock.epoch_seconds}
+    return state | {"ranks": gather_objects(own)} | run.store.describe()
+
+
+def restore_run(run, state: dict) -> None:
+    """Take up what :func:`run_state` returned. At another number of ranks the sums of all go to
+    rank 0, and random numbers, which dropout draws, begin anew."""
+    for name in RUN:
+        setattr(run, name, state[name])
+    run.clock.before, run.clock.epoch_seconds = state["step_seconds"], state["epoch_seconds"]
+    ranks = state["ranks"]
+    if len(ranks) == WORLD_SIZE:
+        own = ranks[RANK]
+        torch.set_rng_state(own["rng"]["cpu"])
+        if "cuda" in own["rng"] and run.device.type == "cuda":
+            torch.cuda.set_rng_state(own["rng"]["cuda"], run.device)
+    else:
+        mine = ranks if RANK == 0 else []
+        own = {name: sum(rank[name] for rank in mine) for name in ("loss_sum", "images")}
+    run.loss_sum += own["loss_sum"]
+    run.images = own["images"]
+    # The epoch to go on with: one whose steps are done may still have to be evaluated.
+    run.start_epoch = (run.step - (run.step > run.evaluated)) // run.steps_per_epoch
+    if run.step == run.evaluated >= run.total_steps:
+        run.start_epoch = run.epochs
+    run.history = {k: v[: run.start_epoch] for k, v in run.history.items()}
+
+
+def write(run, write_files: Callable = lambda folder: None, size: int = 0, **parts) -> None:
+    """Write ``state.pt`` and what else makes a snapshot; and exit, if a stop was agreed on.
+
+    Args:
+        write_files: puts further files into the folder that it is given; all ranks call it.
+        size: how many bytes, of all ranks.
+        parts: what rank 0 writes into ``state.pt``, by name: plain data, or what has a
+            ``state_dict()``.
+    """
+    run.guard.check_snapshot()
+    of_run, state = run_state(run), {}
+    if RANK == 0:
+        for name, part in parts.items():
+            state[name] = part.state_dict() if hasattr(part, "state_dict") else part
+        state |= of_run
+        size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
+
+    def write_all(folder: Path) -> None:
+        write_files(folder)  # first: if it communicates, all ranks must be there
+        if RANK == 0:
+            torch.save(state, folder / "state.pt")
+
+    name = f"step-{run.step:08}" + ("-evaluated" if run.evaluated == run.step else "")
+    folder = run.store.folder / name
+    with run.stop.while_writing():
+        failure = write_snapshot(folder, write_all, size)
+    if failure and run.args.on_save_error == "stop":
+        fail(f"step {run.step}: {failure}; make room, then go on with --resume auto", code=3)
+    if failure:
+        print0(f"step {run.step}: {failure}; training goes on (--on-save-error continue)")
+    if run.stop.agreed:
+        run.display.close()
+        where = "no snapshot of it" if failure else f"snapshot {folder}"
+        print0(
+            f"stopped by {signal.Signals(run.stop.agreed).name} after step {run.step} of "
+            f"{run.total_steps}: {where}; go on with --resume auto"
+        )
+        exit_all(128 + run.stop.agreed)
+    run.display.flush()
+
+
+# --------------------------------------------------------------------------------- a plain model
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model out of DDP's wrapper: its entries have no ``module.`` before their names."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others) -> None:
+    """Load what a snapshot holds of model, optimizer, and others that have a ``state_dict()``."""
+    plain(model).load_state_dict(snapshot["model"])
+    state = snapshot["optimizer"]
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        saved["fused"] = own.get("fused")  # how a step is computed is the script's to say
+    optimizer.load_state_dict(state)
+    for name, other in others.items():
+        if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
+            other.load_state_dict(snapshot.get(name, {}))
+        else:
+            print0(f"{path} has no {name}, which begins anew")
+
+
+def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> None:
+    """Let DDP sort its gradients into the buckets that it uses from its second step on.
+
+    It sorts them as they were ready in the first step, and in another place of a bucket the sum of
+    more than two ranks is rounded otherwise. So a run that goes on, where the bits count, begins
+    with a step that changes nothing.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    gpus = [inputs.device] if inputs.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):  # dropout draws from it
+        model.train()
+        model(inputs).sum().backward()
+    model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+
+
+# ------------------------------------------------------------------------------ a sharded model
+
+
+def load_sharded(path: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
+    """Each rank reads what it needs, at any number of ranks
+    (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as dcp_state
+
+    try:
+        trust.check_sharded(path / "shards")
+    except trust.UntrustedSnapshot as error:
+        fail(f"--resume {path} is refused: {error}; give one that you trust")
+    weights, state = dcp_state.get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state["state"]}, checkpoint_id=path / "shards")
+    state["param_groups"] = snapshot["param_groups"]
+    dcp_state.set_model_state_dict(model, weights)
+    dcp_state.set_optimizer_state_dict(model, optimizer, state)
+
+
+def sharded_parts(model: nn.Module, optimizer):
+    """What each rank writes of a sharded model.
+
+    Returns:
+        a function that writes the shards into the folder of a snapshot, the bytes that all ranks
+        write, and the entries that ``state.pt`` needs besides.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as dcp_state
+
+    for buffer in model.buffers():  # of which any rank's may be written
+        dist.broadcast(buffer, src=0)
+    weights, state = dcp_state.get_state_dict(model, optimizer)
+    shards = {"model": weights, "optimizer": state["state"]}
+
+    def write(folder: Path) -> None:
+        try:
+            dcp.save(shards, checkpoint_id=folder / "shards")
+        except dcp.CheckpointException as error:  # in which it wraps those of all ranks
+            raise next(iter(error.failures.values()))[0] from None
+
+    size = count_bytes(tree_leaves(shards)) * WORLD_SIZE
+    return write, size, {"param_groups": state["param_groups"]}

@@ -1,0 +1,197 @@
+"""Flags, their defaults, and mistakes in one line."""
+
+import argparse
+import errno
+import hashlib
+import math
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from harness.ranks import (
+    RANK,
+    RESTARTS,
+    SCRIPT,
+    WORLD_SIZE,
+    launch_id,
+    why_ranks_are_unclear,
+)
+
+
+def fail(message: object, code: int = 2) -> NoReturn:
+    """Report a mistake of the user's in one line and exit with code 2. A bug keeps its traceback.
+    With code 3, report what ended a run that had begun well.
+
+    Usually all ranks of a machine find the same mistake at about the same time: the first one
+    reports it, and the others say nothing: the launcher stops them, or they exit after 10 s.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the launcher stops them
+    if not speaks_first():
+        time.sleep(10)
+        raise SystemExit(code)
+    print(f"{SCRIPT}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    if WORLD_SIZE > 1:
+        time.sleep(1)  # for the others to see that it is said
+    raise SystemExit(code)
+
+
+def speaks_first() -> bool:
+    """Whether no other rank of this launch on this machine has taken a name that only one process
+    can have: that of a socket (Linux only). The kernel takes it back when that process has ended.
+    """
+    if WORLD_SIZE == 1 or sys.platform != "linux":
+        return True
+    name = hashlib.sha256(f"{launch_id()}, attempt {RESTARTS}".encode()).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0error of {name}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE  # when in doubt, it speaks
+    claim.detach()  # stays open, whatever Python tidies up
+    return True
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Make the folder, and see whether files can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        fail(f"{flag} cannot be written ({error.strerror}); give another")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with mistakes in one line, help from one rank, and comments in ``@FILE``."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (--help lists the flags)")
+
+    def print_help(self, file=None) -> None:
+        if RANK == 0:
+            super().print_help(file)
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        return shlex.split(line, comments=True)
+
+
+def number(kind: type, low: float, below: float = math.inf, above: float = -1):
+    """An argparse ``type``: an int or float with ``low <= value < below`` and ``value > above``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not a valid {kind.__name__}") from None
+        if not (low <= value < below and value > above):
+            limits = f"more than {above}" if above >= low else f"{low} or more"
+            limits += f" and less than {below}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {limits}")
+        return value
+
+    return parse
+
+
+positive, not_negative = number(int, 1), number(int, 0)
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser without flags.
+
+    Args:
+        doc: the script's docstring, shown by ``--help``.
+    """
+    return ArgumentParser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+        epilog="@FILE reads flags from a file, for example @config/reference.args",
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every job, whatever it trains."""
+    # fmt: off
+    flag = parser.add_argument_group("training").add_argument
+    flag("-b", "--batch-size", type=positive, default=128, metavar="N",
+         help="GLOBAL batch, divided among the ranks (default: 128)")
+    flag("--epochs", type=positive, default=5, metavar="N", help="(default: 5)")
+    flag("--max-steps", type=positive, metavar="N", help="end after N steps (default: no limit)")
+    flag("--optimizer", choices=["sgd", "adamw"], default="sgd", help="(default: sgd)")
+    flag("--lr", type=number(float, 0, above=0), metavar="X",
+         help="peak learning rate (default: sgd 0.05, without BatchNorm 0.01; adamw 0.001)")
+    flag("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
+         help="of sgd (default: 0.9)")
+    flag("--weight-decay", type=number(float, 0), metavar="X",
+         help="(default: sgd 0.0005, adamw 0.01)")
+    flag("--warmup-steps", type=not_negative, metavar="N", help="(default: a tenth of all steps)")
+    flag("--on-nan", choices=["watch", "stop", "skip", "ignore"], default="watch",
+         help="when numbers are not finite: watch (default) looks where it costs nothing, at every "
+         "--print-freq-th step and before a snapshot, and stops the run; stop and skip look "
+         "before every step, and stop, or leave it out; ignore does not look")
+    flag = parser.add_argument_group("the machine").add_argument
+    flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
+    flag("-j", "--workers", type=not_negative, metavar="N",
+         help="loader processes per rank (default: 0; 4 for a folder too large for memory)")
+    flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N", help="(default: 0)")
+    flag("--deterministic", action="store_true", help="the same bits in every run, more slowly")
+    flag("--double", action="store_true", help="compute in float64, to compare techniques")
+    flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
+         help="the longest wait of a rank for the others, a download included (default: 1800)")
+    flag = parser.add_argument_group("the files").add_argument
+    flag("--output-dir", type=Path, default=Path("runs", SCRIPT), metavar="DIR",
+         help=f"(default: runs/{SCRIPT})")
+    flag("--resume", metavar="auto|none|PATH", default="none",
+         help="continue from a snapshot; auto: from the newest good one in --output-dir, if any "
+         "(default: none; but a job that its launcher restarts goes on)")
+    flag("--snapshot-every", type=positive, default=1000, metavar="N",
+         help="steps, besides the end of every epoch (default: 1000)")
+    flag("--on-save-error", choices=["continue", "stop"], default="continue",
+         help="when a snapshot cannot be written (default: continue)")
+    flag("--print-freq", type=positive, default=10, metavar="N",
+         help="steps from one update of bar and TensorBoard to the next (default: 10)")
+    # fmt: on
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what depends on the device, and check what every job has.
+
+    ``None`` is left where it means "no limit" or "a tenth of all steps".
+    """
+    if why := why_ranks_are_unclear():
+        fail(why)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if args.optimizer == "adamw" else 0.0005
+    if args.batch_size % WORLD_SIZE:
+        near = max(args.batch_size // WORLD_SIZE, 1) * WORLD_SIZE
+        fail(
+            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
+            f"{WORLD_SIZE} ranks; use --batch-size {near}"
+        )
+    first = RESTARTS == 0  # later, the snapshots of this very run take its place
+    if first and args.resume not in ("auto", "none") and not Path(args.resume).exists():
+        fail(f"--resume {args.resume}: no such folder; give auto, none or that of a snapshot")
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    """The flags that repeat this run from its start, defaults spelled out; without those that a
+    file of the technique's overrides (``args.overridden``, by flag)."""
+    words = []
+    left_out = {"local_rank", "resume", "overridden", *getattr(args, "overridden", ())}
+    for name, value in vars(args).items():
+        if name not in left_out and value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words

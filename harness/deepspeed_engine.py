@@ -1,0 +1,167 @@
+"""What DeepSpeed needs besides: its configuration, its import, its checkpoints, its tensors."""
+
+import argparse
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness import checkpoint, trust
+from harness.command_line import fail
+from harness.measure import count_bytes, optimizer_tensors
+from harness.ranks import RANK, WORLD_SIZE
+
+# ---------------------------------------------------------------------------------- configuration
+
+OPTIMIZER_FLAGS = ("optimizer", "lr", "momentum", "weight_decay")
+
+
+def read_config(args: argparse.Namespace) -> dict:
+    """The JSON file, and in it the batch size, which is the command line's to say.
+
+    Flags whose place an entry of the file takes are noted in ``args.overridden``, by name and file.
+    """
+    path = args.deepspeed_config
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not even text
+        fail(f"--deepspeed_config {path} is not a JSON file that can be read ({error})")
+    if not isinstance(config, dict):
+        fail(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object")
+    sizes = {
+        "train_batch_size": args.batch_size,
+        "train_micro_batch_size_per_gpu": args.batch_size // WORLD_SIZE,
+        "gradient_accumulation_steps": 1,
+    }
+    for name, ours in sizes.items():
+        if config.get(name, "auto") not in ("auto", ours):
+            fail(
+                f"--deepspeed_config {path} has {name} {config[name]}, and --batch-size "
+                f"{args.batch_size} on {WORLD_SIZE} ranks makes it {ours}; leave it out of the file"
+            )
+    overridden = OPTIMIZER_FLAGS if "optimizer" in config else ()
+    overridden += ("lr", "warmup_steps") if "scheduler" in config else ()
+    args.overridden = dict.fromkeys(overridden, str(path))
+    return {"log_level": "error"} | config | sizes
+
+
+def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dict):
+    """DeepSpeed looks for a device while it is imported, and we know which one it is."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    try:
+        import deepspeed
+    except ImportError as error:
+        fail(f"DeepSpeed cannot be imported ({error}); pip install deepspeed")
+    if device.type == "cpu":
+        # It would compile an all-reduce through shared memory for half a minute, which only serves
+        # inference. With no op in this list it does without, and needs no compiler.
+        deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes over the group
+    try:
+        deepspeed.DeepSpeedConfig(config)
+    except Exception as error:  # of DeepSpeed, of pydantic or an assertion
+        fail(f"--deepspeed_config {args.deepspeed_config}: {error}")
+    return deepspeed
+
+
+# ------------------------------------------------------------------------------------- snapshots
+
+
+def load_snapshot(run, engine) -> dict:
+    """Go on from the snapshot that ``--resume`` means, or begin; and watch the engine.
+
+    Returns:
+        the tensors that :meth:`Run.finish` counts, by name; complete after the last step.
+    """
+    snapshot, path = run.store.find("scheduler"), run.store.resumed
+    if snapshot:
+        try:
+            trust.check_deepspeed(path / "zero")
+            found, _ = engine.load_checkpoint(path, "zero")
+        except Exception as error:  # untrusted, or of another stage or number of ranks
+            why = f"{type(error).__name__}: {error}"[:200]
+            fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
+        if found is None:
+            fail(f"--resume {path} holds no checkpoint of DeepSpeed; give another, or none")
+    ours = None if "warmup_steps" in run.args.overridden else engine.lr_scheduler
+    run.start(engine.module, engine.basic_optimizer, ours, snapshot, engine=engine)
+    return track_tensors(run, engine)
+
+
+def save_snapshot(run, engine) -> None:
+    """Write a snapshot: DeepSpeed's checkpoint, and beside it the state of the run."""
+
+    def write(folder: Path) -> None:
+        with raise_at_the_end(engine.checkpoint_engine, "save"):
+            engine.save_checkpoint(folder, "zero", save_latest=False)
+        if RANK == 0:
+            (folder / "latest").write_text("zero")  # for zero_to_fp32.py
+
+    optimizer = engine.basic_optimizer
+    tensors = optimizer_tensors(optimizer)
+    tensors += [p for group in optimizer.param_groups for p in group["params"]]
+    size = count_bytes(engine.parameters()) + WORLD_SIZE * count_bytes(tensors)
+    checkpoint.write(run, write, size, scheduler=engine.lr_scheduler)
+
+
+@contextlib.contextmanager
+def raise_at_the_end(owner, method: str):
+    """Put off what a method raises on this rank, or the other ranks would wait for it in vain."""
+    original, failures = getattr(owner, method), []
+
+    def remember(*args, **kwargs):
+        try:
+            return original(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    setattr(owner, method, remember)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+    if failures:
+        raise failures[0]
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
+    """The tensors of this rank, by name, to be counted: DeepSpeed keeps them in places of its own,
+    and frees the gradients while it steps. So they are noted just before, in the last step."""
+    parameters = list(engine.parameters())
+    held = {"parameters": parameters, "gradients": [], "fp32_copy": []}
+    stage3 = hasattr(parameters[0], "ds_tensor")
+    if stage3:  # which keeps small parameters whole besides
+        held["parameters"] = [p.ds_tensor for p in parameters]
+        held |= {"gradient_buffer": [], "small_parameters": []}
+        if dist.get_world_size() > 1:  # at one rank they are its share
+            held["small_parameters"] += [p for p in parameters if p.ds_persist]
+
+    def before_step(optimizer, *_):
+        if run.step == run.total_steps:
+            updated = [p for group in optimizer.param_groups for p in group["params"]]
+            held["gradients"] += [p.grad for p in updated if p.grad is not None]
+            held["fp32_copy"] += [p for p in updated if p not in set(parameters)]
+            if stage3:  # what it reduces the gradients into, before it copies them
+                held["gradient_buffer"].append(engine.optimizer.grad_partitions_flat_buffer)
+
+    engine.basic_optimizer.register_step_pre_hook(before_step)
+    return held
+
+
+def gather_weights(engine) -> dict[str, torch.Tensor]:
+    """A plain state dict, complete on rank 0, of the fp32 weights. All ranks call it."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = engine.module.state_dict()  # complete, but for stage 3 and bfloat16
+    for name, parameter in engine.module.named_parameters():
+        # gathers one tensor at a time, of the fp32 copy; stage 0 has none
+        whole = safe_get_full_fp32_param(parameter)
+        if whole is not None and RANK == 0:
+            weights[name] = whole.cpu()
+    return weights

@@ -1,0 +1,58 @@
+"""What a run shows while it runs: a bar on a terminal, lines, and TensorBoard's curves."""
+
+from pathlib import Path
+
+from tqdm import tqdm
+
+from harness.ranks import RANK, print0
+
+
+class Display:
+    """Rank 0 shows; on other ranks all of this does nothing."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.writer, self.bar = folder, None, None
+
+    def open(self, first_step: int) -> None:
+        """Open TensorBoard's file; curves that reach beyond the first step are cut off there."""
+        if RANK == 0:
+            from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
+
+            self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
+
+    def start_epoch(self, title: str, done: int, total: int) -> None:
+        """A bar for the images of an epoch, of which some may be done already."""
+        self.bar = tqdm(
+            desc=title,
+            initial=done,
+            total=total,
+            unit="img",
+            unit_scale=True,
+            leave=False,
+            disable=None if RANK == 0 else True,  # None: shown if there is a terminal
+        )
+
+    def step(self, step: int, loss: float, **values: float) -> None:
+        if RANK == 0:
+            self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        self.add_scalars("step", step, loss=loss, **values)
+
+    def epoch(self, title: str, step: int, epoch: dict[str, float]) -> None:
+        self.add_scalars("epoch", step, **epoch)
+        print0(
+            f"{title}: loss {epoch['train_loss']:.4f}, evaluation loss {epoch['eval_loss']:.4f}, "
+            f"accuracy {epoch['eval_accuracy']:.2%}, {epoch['seconds']:.1f} s"
+        )
+
+    def add_scalars(self, group: str, step: int, **values: float) -> None:
+        if self.writer:
+            for name, value in values.items():
+                self.writer.add_scalar(f"{group}/{name}", value, step)
+
+    def flush(self) -> None:
+        if self.writer:
+            self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()

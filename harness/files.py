@@ -1,0 +1,44 @@
+"""Files that are written whole or not at all, and read with care."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from harness.command_line import fail
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_file(state: dict, path: Path) -> None:
+    """``torch.save`` that leaves the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.part")
+    torch.save(state, temporary)
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def load_file(path: Path | str, flag: str) -> dict:
+    """``torch.load`` of a dict of tensors and plain types, onto the CPU.
+
+    Args:
+        flag: the one that named the file, for the line that says what is wrong with it.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise any of a dozen types
+        fail(
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: damaged, or not only of "
+            "tensors); give another"
+        )
+    if not isinstance(state, dict):
+        fail(f"{flag} {path} holds a {type(state).__name__}, not a dict; give another")
+    return state

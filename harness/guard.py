@@ -1,0 +1,219 @@
+"""Numbers that are not finite: where they are looked for, and what is done about them.
+
+watch   where it costs nothing: in the loss when it is fetched for the screen, and in weights and
+        optimizer before a snapshot is written. The run ends, and its last snapshot is good.
+stop    before every step, by a hook of the optimizer: the run ends before a weight has changed.
+skip    likewise, and the step is left out.
+ignore  nowhere.
+
+In float16 a GradScaler, or DeepSpeed, leaves out steps whose gradients overflow. That is as it
+should be, in every mode, but for a run that leaves out one after the other.
+"""
+
+import argparse
+import math
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.command_line import fail
+from harness.measure import launch_command, local, optimizer_tensors
+from harness.ranks import gather_objects, max_over_ranks, print0
+
+MAX_SKIPPED = 25  # steps in a row that may be left out, until a run is one that learns nothing
+WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the loss"
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """Whether no number of this rank's is NaN or infinite: a bool, on the device."""
+    tensors = [t for t in map(local, tensors) if t.is_floating_point() and t.numel()]
+    if not tensors:
+        return torch.tensor(True)
+    # The least and the largest: unlike a norm, they do not overflow, and one pass finds both.
+    bounds = [bound for tensor in tensors for bound in tensor.aminmax()]
+    device = tensors[0].device
+    return torch.stack([b.to(device, torch.float64) for b in bounds]).isfinite().all()
+
+
+class Guard:
+    """What ``--on-nan`` asks for. All ranks call its methods alike.
+
+    Args:
+        newest_snapshot: returns the path of the one to go on from.
+    """
+
+    def __init__(self, args: argparse.Namespace, newest_snapshot: Callable[[], Path | None]):
+        self.mode, self.newest_snapshot = args.on_nan, newest_snapshot
+        self.exact = self.mode in ("stop", "skip")
+        self.good_step = 0  # the last one after which the weights were seen to be finite
+        self.left_out = False  # the present step
+        self.skipped = 0  # steps in a row
+
+    def attach(self, run, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
+        """Set up what is looked at in every step, if anything is.
+
+        Args:
+            model: whose forward makes the loss.
+            optimizer: whose step is the one to be stopped or left out.
+            scaler: a GradScaler that leaves out steps, if there is one ...
+            engine: ... or a DeepSpeed engine.
+        """
+        self.run, self.model, self.optimizer = run, model, optimizer
+        self.good_step = self.fetched = run.step  # fetched: the loss
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scale = self.scaler and scaler.get_scale()
+        self.engine, self.engine_skipped = engine, engine and engine.skipped_steps
+        self.overflow_is_normal = bool(self.scaler or (engine and engine.fp16_enabled()))
+        if self.exact:
+            self.outputs, self.good_buffers, self.taken = [], [], []
+            self.keep_buffers()
+            model.register_forward_hook(self.remember_output)
+            optimizer.register_step_pre_hook(self.before_step)
+            optimizer.register_step_post_hook(self.give_back)
+
+    # ---------------------------------------------------------------------------------- watch
+
+    def check_loss(self, loss: float) -> None:
+        """Look at what was fetched for the screen: a mean over the last steps, and all ranks."""
+        if self.mode != "ignore":
+            if not math.isfinite(loss):
+                # A scaler keeps the weights good, and so they do not tell when the loss was bad.
+                after = self.fetched if self.scaler else self.good_step
+                self.stop_watching(f"the loss became {loss}", after)
+            self.fetched = self.run.step
+            self.good_step = max(self.good_step, self.run.step - 1)  # it is of the weights before
+        if self.scaler:
+            self.check_scale()
+
+    def check_snapshot(self) -> None:
+        """Look at what would be written."""
+        if self.mode == "ignore":
+            return
+        owner = getattr(self.optimizer, "optim", self.optimizer)  # of ZeroRedundancyOptimizer
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        finite = all_finite([*weights, *self.model.buffers(), *optimizer_tensors(owner)])
+        if max_over_ranks([not finite.item()])[0]:
+            self.stop_watching("weights or optimizer became NaN or infinite", self.good_step)
+        self.good_step = self.run.step
+
+    def stop_watching(self, what: str, after: int) -> NoReturn:
+        snapshot, command = self.newest_snapshot(), launch_command()
+        go_on = "no snapshot was written before"
+        if snapshot:
+            command += f" --resume {shlex.quote(str(snapshot))}"
+            go_on = f"the last good snapshot is {snapshot}"
+        first, last = after + 1, self.run.step
+        where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
+        advice = "Use a lower --lr"
+        if self.mode == "watch":
+            advice = f"To learn where: {command} --on-nan stop"
+        self.end(f"{where} {what}; {go_on}. {advice}")
+
+    # -------------------------------------------------------------------------- stop and skip
+
+    def remember_output(self, module: nn.Module, inputs, output: Tensor) -> None:
+        """Keep what this rank's model answered, and the gradient of that, to name the rank:
+        gradients of parameters are the same on all ranks once they are averaged."""
+        if module.training and torch.is_tensor(output) and output.requires_grad:
+            self.outputs.append((OUTPUT, output.detach()))
+            output.register_hook(lambda gradient: self.outputs.append((LOSS, gradient)))
+
+    def before_step(self, optimizer, *_) -> None:
+        """The optimizer's hook: end the run, or leave this step out, if it would do harm."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        seen = [p.grad for p in parameters if p.grad is not None]
+        if self.overflow_is_normal:
+            seen = [tensor for name, tensor in self.outputs if name == OUTPUT]
+        bad = (~all_finite(seen)).to(self.run.device, torch.float32)
+        if dist.is_initialized():
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        self.left_out = bool(bad.item())
+        if self.left_out:
+            self.react()
+            self.taken = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None  # without which optimizers leave a parameter alone
+        else:
+            self.keep_buffers()
+        if not self.scaler:  # whose scale tells more
+            self.count(self.left_out)
+        self.outputs.clear()
+
+    def give_back(self, *_) -> None:
+        """After the step: DDP's buckets and DeepSpeed's buffers are still to be gradients."""
+        for parameter, gradient in self.taken:
+            parameter.grad = gradient
+        self.taken.clear()
+
+    def after_step(self) -> None:
+        """Notice a step that DeepSpeed has left out, before the optimizer's hook was called."""
+        if not self.engine:
+            return
+        before, self.engine_skipped = self.engine_skipped, self.engine.skipped_steps
+        skipped = self.engine_skipped > before
+        if skipped and self.exact and not self.overflow_is_normal:
+            self.left_out = True
+            self.react()
+        if self.exact:
+            self.outputs.clear()
+        if skipped or not self.exact:  # else the hook has counted
+            self.count(skipped)
+
+    def react(self) -> None:
+        """End the run before this step, or leave it out."""
+        why = f"step {self.run.step}: {self.first_not_finite()}"
+        if self.mode == "stop":
+            self.end(f"{why}; it has changed no weight. Use a lower --lr, or --on-nan skip")
+        print0(f"{why}; the step is left out")
+        for buffer, good in zip(self.model.buffers(), self.good_buffers, strict=True):
+            buffer.copy_(good)  # BatchNorm's statistics have seen what was not finite
+
+    def keep_buffers(self) -> None:
+        """Remember BatchNorm's statistics, in case that the next step is left out."""
+        if self.mode == "skip":
+            self.good_buffers = [buffer.clone() for buffer in self.model.buffers()]
+
+    def first_not_finite(self) -> str:
+        """What was not finite first, and on which ranks, in words. All ranks call it."""
+        named = list(self.model.named_parameters())
+        tensors = [(f"{WEIGHT} {name}", p) for name, p in named] + self.outputs
+        tensors += [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
+        found = next((name for name, tensor in tensors if not all_finite([tensor])), "")
+        everyone = gather_objects(found)
+        known = [name for name in everyone if name]
+        if not known:  # DeepSpeed's shards have no names
+            return "a gradient is not finite"
+        order = (WEIGHT, OUTPUT, LOSS, "the gradient of")
+        first = min(known, key=lambda name: next(i for i, o in enumerate(order) if o in name))
+        ranks = ", ".join(str(rank) for rank, name in enumerate(everyone) if name == first)
+        return f"{first} is not finite on rank {ranks}"
+
+    # --------------------------------------------------------------------- one after the other
+
+    def check_scale(self) -> None:
+        """Count the steps that the GradScaler has left out since the last time. Each has made its
+        scale smaller, which is fetched only now; the last steps were good if it has counted any."""
+        before, self.scale = self.scale, self.scaler.get_scale()
+        if self.scaler.state_dict()["_growth_tracker"]:
+            self.skipped = 0
+            return
+        factor = self.scaler.get_backoff_factor()
+        skips = math.log(before / self.scale, 1 / factor) if self.scale else MAX_SKIPPED
+        self.count(True, max(0, round(skips)))  # less than 0: it has become larger
+
+    def count(self, skipped: bool, times: int = 1) -> None:
+        self.skipped = self.skipped + times if skipped else 0
+        if self.skipped >= MAX_SKIPPED:
+            self.end(
+                f"step {self.run.step}: the last {self.skipped} steps were left out, because "
+                "gradients are not finite; use a lower --lr, or bfloat16 instead of float16"
+            )
+
+    def end(self, why: str) -> NoReturn:
+        self.run.display.close()
+        fail(why, code=3)

@@ -1,0 +1,52 @@
+"""Loading batches, whatever is in them: where to begin, what cannot be read, processes that end."""
+
+import itertools
+import multiprocessing
+import signal
+from collections.abc import Iterator
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from harness.command_line import fail
+
+
+class Unreadable(Exception):
+    """A file that cannot be decoded; the message says which, and what to do."""
+
+
+class Batches(BatchSampler):
+    """Batches of indices. A run that goes on within an epoch leaves out the first ``begin``."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(super().__iter__(), self.begin, None)
+
+
+def identity(batch):
+    """A ``collate_fn`` for datasets that hand out whole batches."""
+    return batch
+
+
+def batches_of(loader: DataLoader) -> Iterator:
+    """The loader's batches, up to a file that cannot be read."""
+    try:
+        yield from loader
+    except Unreadable as error:  # a worker process puts its traceback before the message
+        fail(str(error).rpartition(f"{type(error).__name__}: ")[2])
+
+
+def ignore_signals(worker: int) -> None:
+    """A DataLoader's ``worker_init_fn``. Terminals and launchers send their signals to all that a
+    rank has started, which would end it for want of data; :func:`kill_loaders` ends them."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def kill_loaders() -> None:
+    """To be called at exit: otherwise, after an exception, Python would wait for the loaders, and
+    the launcher for this rank."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report their end as an error
+    for process in multiprocessing.active_children():
+        process.kill()

@@ -1,0 +1,210 @@
+"""Who am I among how many: what the launcher said, and what all ranks do together."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  here and not later: see wait_for_gloo()
+
+SCRIPT = Path(sys.argv[0]).stem  # names the technique: pytorch_DDP, pytorch_FSDP, ...
+PARENT = os.getppid()  # the launcher, if there is one
+
+# Set by every launcher (torchrun, torch.distributed.launch, deepspeed), not by plain `python`.
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LAUNCHED = "LOCAL_RANK" in os.environ
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def count_local_ranks() -> int | None:
+    """How many ranks share this machine; ``None`` if it cannot be told."""
+    names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]  # torchrun's, deepspeed's
+    names += ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]  # mpirun's: Open MPI, MPICH
+    for name in names:
+        if os.environ.get(name):
+            return int(os.environ[name])
+    here = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+    return WORLD_SIZE if WORLD_SIZE == 1 or here else None
+
+
+LOCAL_WORLD_SIZE = count_local_ranks() or WORLD_SIZE
+
+
+def why_ranks_are_unclear() -> str | None:
+    """What a launcher such as srun or mpirun left out; ``None`` if nothing is missing."""
+    if LAUNCHED and count_local_ranks() is None:
+        return (
+            f"WORLD_SIZE is {WORLD_SIZE}, and LOCAL_WORLD_SIZE, the number of ranks on this "
+            "machine, is not set; export it (under srun: LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE)"
+        )
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if not LAUNCHED and int(os.environ.get(name, 1)) > 1:
+            return (
+                f"{name} is {os.environ[name]}, but RANK and LOCAL_RANK are not set; start one "
+                "torchrun per machine, as docs/multi_node.md shows"
+            )
+    return None
+
+
+def print0(message: str) -> None:
+    """Print a line, on rank 0 only."""
+    if RANK == 0:
+        print(message, flush=True)
+
+
+# --------------------------------------------------------------------------- what ranks do together
+
+
+def make_store(args) -> dist.Store:
+    """Where ranks find each other's addresses: that of the launcher, or none for a world of one.
+
+    ``torchrun`` keeps one store for all attempts, and a restarted rank may find there the address
+    of one that is dead, and hang. So each attempt has keys of its own. On several machines, whose
+    agents count the attempts apart, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has to do that.
+    """
+    if not LAUNCHED:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))
+    if LOCAL_WORLD_SIZE == WORLD_SIZE:
+        store = dist.PrefixStore(f"attempt {RESTARTS}", store)
+    return store
+
+
+def gather_objects(value) -> list:
+    """The values of all ranks, on every rank. All ranks call it."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    """The largest of each number on any rank; all ranks learn it."""
+    if not dist.is_initialized():
+        return values
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def wait_for_gloo() -> None:
+    """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down.
+
+    A thread that still holds a tensor by then aborts the process (pytorch/pytorch#179291). A
+    process group waits for its threads when it is freed. But ``torch.distributed.nn``, imported
+    after ``init_process_group``, keeps the group as a default argument: hence the import above.
+    FSDP's caches and DeepSpeed keep it too: hence this wait. It is not ``barrier()``, which holds
+    on to tensors sent just before it.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.monitored_barrier()
+
+
+def exit_all(code: int) -> NoReturn:
+    """End this run before its end. All ranks call it."""
+    wait_for_gloo()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    raise SystemExit(code)
+
+
+# ------------------------------------------------------------------------------------ the launcher
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher dies, even of SIGKILL (Linux only).
+
+    Otherwise the ranks would go on, or wait for each other, with nobody to look after them.
+    """
+    if not LAUNCHED or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    orphan = os.getppid() != PARENT  # it died before this call
+    if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # or before PyTorch was imported
+        orphan = b"torch" not in Path("/proc/1/cmdline").read_bytes()
+    if orphan:
+        raise SystemExit(1)
+    if b"deepspeed.launcher.launch" in Path(f"/proc/{PARENT}/cmdline").read_bytes():
+        threading.Thread(target=stop_with_runner, daemon=True).start()
+
+
+def stop_with_runner() -> None:
+    """``deepspeed`` itself starts a process that starts the ranks, and on one machine passes no
+    signal on to it: when it is gone, this rank is asked to stop."""
+    runner = parent_of(PARENT)
+    while parent_of(PARENT) == runner:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def launcher_words() -> list[str]:
+    """The command line of torchrun, torch.distributed.launch or deepspeed; empty without them, or
+    where there is no /proc."""
+    words = command_of(PARENT) if LAUNCHED else []
+    if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
+        words = command_of(parent_of(PARENT))
+    names = {"torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
+    return words if names & {Path(word).name for word in words[:4]} else []
+
+
+def command_of(process: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{process}/cmdline").read_text(errors="replace")
+        return text.strip("\0").split("\0")
+    return []
+
+
+def shutdown_timeout() -> float:
+    """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL: by a flag, which PyTorch
+    2.11 has not, or by the environment."""
+    words = [word for flag in launcher_words() for word in flag.split("=", 1)]
+    found = [
+        words[words.index(flag) + 1]
+        for flag in ("--shutdown-timeout", "--shutdown_timeout")
+        if flag in words[:-1]
+    ]
+    found += [os.environ.get("PET_SHUTDOWN_TIMEOUT")]
+    found += [os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+    for text in filter(None, found):
+        with contextlib.suppress(ValueError):
+            return float(text)
+    return 30.0
+
+
+def listen_on_loopback() -> None:
+    """Let ranks that share a machine listen on loopback only, unless the user chose an interface.
+
+    That is for the connections among ranks. The store in which they find each other is torchrun's
+    own and listens everywhere.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def launch_id() -> str:
+    """The same for all attempts of one launch, and another for the next launch."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none":
+        return run
+    started = ""
+    with contextlib.suppress(OSError):  # Linux only; a container gives the same number every time
+        started = Path(f"/proc/{PARENT}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"process {PARENT} {started}"

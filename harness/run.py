@@ -1,0 +1,248 @@
+"""Run: the clock and the record of one run, and what it calls at each step and epoch."""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from harness import checkpoint, result
+from harness.clock import StepClock
+from harness.display import Display
+from harness.guard import Guard
+from harness.loaders import batches_of
+from harness.ranks import RANK, WORLD_SIZE, exit_all, max_over_ranks, print0, wait_for_gloo
+from harness.snapshots import SnapshotStore
+from harness.stop import StopRequest
+
+STARTED = time.perf_counter()
+
+
+def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
+    return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
+
+
+class Run:
+    """The meter and the files of one run. All ranks call it alike; rank 0 prints and writes.
+
+    Args:
+        train_loader: what an epoch consists of.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, train_loader: DataLoader):
+        self.args, self.device, self.train_set = args, device, train_loader.dataset
+        self.steps_per_epoch = len(train_loader)
+        self.total_steps = total_steps(args, self.steps_per_epoch)
+        self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
+        self.start_epoch = self.step = 0  # step: the optimizer's steps, over all epochs
+        self.evaluated = 0  # the step after which the model was last evaluated
+        self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
+        self.eval_samples = 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
+        self.images = 0  # of this epoch and rank
+        self.seconds, self.since = 0.0, STARTED
+        self.clock, self.display = StepClock(device), Display(args.output_dir)
+        self.store = SnapshotStore(args)
+        self.guard = Guard(args, self.store.newest)
+        self.stop = StopRequest(device)
+
+    # ------------------------------------------------------------------------------- snapshots
+
+    def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
+        """Go on from the snapshot that ``--resume`` means. If there is none, begin.
+
+        Args:
+            model: also in DDP's wrapper.
+            others: what else has a ``state_dict()`` and a ``load_state_dict()``, by name.
+        """
+        snapshot = self.store.find("model")
+        if snapshot:
+            checkpoint.load_plain(self.store.resumed, snapshot, model, optimizer, **others)
+            if isinstance(model, DistributedDataParallel) and self.args.deterministic:
+                checkpoint.rebuild_buckets(model, self.train_set.example(2).to(self.device))
+        scaler = others.get("scaler")
+        self.start(checkpoint.plain(model), optimizer, scheduler, snapshot, scaler=scaler)
+
+    def save_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
+        """Write a snapshot, from which ``--resume`` goes on: rank 0 does, and all ranks call it.
+
+        It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept.
+        """
+        parts = {"optimizer": optimizer, "scheduler": scheduler, **others}
+        checkpoint.write(self, model=checkpoint.plain(model), **parts)
+
+    def load_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
+        """:meth:`load_snapshot` of a sharded model: each rank reads its shards."""
+        snapshot = self.store.find("param_groups")
+        if snapshot:
+            checkpoint.load_sharded(self.store.resumed, snapshot, model, optimizer)
+        self.start(model, optimizer, scheduler, snapshot)
+
+    def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
+        """:meth:`save_snapshot` of a sharded model: each rank writes its shards."""
+        write, size, parts = checkpoint.sharded_parts(model, optimizer)
+        checkpoint.write(self, write, size, scheduler=scheduler, **parts)
+
+    def snapshot_is_due(self) -> bool:
+        """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,
+        at every ``--snapshot-every``-th step, and when the run was asked to stop."""
+        last = self.step == self.total_steps or self.step % self.steps_per_epoch == 0
+        every = self.step % self.args.snapshot_every == 0
+        return bool(self.stop.agreed) or (every and not last)
+
+    # --------------------------------------------------------------------------------- begin
+
+    def start(self, model, optimizer, scheduler, snapshot: dict | None, **skips_by) -> None:
+        """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file.
+
+        Args:
+            scheduler: ``None`` if a library looks after it.
+            skips_by: see :meth:`Guard.attach`.
+        """
+        result_file, path = self.args.output_dir / "result.json", self.store.resumed
+        if snapshot and scheduler:
+            scheduler.load_state_dict(snapshot["scheduler"])
+            scheduler.last_epoch -= 1
+            scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
+        if snapshot:
+            checkpoint.restore_run(self, snapshot)
+        done = self.start_epoch >= self.epochs
+        if max_over_ranks([RANK == 0 and result_file.exists()])[0] and done:
+            print0(
+                f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; go on "
+                "with more --epochs or --max-steps, or begin again with --resume none"
+            )
+            exit_all(0)
+        if snapshot:
+            at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
+            print0(f"resumed from {path} at {'the end' if done else at}")
+        self.optimizer = optimizer
+        self.guard.attach(self, model, optimizer, **skips_by)
+        if RANK == 0:
+            if snapshot:
+                result_file.unlink(missing_ok=True)  # it comes back when this run ends
+            self.store.archive_previous_run()
+        self.display.open(self.step + 1)
+        self.stop.listen()
+
+    # ---------------------------------------------------------------------------------- steps
+
+    def batches(self, loader: DataLoader, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches of an epoch, on its device, as ``prepare`` of the dataset makes
+        them: of images, cropped, flipped and normalized."""
+        args = self.args
+        begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
+        end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        loader.batch_sampler.begin = begin
+        self.shown = *self.totals(), self.step, time.perf_counter()  # what was shown last, and when
+        title = f"epoch {epoch + 1}/{self.epochs}"
+        self.display.start_epoch(title, begin * args.batch_size, end * args.batch_size)
+        self.clock.start()
+        for index, batch in zip(range(begin, end), batches_of(loader), strict=False):
+            self.step += 1
+            self.batch = len(batch[-1])
+            self.lr = self.optimizer.param_groups[0]["lr"]
+            yield self.train_set.prepare(batch, self.device, args.seed, epoch, index)
+            self.clock.tick()
+            self.display.bar.update(args.batch_size)
+        self.display.bar.close()
+        self.clock.read()
+
+    def log(self, loss: Tensor) -> None:
+        """Count the loss of a step.
+
+        Args:
+            loss: mean over this rank's batch, a scalar. It stays on the device; only at every
+                ``--print-freq``-th step is the mean since the last time, over all ranks, shown.
+        """
+        self.guard.after_step()
+        if not self.guard.left_out:
+            self.loss_sum += loss.detach() * self.batch
+            self.images += self.batch
+        if self.step % self.args.print_freq and self.step != self.total_steps:
+            return self.stop.vote_between_prints(self.step)
+        loss_sum, images, step, then = self.shown
+        pace = (time.perf_counter() - then) / max(1, self.step - step)
+        self.shown = *self.totals(pace), self.step, time.perf_counter()
+        images = self.shown[1] - images
+        if images:  # else all of these steps were left out
+            mean, speed = (self.shown[0] - loss_sum) / images, images / (self.shown[3] - then)
+            self.guard.check_loss(mean)
+            figures = {"images_per_second": speed, "learning_rate": self.lr}
+            self.display.step(self.step, loss=mean, **figures)
+
+    def totals(self, pace: float = 0.0) -> tuple[float, float]:
+        """This epoch's sum of losses and number of images so far, over all ranks. With these, the
+        ranks learn whether one of them was asked to stop, and the pace: seconds of a step."""
+        self.stop.finish_vote()
+        own = self.loss_sum.new_tensor([self.images, pace, *self.stop.own_votes()])
+        totals = torch.cat([self.loss_sum[None], own])
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        loss_sum, images, pace, *votes = totals.tolist()
+        self.stop.count_votes(votes)
+        if pace:
+            self.stop.set_pace(pace / WORLD_SIZE)
+        return loss_sum, images
+
+    # ----------------------------------------------------------------------- epochs and the end
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """End an epoch: a line on the screen, a point on each curve.
+
+        Args:
+            metrics: what :func:`common.evaluate` returned.
+        """
+        loss_sum, images = self.totals()
+        if images:
+            self.guard.check_loss(loss_sum / images)
+        self.evaluated = self.step
+        epoch = {
+            "train_loss": loss_sum / images if images else math.nan,
+            "eval_loss": metrics["loss"],
+            "eval_accuracy": metrics["accuracy"],
+            "seconds": self.clock.epoch_seconds,
+        }
+        for name, value in epoch.items():
+            self.history[name].append(value)
+        self.eval_samples = metrics["samples"]
+        self.display.epoch(f"epoch {len(self.history['seconds'])}/{self.epochs}", self.step, epoch)
+        if self.step % self.steps_per_epoch == 0:  # and not cut short by --max-steps
+            self.loss_sum, self.images = torch.zeros_like(self.loss_sum), 0
+            self.clock.epoch_seconds = 0.0
+
+    def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:
+        """Write ``result.json`` and TensorBoard's HPARAMS, and print the last line.
+
+        Args:
+            model, optimizer: as this rank holds them, with the gradients of the last step; the
+                tensors are counted for ``state_bytes``.
+            held: see :func:`result.count_state_bytes`.
+        """
+        state_bytes = result.count_state_bytes(model, optimizer, **held)
+        memory = result.peak_memory(self.device)
+        if RANK == 0:
+            written = result.write_result(
+                self, result.precision_of(self.args, model), state_bytes, memory
+            )
+            result.add_hparams(self.display.writer, self.args, written)
+            self.display.close()
+            gib = ", ".join(f"{value:.2f} GiB {kind}" for kind, value in memory.items())
+            print0(
+                f"done: accuracy {written['eval_accuracy'][-1]:.2%} of {self.eval_samples:,}, "
+                f"median {written['images_per_second']:,.0f} images/s, peak memory {gib}, "
+                f"files in {self.args.output_dir}"
+            )
+        wait_for_gloo()
+
+    def read_wall_clock(self) -> float:
+        """Seconds of this run so far, up to a snapshot and since it was loaded."""
+        now = time.perf_counter()
+        self.seconds, self.since = self.seconds + now - self.since, now
+        return self.seconds

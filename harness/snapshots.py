@@ -1,0 +1,270 @@
+"""A snapshot on disk: written whole, verified, found again; and which one to resume from."""
+
+import argparse
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from harness.command_line import fail
+from harness.files import load_file, sync
+from harness.ranks import (
+    RANK,
+    RESTARTS,
+    SCRIPT,
+    WORLD_SIZE,
+    gather_objects,
+    launch_id,
+    max_over_ranks,
+    print0,
+)
+
+SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def list_files(folder: Path) -> list[str]:
+    """The files of a snapshot, as its list of checksums names them."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a snapshot's files; ``None`` if they are as they were written."""
+    try:
+        *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
+        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        if end or not expected:
+            raise ValueError("cut off")
+        if differ := sorted(expected.keys() ^ set(list_files(folder))):
+            return f"{differ[0]} is {'missing' if differ[0] in expected else 'not of it'}"
+        for name, digest in expected.items():
+            if sha256(folder / name) != digest:
+                return f"{name} is not what was written"
+    except (OSError, ValueError) as error:  # ValueError: no such line, or no text
+        return f"{SUMS} cannot be read ({type(error).__name__})"
+    return None
+
+
+def list_snapshots(folder: Path) -> list[Path]:
+    """Those in a folder, newest first, good or not."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> str | None:
+    """Write a snapshot that is there whole or not at all, and drop all but the last two.
+
+    It is written under a name that begins with a dot, brought to the disk, and given its name by a
+    rename. All ranks call this.
+
+    Args:
+        folder: ``.../step-*``; the last two by name are kept.
+        write: puts its files into the folder it is given; all ranks call it.
+        needed: bytes that all ranks together will write, to see beforehand whether they fit.
+
+    Returns:
+        ``None``, or why it could not be written, on all ranks. What was there before still is.
+    """
+    part = folder.with_name(f".{folder.name}.part")
+
+    def prepare(_):
+        if RANK == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            for old in folder.parent.glob(".*.part"):  # of an attempt that was killed
+                shutil.rmtree(old)
+            if shutil.disk_usage(folder.parent).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            part.mkdir()
+
+    def fill(_):
+        write(part)
+
+    def share_names(_):
+        return list_files(part) if RANK == 0 else None
+
+    def bring_to_disk(lists):
+        names = lists[0][RANK::WORLD_SIZE]
+        for name in names:
+            sync(part / name)
+        return {name: sha256(part / name) for name in names}
+
+    def publish(sums):
+        if RANK == 0:
+            seal_and_rename(part, folder, sums)
+
+    results = []  # of all ranks, of the stage before
+    for stage in (prepare, fill, share_names, bring_to_disk, publish):
+        failure = result = None
+        try:
+            result = stage(results)
+        except (OSError, RuntimeError) as error:
+            failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        everyone = gather_objects((failure, result))
+        if failures := [why for why, _ in everyone if why]:
+            return describe_failure(folder, needed, part, failures[0])
+        results = [result for _, result in everyone]
+    return None
+
+
+def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> None:
+    """Give a snapshot its checksums and its name, and drop all but the last two."""
+    lines = sorted(f"{theirs[name]}  {name}\n" for theirs in sums for name in theirs)
+    (part / SUMS).write_text("".join(lines))
+    sync(part / SUMS)
+    sync(part)
+    if folder.exists():  # of a damaged one, from which nobody could go on
+        shutil.rmtree(folder)
+    os.replace(part, folder)
+    sync(folder.parent)
+    for old in list_snapshots(folder.parent)[2:]:
+        shutil.rmtree(old, ignore_errors=True)  # the new one is there in any case
+
+
+def describe_failure(folder: Path, needed: int, part: Path, why: str) -> str:
+    """Tidy up after a snapshot that could not be written, and say what would have been needed."""
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(folder.parent).free:,}"
+    if RANK == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    return f"{folder} could not be written ({why}; {needed:,} bytes needed, {free} free)"
+
+
+# ---------------------------------------------------------------------- which one to resume from
+
+# A snapshot and the run that goes on from it must agree in these flags:
+JOB = ["model", "norm", "dataset", "train_samples", "image_size", "batch_size", "optimizer", "lr"]
+JOB += ["momentum", "weight_decay", "seed", "double"]
+
+
+class SnapshotStore:
+    """The snapshots of one run. All ranks call its methods alike."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.folder = args.output_dir / "snapshots"
+        self.resumed = None  # the path of the one that this run goes on from
+
+    def newest(self) -> Path | None:
+        """What this run has written last, or else goes on from."""
+        return next(iter(list_snapshots(self.folder)), self.resumed)
+
+    def describe(self) -> dict:
+        """What each snapshot says of its job and of the launch that wrote it."""
+        job = {name: getattr(self.args, name, None) for name in JOB}
+        return {"technique": SCRIPT, "launch": launch_id(), "job": job}
+
+    def find(self, needed: str) -> dict | None:
+        """What ``state.pt`` holds of the snapshot to go on from, the same on all ranks; its path is
+        :attr:`resumed`.
+
+        A job that its launcher restarts goes on from its own newest, and any other from the one
+        that ``--resume`` means. One that does not verify is named and left out.
+
+        Args:
+            needed: an entry that the snapshots of this script have.
+
+        Returns:
+            ``None`` if the run is to begin.
+        """
+        path = None
+        restarted = max_over_ranks([RESTARTS])[0]  # each machine counts its own
+        if RANK == 0:
+            path = self.newest_of_this_launch() if restarted else None
+            path = path or self.asked_for()
+        [path, *_] = gather_objects(path)
+        self.resumed = path
+        if path is None:
+            return None
+        if not path.exists():
+            fail(f"{path} is not on this machine; give an --output-dir that all machines share")
+        snapshot = load_file(path / "state.pt", "--resume")
+        if "job" not in snapshot:
+            fail(f"--resume {path} holds no snapshot of these scripts; give another, or none")
+        for name, ours in self.describe()["job"].items():
+            theirs = snapshot["job"].get(name)
+            if theirs != ours:
+                flag = f"--{name.replace('_', '-')}"
+                fail(
+                    f"--resume {path} is of a run with {flag} {theirs}, and this one has {ours}; "
+                    "give the same, or --resume none"
+                )
+        if needed not in snapshot:
+            fail(
+                f"--resume {path} was written by {snapshot['technique']}.py, in another form than "
+                f"{SCRIPT}.py reads; give one of its own, or take a model.pt to --weights"
+            )
+        return snapshot
+
+    def newest_of_this_launch(self) -> Path | None:
+        """After a restart, the newest snapshot of the attempts before."""
+        good = self.good_ones(self.folder)
+        return next((path for path, launch in good if launch == launch_id()), None)
+
+    def asked_for(self) -> Path | None:
+        """The snapshot that ``--resume`` means. It may name one, or a folder with several."""
+        if self.args.resume == "none":
+            return None
+        folder = self.folder
+        if self.args.resume != "auto":
+            folder = Path(self.args.resume)
+            if not folder.exists():
+                fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
+            if (self.args.output_dir / "previous").resolve() in folder.resolve().parents:
+                fail(f"--resume {folder}: a new run replaces previous/; move it elsewhere first")
+            if (folder / "state.pt").exists() or (folder / SUMS).exists():
+                if damage := find_damage(folder):
+                    fail(f"--resume {folder} is damaged: {damage}; give another, or auto")
+                return folder
+            if (folder / "snapshots").is_dir():
+                folder = folder / "snapshots"
+            if not list_snapshots(folder):
+                fail(
+                    f"--resume {folder} holds no snapshot; give a folder such as "
+                    "snapshots/step-00001000 (model.pt goes to --weights)"
+                )
+        return next((path for path, _ in self.good_ones(folder)), None)
+
+    def good_ones(self, folder: Path) -> Iterator[tuple[Path, str]]:
+        """Those that verify, newest first, each with the launch that wrote it."""
+        for path in list_snapshots(folder):
+            damage = find_damage(path)
+            if not damage:
+                state = load_file(path / "state.pt", "--resume")
+                if path.name.split("-")[1] == f"{state.get('step', 0):08}":
+                    yield path, state.get("launch")
+                    continue
+                damage = f"it is of step {state.get('step')}"
+            print0(f"snapshot {path} is damaged and left out: {damage}")
+
+    def archive_previous_run(self) -> None:
+        """Move what an earlier run left in this folder to ``previous/``, and drop its curves. Of
+        the run that goes on, these are only snapshots that are damaged or newer than the resumed
+        one. Rank 0 does this."""
+        output_dir, resumed = self.args.output_dir, self.resumed
+        aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
+        if resumed and resumed.resolve().parent == self.folder.resolve():
+            aside = [path for path in list_snapshots(self.folder) if path.name > resumed.name]
+        else:
+            for events in output_dir.glob("events.out.tfevents.*"):
+                events.unlink()
+            if not list_snapshots(self.folder):  # of an attempt that came to nothing
+                shutil.rmtree(self.folder, ignore_errors=True)
+        for path in aside:
+            if path.exists():
+                place = output_dir / "previous" / path.relative_to(output_dir)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if place.is_dir():
+                    shutil.rmtree(place)
+                os.replace(path, place)

@@ -1,0 +1,80 @@
+"""Refuses a snapshot that would run code: reading a pickle can call any function it names."""
+
+import pickle
+from pathlib import Path
+
+import torch
+
+
+class UntrustedSnapshot(Exception):
+    """A snapshot that asks for code to be run while it is read."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads the list of contents of a sharded snapshot. It is a pickle, which could ask for any
+    function to be called (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
+
+    allowed = {
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"PosixPath", "WindowsPath"},
+        "pathlib._local": {"PosixPath", "WindowsPath"},  # as Python 3.13 calls it
+        "torch": {"Size", "bfloat16", "float16", "float32", "float64", "int64"},
+    }
+
+    def find_class(self, module: str, name: str):
+        if name not in self.allowed.get(module, ()):
+            raise UntrustedSnapshot(f"it asks for {module}.{name}, which a list of tensors has not")
+        return super().find_class(module, name)
+
+
+def check_sharded(folder: Path) -> None:
+    """Make sure that ``torch.distributed.checkpoint`` will read tensors only: it unpickles the list
+    of contents, and all that is not a tensor, without asking.
+
+    Raises:
+        UntrustedSnapshot: if it would do more.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if list(folder.glob("__*.metadata")):  # which would be read where the list itself cannot be
+        raise UntrustedSnapshot("it has a second list of contents")
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            contents = PlainUnpickler(file).load().state_dict_metadata
+    except (OSError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise UntrustedSnapshot(f"its list of contents cannot be read ({error})") from error
+    for name, kind in contents.items():
+        if not isinstance(kind, TensorStorageMetadata):
+            raise UntrustedSnapshot(f"{name} in it is not a tensor")
+
+
+def check_deepspeed(folder: Path) -> None:
+    """Make sure that DeepSpeed's checkpoint is what it writes: it unpickles whatever is asked for.
+
+    Raises:
+        UntrustedSnapshot: if it asks for more.
+    """
+    own = {
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+    for file in folder.glob("*.pt"):
+        try:
+            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - own
+        except Exception as error:  # of a file in another form
+            raise UntrustedSnapshot(f"{file.name} cannot be looked through ({error})") from error
+        if strange:
+            names = ", ".join(sorted(strange))
+            raise UntrustedSnapshot(f"{file.name} asks for {names}, which DeepSpeed does not write")

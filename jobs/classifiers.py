@@ -1,0 +1,122 @@
+"""torchvision's classifiers: made, with another norm if asked for, checked, and given weights."""
+
+import argparse
+import difflib
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from harness.command_line import fail
+from harness.files import load_file
+from harness.ranks import LOCAL_RANK, WORLD_SIZE, max_over_ranks
+
+# torchvision is imported where it is used, as in jobs/images.py.
+
+
+def check_model_name(model: str) -> None:
+    import torchvision
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    if model not in names:
+        close = difflib.get_close_matches(model, names) or ["resnet18", "resnet50"]
+        fail(f"--model {model} is not a torchvision classifier; try {', '.join(close)}")
+
+
+def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
+    """A torchvision classifier with one output per class, on the CPU."""
+    import torchvision
+
+    options = {}
+    if args.model in ("googlenet", "inception_v3"):  # which have three outputs otherwise
+        options = {"aux_logits": False, "init_weights": True}
+    model = torchvision.models.get_model(args.model, num_classes=len(classes), **options)
+    if args.norm == "group":
+        use_group_norm(model)
+    check_input(args, model)
+    if args.norm == "sync":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.weights != "none":
+        load_weights(args, model)
+    return model
+
+
+def use_group_norm(module: nn.Module) -> None:
+    """Put GroupNorm, which looks at one image only, in the place of BatchNorm."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            groups = math.gcd(32, child.num_features)
+            setattr(module, name, nn.GroupNorm(groups, child.num_features))
+        else:
+            use_group_norm(child)
+
+
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Its BatchNorm layers, whose statistics move by steps that half precision would round away."""
+    return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of every nn.Sequential that have parameters: in torchvision's models these are
+    residual blocks, or layers. A BatchNorm by itself is too small to be one."""
+    for child in model.children():
+        if isinstance(child, nn.Sequential):
+            parts = (part for part in child if not isinstance(part, BATCH_NORMS))
+            yield from (part for part in parts if any(True for _ in part.parameters()))
+        else:
+            yield from blocks_of(child)
+
+
+def check_input(args: argparse.Namespace, model: nn.Module) -> None:
+    """Send the shape of a batch through the model, without computing anything."""
+    size = args.image_size
+    at_once = args.batch_size // WORLD_SIZE // getattr(args, "accumulate", 1)
+    images = torch.empty(min(at_once, 2), 3, size, size, device="meta")
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    try:
+        torch.func.functional_call(model, {name: t.to("meta") for name, t in tensors}, images)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        fail(
+            f"--model {args.model} cannot train on {at_once} images of {size}x{size} at once "
+            f"({error}); use a larger --image-size or --batch-size"
+        )
+
+
+def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
+    """Load ``--weights``: a ``model.pt`` as it is, or ImageNet's without the last layer."""
+    expected = model.state_dict()
+    if args.weights == "imagenet":
+        weights = {k: v for k, v in imagenet_weights(args).items() if k in expected}
+        weights = expected | {k: v for k, v in weights.items() if v.shape == expected[k].shape}
+    else:
+        weights = load_file(args.weights, "--weights")
+    shapes = {name: t.shape for name, t in expected.items()}
+    theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
+    wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
+    if wrong:
+        fail(
+            f"--weights {args.weights} does not fit --model {args.model} --norm {args.norm} with "
+            f"this dataset's classes: entries such as {wrong[0]} differ; give its own settings"
+        )
+    model.load_state_dict(weights)
+
+
+def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
+    """torchvision's own, downloaded by local rank 0 and then read by all."""
+    import torchvision
+
+    weights = None
+    for my_turn in (LOCAL_RANK == 0, LOCAL_RANK != 0):
+        if my_turn:
+            try:
+                source = torchvision.models.get_model_weights(args.model).DEFAULT
+                weights = source.get_state_dict(progress=LOCAL_RANK == 0, check_hash=True)
+            except (OSError, RuntimeError) as error:
+                fail(f"--weights imagenet: could not be downloaded ({error}); give a file's path")
+        max_over_ranks([0])  # a barrier
+    return weights

@@ -1,0 +1,373 @@
+"""Images: CIFAR-10, folders of files, a synthetic set; crops, flips and normalization."""
+
+import argparse
+import contextlib
+import functools
+import tarfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from harness.command_line import fail, positive
+from harness.loaders import Unreadable
+from harness.ranks import LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, max_over_ranks, print0
+
+# torchvision is imported where it is used: four ranks that share two cores take seconds over it,
+# and a run should show its first line before that.
+
+# The reference job, and one that two CPU cores finish in about a minute.
+DEFAULTS = {
+    "cuda": {"model": "resnet50", "image_size": 224},
+    "cpu": {"model": "resnet18", "image_size": 32, "train_samples": 2048, "eval_samples": 1000},
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which images, and which model."""
+    # fmt: off
+    flag = parser.add_argument_group("the job").add_argument
+    flag("--dataset", choices=["auto", "cifar10", "folder", "synthetic"], default="auto",
+         help="auto (default): CIFAR-10 if present or downloadable, else synthetic")
+    flag("--data-dir", type=Path, default=Path("data"), metavar="DIR",
+         help="of CIFAR-10; of a folder dataset: holds train/ and test/ or val/ (default: data)")
+    flag("--train-samples", type=positive, metavar="N",
+         help="use the first N (default: all; 2048 on a CPU, except of a folder)")
+    flag("--eval-samples", type=positive, metavar="N",
+         help="use the first N (default: all; 1000 on a CPU, except of a folder)")
+    flag("--model", metavar="NAME",
+         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU)")
+    flag("--norm", choices=["batch", "group", "sync"], default="batch",
+         help="keep the model's BatchNorm (default), or put another norm in its place")
+    flag("--weights", default="none", metavar="none|imagenet|PATH",
+         help="start from these weights (default: none)")
+    flag("--image-size", type=positive, metavar="PIXELS",
+         help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
+    # fmt: on
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what depends on the device and the model, and check what needs no data.
+
+    ``None`` is left where it means "all of it".
+    """
+    for name, value in DEFAULTS[args.device].items():
+        whole_folder = args.dataset == "folder" and name.endswith("_samples")
+        if getattr(args, name) is None and not whole_folder:
+            setattr(args, name, value)
+    if args.lr is None:
+        plain = args.model.startswith(("alexnet", "squeezenet", "vgg"))
+        args.lr = 0.001 if args.optimizer == "adamw" else 0.01 if plain else 0.05
+    if args.norm == "sync" and args.device == "cpu":
+        fail("--norm sync: SyncBatchNorm runs on GPUs only; use --norm batch or --norm group")
+    if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
+        fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
+    if Path(args.weights).resolve() == (args.output_dir / "model.pt").resolve():
+        fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
+
+
+# ---------------------------------------------------------------------------------------- data
+
+# ImageNet's, because torchvision's pretrained weights expect them; a network that is trained from
+# scratch would do as well with others.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IN_MEMORY_BYTES = 4 * 2**30  # for the ranks of a machine together; more is decoded by the batch
+
+
+class Images(Dataset):
+    """Images in memory, as one tensor: a batch is one index operation.
+
+    Args:
+        images: uint8 ``[n, 3, side, side]``.
+        labels: int64 ``[n]``.
+        classes: the name of each class.
+        image_size: side of the model's input, to which the device resizes a batch.
+    """
+
+    def __init__(self, images, labels: Tensor, classes: list[str], image_size: int):
+        self.images, self.labels = images, labels
+        self.classes, self.image_size = classes, image_size
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """What a DataLoader calls for a batch: ``[batch, 3, side, side]`` and ``[batch]``."""
+        index = torch.tensor(indices)
+        return self.images[index], self.labels[index]
+
+    def prepare(self, batch, device, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's batch as the model takes it, cropped, flipped and normalized on the device.
+
+        Args:
+            batch: uint8 images ``[n, 3, side, side]`` and labels ``[n]``, on the CPU.
+
+        Returns:
+            images ``[n, 3, image_size, image_size]`` of the default dtype, and labels int64
+            ``[n]``.
+        """
+        images, labels = batch
+        crops = draw_crops(seed, epoch, step, len(labels) * WORLD_SIZE, images.shape[-1])
+        crops = crops[RANK::WORLD_SIZE].to(device, non_blocking=True)
+        images = crop_and_flip(images.to(device, non_blocking=True), crops)
+        return to_input(images, self.image_size), labels.to(device, non_blocking=True)
+
+    def example(self, n: int) -> Tensor:
+        """n inputs of the model, all zeros."""
+        return torch.zeros(n, 3, self.image_size, self.image_size)
+
+    def describe(self) -> dict:
+        """What ``result.json`` says of the data."""
+        return {
+            "train_samples": len(self),
+            "classes": self.classes,
+            "image_size": self.image_size,
+            "normalization": {"mean": MEAN, "std": STD},
+        }
+
+
+class ImagesOnDisk(Images):
+    """The same of files, decoded when a batch needs them: ``images`` is a list of paths."""
+
+    def __init__(self, images: list[str], labels, classes, image_size: int, side: int):
+        super().__init__(images, labels, classes, image_size)
+        self.side = side
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([read_image(self.images[i], self.side) for i in indices])
+        return images, self.labels[torch.tensor(indices)]
+
+
+class UnreadableImage(Unreadable):
+    """An image file that cannot be decoded."""
+
+
+@contextlib.contextmanager
+def open_image(path: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path) as image:
+            yield image
+    except Exception as error:  # damaged files raise any of a dozen types
+        raise UnreadableImage(
+            f"cannot read the image {path} ({type(error).__name__}); repair or remove it"
+        ) from error
+
+
+def read_image(path: str, side: int) -> Tensor:
+    """Decode a file to uint8 ``[3, side, side]``: short side resized, then the middle cut out."""
+    with open_image(path) as file:
+        if file.mode.startswith("I"):  # 16 bits, of which convert() would cut off the upper half
+            file = Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
+        image = ImageOps.fit(file.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
+    """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
+    why = None
+    if args.dataset in ("auto", "cifar10"):
+        why = fetch_cifar10(args.data_dir)
+        if why and args.dataset == "cifar10":
+            fail(
+                f"--dataset cifar10: not in {args.data_dir}, and could not be downloaded ({why}); "
+                f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
+            )
+        args.dataset = "synthetic" if why else "cifar10"
+    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[args.dataset]
+    train_set, eval_set = make(args, "train"), make(args, "eval")
+    odd = set(train_set.classes) ^ set(eval_set.classes)
+    if odd:
+        fail(
+            f"--data-dir {args.data_dir}: both splits need the same class folders; "
+            f"only one of them has {', '.join(sorted(odd))}"
+        )
+    because = (
+        f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})" if why else ""
+    )
+    print0(
+        f"data: {args.dataset}{because}, {len(train_set):,} training and {len(eval_set):,} "
+        f"evaluation images, {len(train_set.classes)} classes"
+    )
+    return train_set, eval_set
+
+
+def how_many(args: argparse.Namespace, split: str, available: int) -> int:
+    """``--train-samples`` or ``--eval-samples``, where it is given, of those available."""
+    wanted = getattr(args, f"{split}_samples") or available
+    if wanted > available:
+        fail(f"--{split}-samples {wanted}: there are {available}; ask for no more than that")
+    return wanted
+
+
+def fetch_cifar10(data_dir: Path) -> str | None:
+    """Download CIFAR-10 if it is missing: one attempt, by local rank 0, while the others wait.
+
+    Returns:
+        ``None`` where every rank finds it, else the reason, on every rank.
+    """
+    from torchvision.datasets import CIFAR10
+
+    batches, why = data_dir / CIFAR10.base_folder, ""
+    if LOCAL_RANK == 0 and not batches.is_dir():
+        answers = ["no answer within 5 s"]
+
+        def ask_for_headers():
+            request = urllib.request.Request(CIFAR10.url, method="HEAD")
+            try:
+                urllib.request.urlopen(request, timeout=10).close()
+                answers.append("")
+            except Exception as error:  # of urllib, http.client, ssl or socket
+                answers.append(str(error))
+
+        # A thread, because looking up a host obeys no timeout; it may be left behind.
+        thread = threading.Thread(target=ask_for_headers, daemon=True)
+        thread.start()
+        thread.join(timeout=5)
+        why = answers[-1]
+        if not why:
+            if hasattr(tarfile, "data_filter"):  # nothing is extracted to outside of the folder
+                tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
+            try:
+                CIFAR10(data_dir, download=True)
+            except Exception as error:  # the same, or of a damaged archive
+                why = str(error)
+    # Only those who downloaded vote: the others may be looking at a folder that is half there.
+    failed = max_over_ranks([LOCAL_RANK == 0 and not batches.is_dir()])[0]
+    return (why or "it failed on another machine") if failed else None
+
+
+def cifar10(args: argparse.Namespace, split: str) -> Images:
+    """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 images of 32x32, checksums verified."""
+    from torchvision.datasets import CIFAR10
+
+    try:
+        source = CIFAR10(args.data_dir, train=split == "train")
+    except (OSError, RuntimeError, EOFError) as error:
+        fail(f"CIFAR-10 in {args.data_dir} is damaged ({error}); remove it and start again")
+    n = how_many(args, split, len(source))
+    images = torch.from_numpy(source.data[:n]).permute(0, 3, 1, 2).contiguous()
+    return Images(images, torch.tensor(source.targets[:n]), source.classes, args.image_size)
+
+
+def folder(args: argparse.Namespace, split: str) -> Images:
+    """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
+
+    The files come in a fixed shuffle: their first n would otherwise be of the first class.
+    """
+    from torchvision.datasets import ImageFolder
+
+    names = ["train"] if split == "train" else ["test", "val"]
+    roots = [args.data_dir / name for name in names if (args.data_dir / name).is_dir()]
+    if not roots:
+        fail(
+            f"--data-dir {args.data_dir}: there is no {' or '.join(names)} folder in it; "
+            "give the folder that holds train/ and test/"
+        )
+    try:
+        source = ImageFolder(roots[0])
+    except FileNotFoundError as error:
+        fail(f"--data-dir {args.data_dir}: {error}; {roots[0]} needs a folder of images per class")
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+    order = order[: how_many(args, split, len(source))]
+    paths, labels = [source.samples[i][0] for i in order], torch.tensor(source.targets)[order]
+    try:
+        short_sides = []
+        for path in paths[:100]:
+            with open_image(path) as image:
+                short_sides.append(min(image.size))
+        # Large images are stored as small as the model's input, small ones as they are.
+        side = min(args.image_size, max(short_sides))
+        if len(paths) * 3 * side**2 * LOCAL_WORLD_SIZE > IN_MEMORY_BYTES:
+            return ImagesOnDisk(paths, labels, source.classes, args.image_size, side)
+        images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+        hidden = None if RANK == 0 else True  # None: shown if there is a terminal
+        for i, path in enumerate(tqdm(paths, f"reading {roots[0]}", leave=False, disable=hidden)):
+            images[i] = read_image(path, side)
+    except UnreadableImage as error:
+        fail(error)
+    return Images(images, labels, source.classes, args.image_size)
+
+
+def synthetic(args: argparse.Namespace, split: str) -> Images:
+    """Ten classes drawn from the seed, of CIFAR-10's shape: no file and no network needed.
+
+    A class is a smooth random pattern; an image is the sum of its class's, another one and noise.
+    Image i is the same however many there are.
+    """
+    n = getattr(args, f"{split}_samples") or {"train": 50_000, "eval": 10_000}[split]
+    images, labels = torch.empty(n, 3, 32, 32, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
+    of_class = smooth_patterns(np.random.default_rng((args.seed, 0)), 10)
+    for start in range(0, n, 1000):
+        rng = np.random.default_rng((args.seed, {"train": 1, "eval": 2}[split], start))
+        chunk = slice(start, min(start + 1000, n))
+        labels[chunk] = torch.from_numpy(rng.integers(10, size=1000))[: n - start]
+        drawn = smooth_patterns(rng, 1000)
+        drawn += torch.from_numpy(rng.standard_normal(drawn.shape, dtype=np.float32))
+        drawn = of_class[labels[chunk]] + drawn[: n - start]
+        images[chunk] = (128 + 32 * drawn).clamp(0, 255).to(torch.uint8)
+    return Images(images, labels, [f"class {i}" for i in range(10)], args.image_size)
+
+
+def smooth_patterns(rng: np.random.Generator, n: int) -> Tensor:
+    """float32 ``[n, 3, 32, 32]``: 4x4 normal values, enlarged."""
+    coarse = torch.from_numpy(rng.standard_normal((n, 3, 4, 4), dtype=np.float32))
+    return F.interpolate(coarse, size=32, mode="bicubic")
+
+
+# --------------------------------------------------------------------------- a batch on its device
+
+
+def draw_crops(seed: int, epoch: int, step: int, batch_size: int, side: int) -> Tensor:
+    """Random crops and flips of a GLOBAL batch: a function of (seed, epoch, step) only, so that
+    they are the same at every world size and after a resume.
+
+    Returns:
+        int64 ``[batch_size, 3]``: row and column in the padded image, and whether to flip.
+    """
+    places = 2 * (side // 8) + 1
+    rng = np.random.default_rng((seed, epoch, step))
+    return torch.from_numpy(rng.integers([places, places, 2], size=(batch_size, 3)))
+
+
+def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
+    """Pad by an eighth of the side, cut a window out of each image, mirror half of them: for 32x32
+    the augmentation of He et al. 2016 (arXiv:1512.03385, section 4.2).
+
+    Args:
+        images: ``[n, 3, side, side]``.
+        crops: int64 ``[n, 3]`` as drawn by :func:`draw_crops`, on the same device.
+    """
+    side = images.shape[-1]
+    padded = F.pad(images, [side // 8] * 4)
+    windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # a view: all windows of all images
+    rows, columns, flips = crops.unbind(1)
+    images = windows[torch.arange(len(images), device=images.device), :, rows, columns]
+    return torch.where(flips.bool()[:, None, None, None], images.flip(3), images)
+
+
+def to_input(images: Tensor, image_size: int) -> Tensor:
+    """uint8 ``[n, 3, side, side]`` to what the model takes: normalized, of the default dtype and
+    ``[n, 3, image_size, image_size]``."""
+    mean, std = normalization(images.device, torch.get_default_dtype())
+    images = images.to(mean.dtype).sub_(mean).div_(std)
+    if images.shape[-1] == image_size:
+        return images
+    shrinks = images.shape[-1] > image_size
+    return F.interpolate(images, size=image_size, mode="bilinear", antialias=shrinks)
+
+
+@functools.cache  # copying them to the GPU at every step would make the CPU wait for the GPU
+def normalization(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([MEAN, STD], dtype=dtype, device=device).mul(255)[..., None, None]
