@@ -1,0 +1,114 @@
+"""Write a trained model as one ONNX file, in any precision, and compare it with PyTorch."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from inference.classifier import load_classifier
+from inference.images import batches, load_split
+from inference.runtimes import OnnxRunner, TorchRunner, make_session
+from jobs.images import Images
+
+INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
+CALIBRATION_IMAGES = 200
+
+
+def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
+    """Export, convert to the precision, add the metadata, check.
+
+    fp16: converted by ONNX Runtime's own tool. int8: weights per channel and activations, scaled by
+    what :data:`CALIBRATION_IMAGES` training images show (post-training static quantization).
+    bf16: exported in it.
+    """
+    import onnx
+
+    classifier = load_classifier(args, "bf16" if precision == "bf16" else "fp32")
+    images = torch.zeros(2, 3, args.image_size, args.image_size, dtype=torch.uint8)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")  # of PyTorch's own code while it traces
+        program = torch.onnx.export(
+            classifier, (images,), dynamo=True, verbose=False,
+            input_names=["images"], output_names=["logits"],
+            dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+            opset_version=22 if precision == "bf16" else None,  # the first with it in Conv
+            optimize=precision != "bf16",  # it would fold BatchNorm into weights of another type
+        )  # fmt: skip
+    program.save(path, external_data=False)
+    if precision == "fp16":
+        from onnxruntime.transformers.float16 import convert_float_to_float16
+
+        onnx.save(convert_float_to_float16(onnx.load(path), keep_io_types=True), path)
+    if precision == "int8":
+        quantize(args, path)
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, make_metadata(args, precision))
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
+
+
+def make_metadata(args: argparse.Namespace, precision: str) -> dict[str, str]:
+    """What the file says of itself, so that it can be used and tested without ``result.json``."""
+    settings = f"--model {args.model} --norm {args.norm} --image-size {args.image_size}"
+    settings += f" --dataset {args.dataset} --data-dir {shlex.quote(str(args.data_dir))}"
+    settings += f" --seed {args.seed}"
+    settings += f" --eval-samples {args.eval_samples}" if args.eval_samples else ""
+    classes = json.dumps(args.classes)
+    return {"classes": classes, "input": INPUT, "settings": settings, "precision": precision}
+
+
+def quantize(args: argparse.Namespace, path: Path) -> None:
+    """To int8 in place, in ONNX's QDQ form."""
+    from onnxruntime import quantization
+
+    few = argparse.Namespace(**vars(args) | {"train_samples": CALIBRATION_IMAGES})
+    images = batches(load_split(few, "train"), 1, args.image_size, "calibrating")
+
+    class Reader(quantization.CalibrationDataReader):
+        def get_next(self):
+            pixels, _ = next(images, (None, None))
+            return None if pixels is None else {"images": pixels.numpy()}
+
+    quantization.shape_inference.quant_pre_process(path, path, skip_symbolic_shape=True)
+    quantization.quantize_static(  # uint8 activations and int8 weights: what CPUs multiply fastest
+        path, path, Reader(), per_channel=True, activation_type=quantization.QuantType.QUInt8
+    )
+
+
+def compare(args: argparse.Namespace, path: Path) -> None:
+    """The file in ONNX Runtime against the model in PyTorch, in fp32.
+
+    In fp32 logits must be within 1e-4 of the largest, at batches of 1, 3 and 16, and 99.9 % of the
+    answers the same. The other precisions round; what that costs is printed. Without a test split,
+    the images are noise.
+    """
+    torch.backends.cudnn.allow_tf32 = False  # in neither: it rounds to ten bits
+    onnx_runner = OnnxRunner(make_session(path, args.provider, use_tf32=False), args.device)
+    torch_runner = TorchRunner(load_classifier(args, "fp32"), args.device)
+    difference, same, correct = 0.0, 0, torch.zeros(2)
+    if args.dataset == "auto":  # it is not known which
+        noise = torch.randint(0, 256, (64, 3, args.image_size, args.image_size), dtype=torch.uint8)
+        images = Images(noise, torch.zeros(64), args.classes, args.image_size)
+    else:
+        images = load_split(args, "eval")
+    for batch_size in (1, 3, 16):
+        pixels, _ = next(batches(images, batch_size, args.image_size, "comparing"))
+        ours, theirs = onnx_runner(pixels), torch_runner(pixels)
+        difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
+    for pixels, labels in batches(images, args.batch_size, args.image_size, "comparing"):
+        ours, theirs = onnx_runner(pixels).argmax(1), torch_runner(pixels).argmax(1)
+        same += (ours == theirs).sum().item()
+        correct += torch.stack([(theirs == labels).sum(), (ours == labels).sum()])
+    line = f"compared on {len(images):,} images with PyTorch in fp32: "
+    line += f"logits within {difference:.1e}, {same / len(images):.2%} the same class"
+    if args.dataset != "auto":
+        in_torch, in_onnx = (correct / len(images)).tolist()
+        line += f", accuracy {in_torch:.2%} -> {in_onnx:.2%}"
+    print(line)
+    if args.precision == "fp32" and (difference > 1e-4 or same < 0.999 * len(images)):
+        raise RuntimeError("the exported model does not compute the same")

@@ -1,0 +1,72 @@
+"""Images for a trained model: files, or a split of the dataset that it was trained on."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import jobs.images
+from harness.command_line import fail
+from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, synthetic
+
+
+def find_images(path: Path) -> list[Path]:
+    """A file itself, or the images in a folder and below, sorted."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        fail(f"--input {path}: no such file or folder; give an image, a folder, or test")
+    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+    if not found:
+        fail(f"--input {path}: no image in it ({' '.join(IMG_EXTENSIONS)}); give another")
+    return found
+
+
+def resize(images: Tensor, side: int) -> Tensor:
+    """uint8 ``[n, 3, any, any]`` to uint8 ``[n, 3, side, side]``, as training does it."""
+    if images.shape[-1] == side:
+        return images
+    shrinks = images.shape[-1] > side
+    resized = F.interpolate(images.float(), size=side, mode="bilinear", antialias=shrinks)
+    return resized.round().clamp(0, 255).to(torch.uint8)
+
+
+def read_image(path: Path, side: int) -> Tensor:
+    """Decode a file to uint8 ``[1, 3, side, side]``; raises :class:`UnreadableImage`."""
+    with open_image(path) as image:
+        short_side = min(image.size)
+    return resize(jobs.images.read_image(path, min(side, short_side))[None], side)
+
+
+def load_split(args: argparse.Namespace, split: str) -> Images:
+    """The ``eval`` or ``train`` split, as training loaded it."""
+    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
+    if args.dataset not in make:
+        fail("--dataset: which one the weights were trained on is not known; give it")
+    images = make[args.dataset](args, split)
+    if len(images.classes) != len(args.classes):
+        fail(
+            f"--dataset {args.dataset} has {len(images.classes)} classes and the weights have "
+            f"{len(args.classes)}; give the dataset they were trained on"
+        )
+    return images
+
+
+def batches(
+    images: Images, batch_size: int, side: int, title: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """uint8 images ``[n, 3, side, side]`` and labels ``[n]``, with a bar on a terminal."""
+    starts = range(0, len(images), batch_size)
+    for start in tqdm(starts, title, leave=False, disable=None):
+        indices = list(range(start, min(start + batch_size, len(images))))
+        try:
+            pixels, labels = images.__getitems__(indices)
+        except UnreadableImage as error:
+            fail(error)
+        yield resize(pixels, side), labels

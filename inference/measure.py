@@ -1,0 +1,216 @@
+"""Measure every runtime and precision, in turns, each in a process of its own."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from harness.command_line import fail
+from harness.measure import (
+    device_name,
+    git_commit,
+    hardware,
+    launch_command,
+    peak_memory_gib,
+    versions,
+)
+from inference.classifier import DTYPES, load_classifier
+from inference.export import write_onnx
+from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
+
+RUNTIMES = ["torch", "compile", "onnxruntime"]
+PRECISIONS = [*DTYPES, "int8"]
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """What ``inference.json`` holds: every runtime and precision that runs here.
+
+    Each has a process of its own, so that its peak memory is its own, and they take turns, so that
+    none has the machine's quiet minute. A call begins with uint8 images in the CPU's memory and
+    ends with float32 logits there. The first calls of a batch size (compilation, allocation) are
+    not counted; the time of the very first is given apart.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # empty: compilation is to be timed
+        workers = start_workers(args, Path(folder))
+        if not workers:
+            fail("nothing to measure: none of these runs here")
+        sizes = args.batch_sizes
+        turns = [(size, w) for size in sizes for _ in range(args.rounds) for w in workers]
+        for batch_size, worker in tqdm(turns, "measuring", disable=None):
+            worker.turns.setdefault(batch_size, []).append(worker.ask(batch_size))
+        rows = [row for worker in workers for row in make_rows(worker, sizes)]
+    packages = versions()
+    for package in ("onnxruntime-gpu", "onnxruntime"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[package] = importlib.metadata.version(package)
+    return {
+        "command": launch_command(), "model": args.model, "image_size": args.image_size,
+        "device": device_name(torch.device(args.device)), "threads": torch.get_num_threads(),
+        "rounds": args.rounds, "rows": rows,
+        "hardware": hardware(), "versions": packages, "git_commit": git_commit(),
+    }  # fmt: skip
+
+
+class Worker:
+    """A process that runs one runtime and precision, as the main process sees it."""
+
+    def __init__(self, args: argparse.Namespace, runtime: str, precision: str, path: Path | None):
+        self.runtime, self.precision = runtime, precision
+        self.turns = {}  # by batch size, what it answered each time
+        context = multiprocessing.get_context("spawn")  # fork does not go with CUDA
+        self.pipe, theirs = context.Pipe()
+        job = (theirs, args, runtime, precision, path)
+        self.process = context.Process(target=run_worker, args=job, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, batch_size: int | None):
+        """Its answer to a batch size, or why there is none; ``None`` ends it."""
+        with contextlib.suppress(OSError):  # it has ended before
+            self.pipe.send(batch_size)
+        return self.receive()
+
+    def receive(self):
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            return "its process ended, see above"
+
+
+def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
+    """A worker for each runtime and precision that runs here; says why the others are left out."""
+    wanted = [
+        (runtime, precision)
+        for runtime in ([args.runtime] if args.runtime else RUNTIMES)
+        for precision in ([args.precision] if args.precision else PRECISIONS)
+        if precision == args.precision or is_worth_it(args.device, runtime, precision)
+    ]
+    workers = []
+    for runtime, precision in tqdm(wanted, "preparing", leave=False, disable=None):
+        path = folder / f"{precision}.onnx" if runtime == "onnxruntime" else None
+        if path:
+            try:  # here, as its memory is not that of running it
+                write_onnx(args, precision, path)
+            except Exception as error:  # no onnx, no kernel, no conversion, ...
+                print(f"{runtime} {precision}: left out ({in_short(error)})", file=sys.stderr)
+                continue
+        worker = Worker(args, runtime, precision, path)
+        answer = worker.receive()  # one after the other: loading is not to disturb anyone
+        if isinstance(answer, str):
+            print(f"{runtime} {precision}: left out ({answer})", file=sys.stderr)
+        else:
+            workers.append(worker)
+    return workers
+
+
+def is_worth_it(device: str, runtime: str, precision: str) -> bool:
+    """Whether this runs, and not a hundred times slower than the rest."""
+    if precision == "int8":
+        return runtime == "onnxruntime"
+    if device == "cpu":  # neither has the convolutions
+        return (runtime == "onnxruntime", precision) not in [(False, "fp16"), (True, "bf16")]
+    return True
+
+
+def make_rows(worker: Worker, batch_sizes: list[int]) -> list[dict]:
+    """End a worker, and sum up what it measured: a row per batch size that worked."""
+    rows = []
+    memory = worker.ask(None)
+    worker.process.join()
+    for batch_size in batch_sizes:
+        turns = worker.turns[batch_size]
+        row = {"runtime": worker.runtime, "precision": worker.precision, "batch_size": batch_size}
+        failed = next((turn for turn in [*turns, memory] if isinstance(turn, str)), None)
+        if failed:
+            about = f"{worker.runtime} {worker.precision} at batch {batch_size}"
+            print(f"{about}: left out ({failed})", file=sys.stderr)
+            continue
+        row["first_call_s"] = turns[0]["first"]
+        for kind in ("host_to_host", "on_device"):
+            times = np.array([t for turn in turns for t in turn[kind]])
+            if len(times):
+                p50, p95 = np.percentile(1e3 * times, [50, 95]).tolist()
+                row[kind] = {"images_per_second": 1e3 * batch_size / p50}
+                row[kind] |= {"latency_ms": {"p50": p50, "p95": p95}, "calls": len(times)}
+        rows.append(row | {"peak_memory_gib": memory})
+    return rows
+
+
+# ------------------------------------------------------------------------- in a worker's process
+
+
+def run_worker(pipe, args, runtime: str, precision: str, path: Path | None) -> None:
+    """Load the model, or say why not; then answer each batch size with its times."""
+
+    def images_of(batch_size: int) -> Tensor:
+        shape = (batch_size, 3, args.image_size, args.image_size)
+        return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+    free = free_memory(args.device)
+    try:
+        if runtime == "onnxruntime":
+            runner = OnnxRunner(make_session(path, args.provider), args.device)
+        else:
+            classifier = load_classifier(args, precision)
+            runner = TorchRunner(classifier, args.device, compiled=runtime == "compile")
+        images = images_of(args.batch_sizes[0])
+        first = {args.batch_sizes[0]: time_call(runner, runner, images)}
+    except SystemExit:
+        return
+    except Exception as error:  # no kernel for this precision, no compiler, ...
+        pipe.send(in_short(error))
+        return
+    pipe.send(True)
+    taken = free - free_memory(args.device)
+    with contextlib.suppress(EOFError):  # the other end is gone
+        while (batch_size := pipe.recv()) is not None:
+            free, images = free_memory(args.device), images_of(batch_size)
+            try:
+                first.setdefault(batch_size, time_call(runner, runner, images))
+                times = {"first": first[batch_size], "on_device": []}
+                times["host_to_host"] = time_calls(runner, runner, images)
+                if args.device == "cuda":
+                    times["on_device"] = time_calls(runner, runner.run, runner.put(images))
+            except Exception as error:  # too little memory for so many images
+                times = in_short(error)
+            taken += free - free_memory(args.device)
+            pipe.send(times)
+        process = peak_memory_gib(torch.device("cpu"))["process"]
+        pipe.send({"device": taken / 2**30 if args.device == "cuda" else None, "process": process})
+
+
+def in_short(error: Exception) -> str:
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {first[:150]}"
+
+
+def free_memory(device: str) -> int:
+    """Bytes that are free on the GPU; 0 on a CPU. Others on the GPU are idle while one measures."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+
+
+def time_calls(runner: Runner, call, images) -> list[float]:
+    """Seconds of each call: for a second, but twice at least."""
+    times = []
+    while len(times) < 2 or sum(times) < 1:
+        times.append(time_call(runner, call, images))
+    return times
+
+
+def time_call(runner: Runner, call, images) -> float:
+    runner.synchronize()
+    started = time.perf_counter()
+    call(images)
+    runner.synchronize()
+    return time.perf_counter() - started
