@@ -1,0 +1,1 @@
+"""Tables and plots out of results/. Reads files; imports no script, and no PyTorch."""

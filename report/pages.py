@@ -1,0 +1,167 @@
+"""Put tables into the README and docs/, in both languages: between <!-- NAME --> and <!-- end -->.
+
+Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one page.
+"""
+
+import difflib
+import json
+import os
+import re
+from pathlib import Path
+
+from report import plots, tables
+from report.results import ROOT, Unusable, read_results
+
+SUITES = ("cpu", "gpu")  # that are rendered
+BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+HEADS = {  # of the tables, in Chinese
+    "technique": "技术", "ranks": "进程数", "precision": "精度",
+    "images/s (min–max)": "图像/秒（最小–最大）",
+    "step ms (p95)": "每步毫秒（p95）", "epoch s": "每轮秒数", "peak GiB": "峰值内存 GiB",
+    "peak GiB (reserved)": "峰值显存 GiB（保留）", "GPU %": "GPU %",
+    "kept (theory)": "每参数字节（理论）", "weights": "权重差", "accuracy": "准确率",
+    "against one process": "与单进程相比", "loop": "训练循环", "of the bare loop": "相对裸循环",
+    "script": "脚本", "loss in fp32": "fp32 损失", "its loss": "它的损失", "difference": "差",
+    "SGD with momentum": "带动量的 SGD", "1 rank": "1 进程", "2 ranks": "2 进程",
+    "4 ranks": "4 进程", "runtime": "运行时", "batch 1": "批 1", "batch 8": "批 8",
+    "batch 32": "批 32", "batch 128": "批 128", "memory GiB": "内存 GiB",
+    "first call s": "首次调用 s", "fault": "故障", "damage": "损坏", "trials": "次数",
+    "clean": "完好", "wrong": "有误", "hung": "挂起", "fallback": "退回上一个",
+    "silent": "未察觉", "failed": "失败",
+}  # fmt: skip
+PHRASES = {  # in lines with a link, and where nothing was measured
+    "not measured yet": "尚未测量", " cores": " 核", "runs of each": "次重复",
+    "median (least–most)": "中位数（最小–最大）", "| weights ": "| 权重 ", "| loss ": "| 损失 ",
+    "(docs/techniques.md": "(docs/techniques.zh-CN.md",
+}  # fmt: skip
+
+
+def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
+    """What rendering would change: pages with their new text, and plots with what they show.
+
+    Raises:
+        Unusable: a result or a page is not as it should be; nothing is to be rendered then.
+    """
+    results = {
+        name: read_results(path)
+        for name in SUITES
+        if (path := root / "results" / f"{name}.json").is_file()
+    }
+    drawn = {root / "results" / f"{k}.svg": data for k, data in plots.plot_data(results).items()}
+    drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
+    blocks = make_blocks(root, results)
+    changed = {}
+    for chinese in (False, True):
+        missing = dict.fromkeys(blocks)
+        for path in list_pages(root, chinese):
+            text = read_page(path)
+            new = fill(path, text, blocks, missing, "../" if path.parent != root else "", chinese)
+            if new != text:
+                changed[path] = new
+        if missing:
+            pages = "README.zh-CN.md and docs/*.zh-CN.md" if chinese else "README.md and docs/*.md"
+            raise Unusable(f"{pages} have no place <!-- {next(iter(missing))} --> ... <!-- end -->")
+    return changed, drawn
+
+
+def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
+    """Write what :func:`find_changes` found."""
+    for path, text in changed.items():
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    for path, data in drawn.items():
+        plots.draw(path, data)
+
+
+def list_pages(root: Path, chinese: bool) -> list[Path]:
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    pages = [path for path in pages if not path.name.endswith(".zh-CN.md")]
+    return [path.with_suffix(".zh-CN.md") for path in pages] if chinese else pages
+
+
+def read_page(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read ({error.strerror})") from None
+
+
+def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
+    """All tables, by the name of their place."""
+    folder = root / "results"
+    proof = json.loads((folder / "proof.json").read_text())
+    inference = json.loads((folder / "inference.json").read_text())
+    blocks = {name: getattr(tables, f"{name}_table")(proof[name])
+              for name in ("parity", "bytes", "sent", "loss")}  # fmt: skip
+    blocks["inference"] = tables.inference_table(inference)
+    blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
+    blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
+    for name in SUITES:
+        suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
+        for table in suite["tables"]:
+            blocks[table] = f"not measured yet: `python benchmark.py --suite {name}`"
+            if name in results:
+                blocks[table] = tables.suite_table(results[name], table)
+        if "front" in suite:
+            blocks["front"] = f"not measured yet: `python benchmark.py --suite {name}`"
+            if name in results:
+                blocks["front"] = tables.front_table(results[name], proof, suite["front"])
+    return blocks | {name: technique_block(root, name, results) for name in tables.PARENTS}
+
+
+def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
+    """A technique's rows, and its diff against its parent, without the docstrings."""
+    script, parent = f"pytorch_{name}", f"pytorch_{tables.PARENTS[name]}"
+    parts = []
+    for suite in results:
+        rows = [row for row in results[suite]["rows"] if row["table"] == suite and row["runs"]]
+        rows = [row for row in rows if row["runs"][0]["technique"] == script]
+        if rows:
+            run = rows[0]["runs"][0]
+            job = f"{run['model']}, {run['image_size']}×{run['image_size']}, {run['device']}:"
+            parts += [job, tables.techniques_table(rows)]
+    old, new = (
+        (root / f"{which}.py").read_text().split('"""\n', 1)[1].splitlines()
+        for which in (parent, script)
+    )
+    _, _, *diff = difflib.unified_diff(old, new, n=1, lineterm="")
+    diff = "\n".join("" if line.startswith("@@") else line for line in diff).strip("\n")
+    summary = f"<details><summary><code>diff {parent}.py {script}.py</code></summary>"
+    return "\n\n".join([*parts, summary, f"```diff\n{diff}\n```", "</details>"])
+
+
+def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: bool) -> str:
+    """The text with every table on it made anew.
+
+    Args:
+        missing: the blocks that have not had their place yet; those of this page are taken out.
+        up: from this page to the repository's root, as a link has it.
+    """
+
+    def block(match: re.Match) -> str:
+        name = match[1]
+        if name not in missing or "<!-- " in match[2]:
+            raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
+        missing.pop(name)
+        lines = translate(blocks[name]) if chinese else blocks[name]
+        lines = re.sub(r"\]\((results|docs)/", rf"]({up}\1/", lines)
+        return f"<!-- {name} -->\n\n{lines}\n\n<!-- end -->"
+
+    text, found = BLOCK.subn(block, text)
+    if found != text.count("<!-- end -->"):
+        raise Unusable(f"{path}: <!-- end --> without a beginning")
+    return text
+
+
+def translate(lines: str) -> str:
+    """The heads of tables in Chinese, and what stands below; the rows are names and figures."""
+    lines = lines.splitlines()
+    for i, line in enumerate(lines):
+        if lines[i + 1 : i + 2] and lines[i + 1].startswith("| --- "):
+            cells = [HEADS.get(cell.strip(), cell.strip()) for cell in line.strip("|").split("|")]
+            lines[i] = "| " + " | ".join(cells) + " |"
+        elif "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):
+            for english, chinese in PHRASES.items():
+                lines[i] = lines[i].replace(english, chinese)
+    return "\n".join(lines)

@@ -1,0 +1,127 @@
+"""The plots in results/, as SVG."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from report.results import middle, name_of, of_all
+
+GREY = "#7d8590"  # which light and dark pages can bear
+COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d288bd", "#8d8d8d"]
+
+
+def plot_data(results: dict) -> dict[str, dict]:
+    """What the plots show, by name of the file: of a GPU's figures where there are any.
+
+    Args:
+        results: of the suites, by name.
+    """
+    plots = {}
+    for suite in ("cpu", "gpu"):  # the latter wins
+        rows = results.get(suite, {"rows": []})["rows"]
+        rows = [row for row in rows if row["table"] == suite and row["runs"]]
+        memory, epochs, scaling = {}, {}, {}
+        for row in rows:
+            run, title = row["runs"][0], row["name"]
+            speed = middle(of_all(row["runs"], "images_per_second"))
+            epochs[title] = round(run["train_samples"] / speed, 2)
+            scaling.setdefault(name_of(row), {})[str(run["world_size"])] = round(speed, 1)
+            if "offload" not in title:  # whose bytes are counted, but not on the device
+                memory[title] = memory_parts(run)
+        scaling = {title: speeds for title, speeds in scaling.items() if len(speeds) > 1}
+        for name, unit, values in (
+            ("memory", "MiB per rank", memory),
+            ("epoch", "seconds per epoch", epochs),
+            ("scaling", "images/s", scaling),
+        ):
+            if values:
+                run = rows[0]["runs"][0]
+                job = f"{run['model']} at {run['image_size']}, {run['device']}"
+                plots[name] = {"unit": f"{unit} ({job})", "values": values}
+    return plots
+
+
+def memory_parts(run: dict) -> dict[str, float]:
+    """MiB that a rank keeps, by what for."""
+    parts = {kind: size / 2**20 for kind, size in run["state_bytes"].items()}
+    main = {kind: parts.pop(kind) for kind in ("parameters", "gradients", "optimizer")}
+    main["copies"] = sum(parts.values())
+    if run["peak_memory_gib"]["allocated"] is not None:
+        rest = 1024 * run["peak_memory_gib"]["allocated"] - sum(main.values())
+        main["activations and the rest"] = max(0.0, rest)
+    return {kind: round(size, 1) for kind, size in main.items()}
+
+
+def digest(data: dict) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(path: Path) -> str | None:
+    """Of what a plot shows, as :func:`draw` left it in the file."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"<dc:description>(\w+)</dc:description>", path.read_text())
+        return found and found[1]
+    return None
+
+
+def draw(path: Path, data: dict) -> None:
+    """A plot for light and dark pages: no background, and text in a grey that both can bear."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({
+        "svg.hashsalt": path.stem, "svg.fonttype": "none", "font.family": "sans-serif",
+        "font.size": 11, "text.color": GREY, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
+        "xtick.color": GREY, "ytick.color": GREY, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
+    })  # fmt: skip
+    values = data["values"]
+    if path.stem == "scaling":
+        figure, axes = plt.subplots(figsize=(8, 4))
+        draw_lines(axes, values, data["unit"])
+    else:
+        figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
+        (draw_parts if path.stem == "memory" else draw_bars)(axes, values)
+        axes.invert_yaxis()
+        axes.margins(y=0.01)
+        axes.set_xlabel(data["unit"])
+    metadata = {"Date": None, "Creator": "benchmark.py", "Description": digest(data)}
+    temporary = path.with_name(f".{path.name}.part")
+    figure.savefig(
+        temporary, format="svg", bbox_inches="tight", transparent=True, metadata=metadata
+    )
+    os.replace(temporary, path)
+    plt.close(figure)
+
+
+def draw_lines(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+    """By number of ranks."""
+    for i, (title, speeds) in enumerate(values.items()):
+        ranks = [int(n) for n in speeds]
+        axes.plot(ranks, list(speeds.values()), "o-" if i < 8 else "s--", label=title)
+    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
+    axes.set_xticks(sorted({int(n) for speeds in values.values() for n in speeds}))
+    axes.legend(frameon=False, fontsize=9, bbox_to_anchor=(1, 1), loc="upper left")
+
+
+def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
+    """A bar of several parts each."""
+    kinds = list(dict.fromkeys(kind for parts in values.values() for kind in parts))
+    left = [0.0] * len(values)
+    for kind in kinds:
+        sizes = [parts.get(kind, 0) for parts in values.values()]
+        axes.barh(list(values), sizes, left=left, label=kind, height=0.7)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.legend(frameon=False, fontsize=9, ncols=len(kinds), loc="lower left",
+                bbox_to_anchor=(0, 1))  # fmt: skip
+
+
+def draw_bars(axes, values: dict[str, float]) -> None:
+    axes.barh(list(values), list(values.values()), height=0.7)
+    for i, seconds in enumerate(values.values()):
+        axes.text(seconds, i, f" {seconds:g}", va="center", fontsize=9)

@@ -1,0 +1,53 @@
+"""Read what benchmark.py left in results/, and take a figure of several runs."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 1  # of the files in results/ that a suite leaves
+
+
+class Unusable(Exception):
+    """A file that cannot be rendered, or rendered into; the message says which one, and why."""
+
+
+def read_results(path: Path) -> dict:
+    """A suite's file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Unusable: it is damaged, or of another version of this program.
+    """
+    try:
+        found = json.loads(path.read_text())
+        known = found["schema"] == SCHEMA and isinstance(found["rows"], list)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise Unusable(f"{path} cannot be used ({why}); measure it again") from None
+    if not known:
+        theirs = found["schema"]
+        raise Unusable(f"{path} is of schema {theirs}, and this is {SCHEMA}; measure it again")
+    return found
+
+
+def of_all(runs: list[dict], *keys: str) -> list:
+    """A figure of each run."""
+    values = runs
+    for key in keys:
+        values = [value and value[key] for value in values]
+    return values
+
+
+def middle(values: list) -> float | None:
+    """The median of those that there are."""
+    values = [value for value in values if value is not None]
+    return statistics.median(values) if values else None
+
+
+def name_of(row: dict) -> str:
+    """Of a row, without its number of ranks."""
+    return re.sub(r" x\d+$", "", row["name"])

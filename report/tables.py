@@ -1,0 +1,304 @@
+"""Markdown tables, in English, of what results/ holds. report/pages.py puts them into pages."""
+
+import re
+import statistics
+from pathlib import Path
+
+from report.results import Unusable, middle, name_of, of_all
+from report.theory import kept_bytes
+
+PARENTS = {  # each script, and the one that it is a diff against
+    "half_precision": "SingleGPU",
+    "auto_mixed_precision": "SingleGPU",
+    "DP": "SingleGPU",
+    "DDP": "SingleGPU",
+    "torchrun_DDP": "DDP",
+    "FSDP": "torchrun_DDP",
+    "DDP_ZeRO": "torchrun_DDP",
+    "DeepSpeed": "torchrun_DDP",
+    "DDP_AMP": "torchrun_DDP",
+    "gradient_accumulation": "torchrun_DDP",
+    "comm_hooks": "torchrun_DDP",
+}
+
+
+def markdown(header: list[str], rows: list[list]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+# ------------------------------------------------------------------ what benchmark.py measured
+
+
+def suite_table(found: dict, table: str) -> str:
+    """One of a suite's tables: medians over the repeats, and where they are from."""
+    rows = [row for row in found["rows"] if row["table"] == table]
+    drawn = peers_table(rows) if table.endswith("-peers") else techniques_table(rows)
+    return f"{drawn}\n\n{measured_where(found, rows)}"
+
+
+def measured_where(found: dict, rows: list[dict]) -> str:
+    """The line below a table: machine, version, repeats, file."""
+    on_cpu = all(run["device"] == "cpu" for row in rows for run in row["runs"])
+    about = f"{machine_line(found['hardware'], on_cpu)}; torch {found['versions']['torch']}; "
+    about += f"{found['repeats']} runs of each, median (least–most); "
+    return f"{about}[results/{found['suite']}.json](results/{found['suite']}.json)"
+
+
+def machine_line(machine: dict, on_cpu: bool) -> str:
+    if on_cpu:
+        return ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]])
+    return ", ".join(machine["gpus"] + machine.get("power_limits", []))
+
+
+def front_table(found: dict, proof: dict, names: list[str]) -> str:
+    """A row a technique, with links to docs/techniques.md: what it costs, and how far its result
+    is from one process's, as the tests measured it.
+
+    Args:
+        found: a suite's results.
+        proof: what the tests measured.
+        names: of the rows to show.
+    """
+    rows = {row["name"]: row for row in found["rows"]}
+    lines = []
+    for name in names:
+        title = name_of({"name": name})
+        section = title.split()[0]
+        link = f"[`{title}`](docs/techniques.md#{section.lower()})"
+        row = rows.get(name, {"runs": [], "failed": "not measured yet"})
+        if not row["runs"]:
+            lines.append([link, "", row["failed"], "", "", ""])
+            continue
+        run = row["runs"][0]
+        memory = middle(of_all(row["runs"], "peak_memory_gib", "allocated"))
+        memory = memory or middle(of_all(row["runs"], "peak_memory_gib", "process"))
+        kept, expected = kept_bytes(run)
+        lines.append(
+            [
+                link,
+                run["world_size"],
+                spread(of_all(row["runs"], "images_per_second")),
+                f"{memory:.2f}",
+                f"{digits(kept)} ({digits(expected)})",
+                against_one_process(f"pytorch_{title}", proof),
+            ]
+        )
+    header = ["technique", "ranks", "images/s (min–max)", "peak GiB", "kept (theory)"]
+    table = markdown([*header, "against one process"], lines)
+    return f"{table}\n\n{measured_where(found, list(rows.values()))}"
+
+
+def against_one_process(script: str, proof: dict) -> str:
+    """The weights' largest difference with SGD; the loss's, of a technique that rounds."""
+    weights = [
+        r["value"] for r in proof["parity"] if (r["script"], r["optimizer"]) == (script, "sgd")
+    ]
+    if weights:
+        return f"weights {max(weights):.0e}".replace(" 0e+00", " 0")
+    losses = [row["value"] / row["fp32"] - 1 for row in proof["loss"] if row["script"] == script]
+    return f"loss {max(losses, key=abs):+.2%}" if losses else ""
+
+
+def spread(values: list[float]) -> str:
+    """Median, and least and most; as many digits as three repeats are worth."""
+    low, mid, high = min(values), statistics.median(values), max(values)
+    digits = 0 if mid >= 100 else 1
+    return f"{mid:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
+
+
+def techniques_table(rows: list[dict]) -> str:
+    gpu = any(run["peak_memory_gib"]["allocated"] is not None for r in rows for run in r["runs"])
+    header = ["technique", "ranks", "precision", "images/s (min–max)", "step ms (p95)", "epoch s"]
+    header += ["peak GiB (reserved)", "GPU %"] if gpu else ["peak GiB"]
+    header += ["kept (theory)", "weights", "accuracy"]
+    lines = []
+    for row in rows:
+        if row["runs"]:
+            lines.append(technique_cells(row, gpu))
+        else:
+            ranks = re.search(r" x(\d+)$", row["name"])
+            cells = [f"`{name_of(row)}`", ranks[1] if ranks else "", "", row["failed"]]
+            lines.append(cells + [""] * (len(header) - len(cells)))
+    return markdown(header, lines)
+
+
+def technique_cells(row: dict, gpu: bool) -> list:
+    """Of a row that has runs."""
+    runs, run = row["runs"], row["runs"][0]
+    name = f"`{name_of(row)}`"
+    if row["failed"]:
+        name += f" ({len(runs)} runs; then {row['failed']})"
+    speeds = of_all(runs, "images_per_second")
+    p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
+    cells = [name, run["world_size"], run["precision"], spread(speeds), f"{p50:.0f} ({p95:.0f})"]
+    cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
+    kinds = ("allocated", "reserved", "process")
+    memory = {kind: middle(of_all(runs, "peak_memory_gib", kind)) for kind in kinds}
+    if gpu:
+        cells.append(f"{memory['allocated']:.2f} ({memory['reserved']:.2f})")
+        used = middle(of_all(runs, "gpu", "utilization_percent"))
+        cells.append("" if used is None else f"{used:.0f}")
+    else:
+        cells.append(f"{memory['process']:.2f}")
+    if run["state_bytes"]:
+        kept, expected = kept_bytes(run)
+        cells.append(f"{kept:.2f} ({expected:.2f})")
+    else:  # a peer's
+        cells.append("")
+    apart = middle(of_all(runs, "weights_difference"))
+    accuracy = middle(of_all(runs, "eval_accuracy"))
+    cells.append("" if apart is None else f"{apart:.0e}")
+    return [*cells, "" if accuracy is None else f"{accuracy:.1%}"]
+
+
+def peers_table(rows: list[dict]) -> str:
+    """Loops on the same work, against the bare one."""
+    speeds = [of_all(r["runs"], "images_per_second") for r in rows if r["name"] == "bare loop"]
+    bare = middle(speeds[0]) if speeds else None
+    lines = []
+    for row in rows:
+        if not row["runs"]:
+            lines.append([row["name"], row["failed"], "", ""])
+            continue
+        speeds = of_all(row["runs"], "images_per_second")
+        memory = middle(of_all(row["runs"], "peak_memory_gib", "allocated"))
+        memory = memory or middle(of_all(row["runs"], "peak_memory_gib", "process"))
+        part = f"{statistics.median(speeds) / bare:.2f}" if bare else ""
+        lines.append([row["name"], spread(speeds), part, f"{memory:.2f}"])
+    return markdown(["loop", "images/s (min–max)", "of the bare loop", "peak GiB"], lines)
+
+
+# -------------------------------------------------------------- what model_inference.py measured
+
+
+def inference_markdown(found: dict) -> str:
+    """images/s, and in brackets the p50 and p95 of a call in ms, per batch size."""
+    sizes = list(dict.fromkeys(row["batch_size"] for row in found["rows"]))
+    lines = []
+    for key in dict.fromkeys((row["runtime"], row["precision"]) for row in found["rows"]):
+        rows = [row for row in found["rows"] if (row["runtime"], row["precision"]) == key]
+        cells = dict.fromkeys(sizes, "")
+        for row in rows:
+            now = row["host_to_host"]
+            speed, latency = now["images_per_second"], now["latency_ms"]
+            cells[row["batch_size"]] = f"{speed:,.1f} ({latency['p50']:.1f}, {latency['p95']:.1f})"
+        memory = rows[0]["peak_memory_gib"]
+        memory = f"{memory['device'] or memory['process']:.2f}"
+        lines.append([*key, *cells.values(), memory, f"{rows[0]['first_call_s']:.2f}"])
+    batches = [f"batch {size}" for size in sizes]
+    return markdown(["runtime", "precision", *batches, "memory GiB", "first call s"], lines)
+
+
+def inference_table(found: dict) -> str:
+    """The same, and where it was measured."""
+    packages = [f"{name} {version}" for name, version in found["versions"].items()
+                if name.startswith(("torch", "onnx")) and name != "torchvision"]  # fmt: skip
+    about = f"{found['model']}, {found['image_size']}×{found['image_size']}; "
+    about += f"{machine_line(found['hardware'], found['device'] == 'cpu')}; "
+    about += f"{', '.join(packages)}; [results/inference.json](results/inference.json)"
+    return f"{inference_markdown(found)}\n\n{about}"
+
+
+# ------------------------------------------------------------------------ what the tests measured
+
+
+def by_script(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows of each script, parents first."""
+    order = ["SingleGPU", *PARENTS]
+    scripts = {row["script"].removeprefix("pytorch_") for row in rows}
+    return {
+        f"`{script}`": [row for row in rows if row["script"] == f"pytorch_{script}"]
+        for script in sorted(scripts, key=lambda s: (order.index(s.split()[0]), s))
+    }
+
+
+def parity_table(rows: list[dict]) -> str:
+    """Largest relative difference of any tensor; worst over the world sizes."""
+    lines = []
+    for script, group in by_script(rows).items():
+        cells = [script, ", ".join(map(str, sorted({row["ranks"] for row in group})))]
+        for optimizer in ("sgd", "adamw"):
+            values = [row["value"] for row in group if row["optimizer"] == optimizer]
+            cells.append(f"{max(values):.0e}" if values else "")
+        lines.append(cells)
+    return markdown(["script", "ranks", "SGD with momentum", "AdamW"], lines)
+
+
+def digits(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def bytes_table(rows: list[dict]) -> str:
+    """parameters + gradients + optimizer (+ what else), for SGD (AdamW), at 1, 2 and 4 ranks."""
+    lines = []
+    kinds = ("parameters", "gradients", "optimizer")
+    for script, group in by_script(rows).items():
+        cells = [script]
+        for ranks in (1, 2, 4):
+            at = {row["optimizer"]: row for row in group if row["ranks"] == ranks}
+            if not at:
+                cells.append("")
+                continue
+            kept = at.get("sgd", at.get("adamw"))["kept"]
+            words = " + ".join(digits(kept[kind]) for kind in kinds[:2]) + " +"
+            if "sgd" in at:
+                words += f" {digits(kept['optimizer'])}"
+            if "adamw" in at:
+                words += f" ({digits(at['adamw']['kept']['optimizer'])})"
+            for extra in sorted(kind for kind in kept if kept[kind] and kind not in kinds):
+                words += f" + {digits(kept[extra])} {extra.replace('_', ' ')}"
+            cells.append(words)
+        lines.append(cells)
+    return markdown(["script", "1 rank", "2 ranks", "4 ranks"], lines)
+
+
+def sent_table(rows: list[dict]) -> str:
+    lines = []
+    for script, group in by_script(rows).items():
+        cells = [script]
+        for ranks in (2, 4):
+            parts = []
+            for row in group:
+                if row["ranks"] == ranks:
+                    sent = sorted(row["sent"].items())
+                    parts = [f"{digits(size)} {kind.replace('_', '-')}" for kind, size in sent]
+            cells.append(", ".join(part for part in parts if not part.startswith("0 ")))
+        lines.append(cells)
+    return markdown(["script", "2 ranks", "4 ranks"], lines)
+
+
+def loss_table(rows: list[dict]) -> str:
+    lines = []
+    for script, group in by_script(rows).items():
+        for row in group:
+            change = f"{row['value'] / row['fp32'] - 1:+.2%}"
+            figures = [row["ranks"], f"{row['fp32']:.4f}", f"{row['value']:.4f}", change]
+            lines.append([script, *figures])
+    return markdown(["script", "ranks", "loss in fp32", "its loss", "difference"], lines)
+
+
+TRIAL = re.compile(
+    r"trial +\d+: (?P<kind>\w+) .*?(?P<end>clean|wrong|hung|fallback|silent|failed)\b"
+)
+
+
+def outcomes_table(path: Path, what: str) -> str:
+    """Trials by kind and outcome, counted in what tests/faults/*.py printed, and its last line."""
+    if not path.is_file():
+        return "not measured yet"
+    command, where, *trials, summary = path.read_text().splitlines()
+    found = [TRIAL.match(line) for line in trials]
+    if not all(found) or not summary.startswith(f"{len(found)} trials: "):
+        again = command.removeprefix("$ ")
+        raise Unusable(f"{path} is not what it was written as; run {again} again")
+    outcomes = ["clean", "wrong", "hung"] if what == "fault" else ["fallback", "silent", "failed"]
+    lines = []
+    for kind in sorted({match["kind"] for match in found}):
+        ends = [match["end"] for match in found if match["kind"] == kind]
+        lines.append([kind, len(ends), *(ends.count(outcome) for outcome in outcomes)])
+    ends = [match["end"] for match in found]
+    lines.append(["all", len(ends), *(ends.count(outcome) for outcome in outcomes)])
+    table = markdown([what, "trials", *outcomes], lines)
+    link = f"[results/{path.name}](results/{path.name})"
+    return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary} ({where}; {link})"

@@ -1,0 +1,47 @@
+"""Bytes per parameter that a rank keeps, by theory (docs/proof.md) and as a run counted them."""
+
+import json
+import shlex
+from pathlib import Path
+
+from report.results import ROOT
+
+
+def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
+    """Bytes per parameter that a rank keeps after a step.
+
+    DeepSpeed's copies are counted where its script counts them, besides parameters, gradients and
+    optimizer.
+
+    Args:
+        words: of the command.
+    """
+    script = next(Path(word).stem for word in words if word.endswith(".py"))
+    k = {"sgd": 4, "adamw": 8}[optimizer]
+    kept = {"parameters": 4, "gradients": 4, "optimizer": k}
+    if script == "pytorch_half_precision":
+        kept = {"parameters": 2, "gradients": 2, "optimizer": k / 2}
+        if "--master-weights" in words:
+            kept |= {"optimizer": k, "master_weights": 4}
+    if script == "pytorch_FSDP":
+        kept = {name: value / ranks for name, value in kept.items()}
+    if script == "pytorch_DDP_ZeRO" and {"--use_zero", "--use-zero"} & set(words):
+        kept["optimizer"] /= ranks
+    if script == "pytorch_DeepSpeed":
+        config = words[words.index("--deepspeed_config") + 1]
+        settings = json.loads((ROOT / config).read_text())
+        stage = settings["zero_optimization"]["stage"]
+        if stage >= 1:
+            kept["optimizer"] /= ranks
+            kept["gradients"] /= ranks
+            kept["fp32_copy"] = 4 / ranks
+        if stage == 3:
+            kept["parameters"] /= ranks
+            kept["gradient_buffer"] = 4 / ranks
+    return kept
+
+
+def kept_bytes(run: dict) -> tuple[float, float]:
+    """Bytes per parameter that a rank of a run kept: counted, and by theory."""
+    expected = theory(shlex.split(run["command"]), run["world_size"], run["optimizer"])
+    return sum(run["state_bytes"].values()) / run["parameters"], sum(expected.values())
