@@ -1,5 +1,8 @@
-"""Launches the scripts as a user does, in processes of their own, on the CPU and offline."""
+"""Launches the scripts as a user does, in processes of their own, on the CPU and offline; or forks
+such processes, where a test is not about the launcher."""
 
+import atexit
+import contextlib
 import json
 import os
 import re
@@ -9,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -16,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fork_server import Server
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +28,11 @@ sys.path.insert(0, str(ROOT))
 # A shell's background job ignores Ctrl-C, and so would all that a test starts:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+torch.set_num_threads(1)  # see environment()
+
 SESSION = f"launched-by-tests-{uuid.uuid4()}"
+TEMPORARY = Path(tempfile.mkdtemp(prefix="tests-"))  # for what launchers leave behind
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ONE_PROCESS = (
     "pytorch_SingleGPU",
@@ -34,6 +43,13 @@ ONE_PROCESS = (
 CLOSED_PORT = (
     "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
 )
+# What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
+
+LONG = ("test_injection", "test_readme", "test_multi_node", "test_benchmark")  # come first
+
+servers = {}  # by what they have imported besides PyTorch
+commands = {}  # of the test that runs, to be repeated by hand if it fails: keys, in their order
 
 
 def environment(**changes):
@@ -44,14 +60,15 @@ def environment(**changes):
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env |= {"LAUNCHED_BY": SESSION, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
     env |= {"http_proxy": CLOSED_PORT, "https_proxy": CLOSED_PORT, "no_proxy": ""}
+    env["TMPDIR"] = str(TEMPORARY)
     return env | changes
 
 
 class Finished:
     """What a command left behind: exit code, both streams, seconds."""
 
-    def __init__(self, command, code, stdout, stderr, seconds):
-        self.command, self.code, self.seconds = command, code, seconds
+    def __init__(self, command, by_hand, code, stdout, stderr, seconds):
+        self.command, self.by_hand, self.code, self.seconds = command, by_hand, code, seconds
         self.stdout, self.stderr = stdout, stderr
 
     @property
@@ -66,31 +83,126 @@ class Finished:
     @property
     def our_warnings(self):
         """Python's warnings that point at a line of ours."""
-        return re.findall(r"^\S*\b(?:common|pytorch_\w+)\.py:\d+: .*$", self.stderr, re.MULTILINE)
+        ours = r"^\S*\b(?:common|pytorch_\w+|harness/\w+|jobs/\w+)\.py:\d+: .*$"
+        return re.findall(ours, self.stderr, re.MULTILINE)
 
     def __str__(self):
-        return f"$ {self.command}\n{self.stdout}\n{self.stderr}\nexit code {self.code}"
+        return f"$ {self.by_hand}\n{self.stdout}\n{self.stderr}\nexit code {self.code}"
 
 
-def launch(command, timeout=240, cwd=ROOT, **env):
-    """Run a shell command to its end; if that does not come, kill all that it started."""
-    started = time.monotonic()
-    process = subprocess.Popen(
-        shlex.split(command) if isinstance(command, str) else command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env=environment(**env),
-        start_new_session=True,
-    )
+def server(words):
+    """That which has imported what a command needs, started when first asked for."""
+    modules = DEEPSPEED if any("DeepSpeed" in word for word in words) else ()
+    if modules not in servers:
+        servers[modules] = Server(environment(DS_ACCELERATOR="cpu"), *modules)
+    return servers[modules]
+
+
+class Started:
+    """A command that runs, as a group of processes. What it says is in files, so it never waits for
+    a reader.
+
+    Args:
+        forked: have a server fork the processes of a script, instead of its launcher: seconds less
+            for each of them. The exit code is that of the first rank that failed.
+    """
+
+    def __init__(self, command, cwd=ROOT, forked=False, **env):
+        words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
+        self.command, self.by_hand, self.began = command, as_typed(words, env), time.monotonic()
+        commands[self.by_hand] = True
+        self.files = [tempfile.TemporaryFile() for _ in range(2)]
+        options = dict(zip(("stdout", "stderr"), self.files, strict=True))
+        options |= {"cwd": cwd, "env": environment(**env)}
+        if forked:
+            self.process = server(words).start(words, **options)
+        else:
+            self.process = subprocess.Popen(words, **options, start_new_session=True)
+
+    @property
+    def running(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0)
+        return self.process.returncode is None
+
+    @property
+    def output(self):
+        """What it has said so far, on either stream. (Not by read(): its own place in the file
+        would move.)"""
+        return [os.pread(file.fileno(), 2**24, 0).decode() for file in self.files]
+
+    def send(self, signum, group=False):
+        (os.killpg if group else os.kill)(self.process.pid, signum)
+
+    def end(self, timeout=60):
+        """Wait for its end; if that does not come, kill all of it."""
+        try:
+            self.process.wait(timeout)
+            why = None
+        except subprocess.TimeoutExpired:
+            why = f"no end after {timeout} s"
+        finally:
+            self.kill()
+        seconds = time.monotonic() - self.began
+        code = self.process.returncode
+        finished = Finished(self.command, self.by_hand, code, *self.output, seconds)
+        assert not why, f"{why}\n{finished}"
+        return finished
+
+    def kill(self):
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send(signal.SIGKILL, group=True)
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def started(command, **options):
+    """A command that is killed in the end, if it has not ended."""
+    process = Started(command, **options)
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        pytest.fail(f"no end after {timeout} s\n$ {command}\n{stdout}\n{stderr}")
-    return Finished(command, process.returncode, stdout, stderr, time.monotonic() - started)
+        yield process
+    finally:
+        process.kill()
+        for file in process.files:
+            file.close()
+
+
+def launch(command, timeout=240, **options):
+    """Run a shell command to its end; if that does not come, kill all that it started."""
+    with started(command, **options) as process:
+        return process.end(timeout)
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def as_typed(words, env):
+    """A command as one repeats it in the folder of the repository."""
+    shown = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env
+    shown = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+    return " ".join([*shown, shlex.join(words)])
+
+
+def pytest_collection_modifyitems(items):
+    """A worker that has a test of a minute left while the others have none would be waited for."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_runtest_setup():
+    commands.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    report = yield
+    if report.failed and commands:
+        report.sections.append((f"to repeat by hand, in {ROOT}", "\n".join(commands)))
+    return report
 
 
 def succeed(command, **options):
@@ -166,6 +278,8 @@ def processes_of_this_session():
 @pytest.fixture(autouse=True, scope="session")
 def no_process_is_left():
     yield
+    for running in servers.values():
+        running.close()
     deadline = time.monotonic() + 10
     while (left := processes_of_this_session()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -174,26 +288,30 @@ def no_process_is_left():
 
 @pytest.fixture(scope="module")
 def train(request, tmp_path_factory):
-    """A function that trains by (script, world size, flags), on the `JOB` of the file of tests.
+    """A function that trains by (script, world size, flags), on the `JOB` of the file of tests, and
+    through its `THROUGH`, if it has one.
 
     It returns what `read_run` does. The same run is done only once.
     """
+    through = getattr(request.module, "THROUGH", "")
     folder = tmp_path_factory.mktemp("runs")
-    outputs = {}
+    runs = {}
 
     def get(script, world_size=1, flags=""):
         key = script, world_size, flags
-        if key not in outputs:
-            output = folder / str(len(outputs))
+        output = folder / str(len(runs))
+        if key not in runs:
             name, _, own_flags = script.partition(" ")
-            finished = succeed(
-                f"{launcher(name, world_size)} {request.module.JOB} {own_flags} {flags} "
-                f"--output-dir {output}"
+            command = (
+                f"{launcher(name, world_size, through)} {request.module.JOB} {own_flags} {flags}"
             )
+            finished = succeed(f"{command} --output-dir {output}", forked=True)
             assert not finished.our_warnings
             shutil.rmtree(output / "snapshots", ignore_errors=True)  # most of the space
-            outputs[key] = output
-        return read_run(outputs[key])
+            runs[key] = finished, output
+        finished, output = runs[key]
+        commands[finished.by_hand] = True
+        return read_run(output)
 
     yield get
     shutil.rmtree(folder)

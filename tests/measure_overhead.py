@@ -27,6 +27,7 @@ def main():
     sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
     sys.path.insert(0, str(ROOT))
     import common
+    from harness.clock import WARMUP_STEPS
 
     batches = common.Run.batches
     script_seconds, bare_seconds = [], []
@@ -59,10 +60,10 @@ def main():
 
     common.Run.batches = interleaved
     runpy.run_path(sys.argv[0], run_name="__main__")
-    script = statistics.median(script_seconds[common.WARMUP_STEPS :])
-    bare = statistics.median(bare_seconds[common.WARMUP_STEPS :])
-    common.say(
-        f"median of {len(bare_seconds) - common.WARMUP_STEPS} steps: script {script * 1e3:.1f} ms, "
+    script = statistics.median(script_seconds[WARMUP_STEPS:])
+    bare = statistics.median(bare_seconds[WARMUP_STEPS:])
+    common.print0(
+        f"median of {len(bare_seconds) - WARMUP_STEPS} steps: script {script * 1e3:.1f} ms, "
         f"bare {bare * 1e3:.1f} ms, the script runs at {bare / script:.3f} of the bare loop"
     )
 

@@ -29,6 +29,9 @@ sys.path.insert(0, str(ROOT))
 from measure_overhead import now  # noqa: E402
 
 import common  # noqa: E402
+from harness import measure  # noqa: E402
+from harness.clock import WARMUP_STEPS  # noqa: E402
+from jobs import images as image_job  # noqa: E402
 
 
 class Pictures(Dataset):
@@ -43,7 +46,7 @@ class Pictures(Dataset):
                 transforms.RandomHorizontalFlip(),
                 *([transforms.Resize(side)] if side != self.images.shape[-1] else []),
                 transforms.ToTensor(),
-                transforms.Normalize(common.MEAN, common.STD),
+                transforms.Normalize(image_job.MEAN, image_job.STD),
             ]
         )
 
@@ -109,21 +112,21 @@ def main():
         step(images, labels)
         seconds.append(now(device) - before)
         before += seconds[-1]
-        if device.type == "cuda" and len(seconds) == common.WARMUP_STEPS:
+        if device.type == "cuda" and len(seconds) == WARMUP_STEPS:
             torch.cuda.reset_peak_memory_stats(device)
-    settled = seconds[min(common.WARMUP_STEPS, len(seconds) // 2) :]
+    settled = seconds[min(WARMUP_STEPS, len(seconds) // 2) :]
     speed = args.batch_size / statistics.median(settled)
     milliseconds = 1e3 * torch.tensor(settled)
     result = {
-        "technique": f"peer: {args.loop}", "command": common.launch_command(), "world_size": 1,
-        "device": common.device_name(device), "threads": torch.get_num_threads(),
+        "technique": f"peer: {args.loop}", "command": measure.launch_command(), "world_size": 1,
+        "device": measure.device_name(device), "threads": torch.get_num_threads(),
         "model": args.model, "dataset": args.dataset, "precision": "float32",
         "tf32": device.type == "cuda" and torch.backends.cudnn.allow_tf32,
         "image_size": args.image_size, "global_batch_size": args.batch_size,
         "optimizer": args.optimizer, "train_samples": len(train_set), "steps": len(seconds),
         "seconds_total": time.perf_counter() - started, "images_per_second": speed,
         "step_ms": {f"p{p}": milliseconds.quantile(p / 100).item() for p in (50, 95)},
-        "peak_memory_gib": {"allocated": None, "reserved": None} | common.peak_memory_gib(device),
+        "peak_memory_gib": {"allocated": None, "reserved": None} | measure.peak_memory_gib(device),
         "state_bytes": None, "eval_accuracy": [None], "eval_samples": 0,
     }  # fmt: skip
     args.output_dir.mkdir(parents=True, exist_ok=True)

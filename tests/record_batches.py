@@ -3,6 +3,7 @@
 python tests/record_batches.py SCRIPT FOLDER [flags of the script]
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def main():
 
     def recorded(run, loader, epoch):
         for images, labels in batches(run, loader, epoch):
-            path = folder / f"step{run.step}-rank{common.RANK}.pt"
+            path = folder / f"step{run.step}-rank{os.environ.get('RANK', 0)}.pt"
             torch.save((images.clone(), labels.clone()), path)
             yield images, labels
 

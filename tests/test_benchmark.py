@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,9 +12,14 @@ from pathlib import Path
 
 import collect_proof
 import pytest
+import torch
+from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed
 
 import benchmark
+from report import pages
+from report.results import Unusable, read_results
+from report.theory import kept_bytes, theory
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
 
@@ -22,16 +27,13 @@ JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of what benchmark.py reads and writes."""
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("README*.md"), ROOT / "config", ROOT / "results"]:
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__*"))
-    return tmp_path
+    return copy_checkout(tmp_path, "README*.md", "docs", "config", "results", "tests")
 
 
-def write_suite(checkout, *rows, repeats=1, **more):
-    rows = [{"name": name, "command": command} for name, command in rows]
+def write_suite(checkout, *rows, repeats=1):
+    rows = [dict(zip(("name", "command", "timeout"), row, strict=False)) for row in rows]
     suite = {"about": "a test", "job": JOB, "repeats": repeats, "tables": ["quick"], "rows": rows}
-    (checkout / "config/suite_quick.json").write_text(json.dumps(suite | more))
+    (checkout / "config/suite_quick.json").write_text(json.dumps(suite))
 
 
 def run(checkout, flags):
@@ -68,9 +70,8 @@ def test_a_row_that_fails_says_why(checkout):
         ("package", "python -c 'import no_such_package'"),
         ("bug", "python -c '1/0'"),
         ("program", "no_such_launcher pytorch_SingleGPU.py"),
-        ("silent", "python -c 'import time; time.sleep(60)'"),
+        ("silent", "python -c 'import time; time.sleep(60)'", 3),
         ("good", single),
-        timeout=45,
     )
     finished = run(checkout, "--suite quick")
     assert (
@@ -84,7 +85,7 @@ def test_a_row_that_fails_says_why(checkout):
     assert why["package"] == "no_such_package is not installed"
     assert "ZeroDivisionError" in why["bug"]
     assert why["program"] == "no_such_launcher is not installed"
-    assert why["silent"] == "no end after 45 s"
+    assert why["silent"] == "no end after 3 s"
     assert why["good"] is None and len(rows[-1]["runs"]) == 1
     assert "no_such_package is not installed" in finished.stdout, "the table says it"
 
@@ -142,31 +143,47 @@ def test_a_single_row_does_not_replace_the_others(checkout):
     assert row["name"] == "DP" and len(row["runs"]) == 1
 
 
+def changes(checkout):
+    """Names of what rendering would change."""
+    changed, drawn = pages.find_changes(checkout)
+    return {str(path.relative_to(checkout)) for path in [*changed, *drawn]}
+
+
 def test_render_and_check(checkout):
     """Rendering twice is rendering once; one digit more or less is found, wherever it is."""
-    succeed("python benchmark.py --check", cwd=checkout)
-    readmes = [checkout / "README.md", checkout / "README.zh-CN.md"]
-    texts = [path.read_text() for path in readmes]
-    succeed("python benchmark.py --render", cwd=checkout)
-    assert [path.read_text() for path in readmes] == texts
-    for path, text in zip(readmes, texts, strict=True):
-        place = re.search(r"<!-- cpu -->.*?(\d)\.\d+ \(", text, re.DOTALL).start(1)
-        other = str((int(text[place]) + 1) % 10)
-        path.write_text(text[:place] + other + text[place + 1 :])
-        finished = run(checkout, "--check")
-        assert finished.code == 1 and path.name in finished.stderr
-        succeed("python benchmark.py --render", cwd=checkout)
-        assert path.read_text() == text
+    assert not changes(checkout)
+    for name, block in {"README": "front", "docs/measuring": "cpu", "docs/proof": "bytes"}.items():
+        for path in (checkout / f"{name}.md", checkout / f"{name}.zh-CN.md"):
+            text = path.read_text()
+            place = re.search(rf"<!-- {block} -->.*?\d [(+].*?(\d)", text, re.DOTALL).start(1)
+            other = str((int(text[place]) + 1) % 10)
+            path.write_text(text[:place] + other + text[place + 1 :])
+            assert changes(checkout) == {str(path.relative_to(checkout))}
+            pages.render(*pages.find_changes(checkout))
+            assert path.read_text() == text
     path = checkout / "results/cpu.json"
     results = json.loads(path.read_text())
-    results["rows"][0]["runs"][0]["images_per_second"] *= 10
-    results["rows"][0]["runs"][1]["images_per_second"] *= 10
+    for measured in results["rows"][0]["runs"]:
+        measured["images_per_second"] *= 10
     path.write_text(json.dumps(results))
+    both = {f"{name}{end}" for name in ("README", "docs/measuring") for end in (".md", ".zh-CN.md")}
+    assert changes(checkout) == both | {"results/epoch.svg"}
+
+
+def test_the_command_to_render_and_check(checkout):
+    succeed("python benchmark.py --check", cwd=checkout)
+    path, results = checkout / "README.md", checkout / "results/cpu.json"
+    text = path.read_text()
+    path.write_text(text.replace("| 12 (12) |", "| 13 (12) |"))
     finished = run(checkout, "--check")
-    assert finished.code == 1, str(finished)
-    for name in ("README.md", "README.zh-CN.md", "epoch.svg"):
-        assert name in finished.stderr
-    assert [path.read_text() for path in readmes] == texts, "a check changes nothing"
+    assert finished.code == 1 and "README.md" in finished.stderr
+    assert path.read_text() != text, "a check changes nothing"
+    succeed("python benchmark.py --render", cwd=checkout)
+    assert path.read_text() == text
+    results.write_text(results.read_text()[:1000])
+    finished = run(checkout, "--render")
+    assert finished.code == 2 and len(finished.errors) == 1 and "cpu.json" in finished.errors[0]
+    assert path.read_text() == text
 
 
 def test_what_tests_measured_is_collected(checkout):
@@ -187,12 +204,12 @@ def test_what_tests_measured_is_collected(checkout):
 
 
 def test_the_repository_is_rendered():
-    succeed("python benchmark.py --check")
+    assert not changes(ROOT), "python benchmark.py --render"
 
 
 @pytest.mark.parametrize(
     "command, ranks, optimizer, expected",
-    [  # computed by hand from the table of "What a rank keeps and sends"
+    [  # computed by hand from the table of docs/proof.md, "What a rank keeps and sends"
         ("python pytorch_SingleGPU.py", 1, "sgd", 12),
         ("python pytorch_SingleGPU.py", 1, "adamw", 16),
         ("torchrun pytorch_torchrun_DDP.py", 4, "adamw", 16),
@@ -209,15 +226,15 @@ def test_the_repository_is_rendered():
     ],
 )
 def test_theory(command, ranks, optimizer, expected):
-    assert sum(benchmark.theory(command.split(), ranks, optimizer).values()) == expected
+    assert sum(theory(command.split(), ranks, optimizer).values()) == expected
 
 
 def test_what_was_kept_is_what_theory_says():
     """In the committed results; ZeroRedundancyOptimizer deals out whole tensors."""
-    for row in benchmark.read_results(ROOT / "results/cpu.json")["rows"]:
+    for row in read_results(ROOT / "results/cpu.json")["rows"]:
         for measured in row["runs"]:
             if measured["state_bytes"]:
-                kept, expected = benchmark.kept_bytes(measured)
+                kept, expected = kept_bytes(measured)
                 assert kept == pytest.approx(expected, rel=0.06), row["name"]
 
 
@@ -234,26 +251,51 @@ def test_what_was_kept_is_what_theory_says():
         ("", "--suite"),
     ],
 )
-def test_mistakes(flags, named, checkout):
-    finished = run(checkout, flags)
-    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
-    assert named in finished.errors[0] and "Traceback" not in finished.stderr
+def test_mistakes(flags, named, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["benchmark.py", *shlex.split(flags)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as error:
+        benchmark.main()
+    stderr = capfd.readouterr().err
+    assert error.value.code == 2 and stderr.count("error: ") == 1 and named in stderr
 
 
-@pytest.mark.parametrize("how", ["schema", "damaged", "markers", "missing"])
-def test_nothing_is_rendered_from_what_is_wrong(how, checkout):
-    readme, results = checkout / "README.md", checkout / "results/cpu.json"
+@pytest.mark.parametrize(
+    "how, name",
+    [
+        ("schema", "cpu.json"),
+        ("damaged", "cpu.json"),
+        ("no beginning", "README.md"),
+        ("no end", "docs/proof.md"),
+        ("no place", "faults"),
+        ("twice", "docs/reliability.md"),
+        ("unknown", "docs/inference.md"),
+        ("no page", "docs/proof.zh-CN.md"),
+    ],
+)
+def test_nothing_is_rendered_from_what_is_wrong(how, name, checkout):
+    def edit(path, old, new):
+        path = checkout / path
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+
     if how == "schema":
-        results.write_text(json.dumps(json.loads(results.read_text()) | {"schema": 99}))
+        edit("results/cpu.json", '"schema": 1', '"schema": 99')
     if how == "damaged":
-        results.write_text(results.read_text()[:1000])
-    if how == "markers":
-        readme.write_text(readme.read_text().replace("<!-- cpu -->", ""))
-    if how == "missing":
-        (checkout / "README.zh-CN.md").unlink()
-    before = {path: path.read_bytes() for path in checkout.rglob("*") if path.suffix == ".md"}
-    finished = run(checkout, "--render")
-    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
-    named = {"schema": "cpu.json", "damaged": "cpu.json", "markers": "README.md"}
-    assert named.get(how, "README.zh-CN.md") in finished.errors[0]
-    assert {path: path.read_bytes() for path in before} == before
+        (checkout / "results/cpu.json").write_text("{")
+    if how == "no beginning":
+        edit(name, "<!-- front -->", "")
+    if how == "no end":
+        edit(name, "<!-- end -->", "")
+    if how == "no place":
+        faults = re.compile(r"<!-- faults -->.*?<!-- end -->", re.DOTALL)
+        path = checkout / "docs/reliability.md"
+        path.write_text(faults.sub("", path.read_text()))
+    if how == "twice":
+        edit(name, "<!-- faults -->", "<!-- faults -->\n<!-- end -->\n<!-- faults -->")
+    if how == "unknown":
+        edit(name, "<!-- inference -->", "<!-- inferences -->")
+    if how == "no page":
+        (checkout / name).unlink()
+    with pytest.raises(Unusable, match=re.escape(name)):
+        pages.find_changes(checkout)

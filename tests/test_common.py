@@ -12,6 +12,8 @@ from conftest import ROOT, launch
 from torch import nn
 
 import common
+from harness import files
+from jobs import images
 
 
 def arguments(*flags, **changes):
@@ -23,18 +25,18 @@ def arguments(*flags, **changes):
 class Echo(nn.Module):
     """Answers the class that the first pixel encodes."""
 
-    def forward(self, images):
-        mean, std = common.normalization(images.device, images.dtype)
-        pixel = (images * std + mean)[:, 0, 0, 0].round().long()
+    def forward(self, inputs):
+        mean, std = images.normalization(inputs.device, inputs.dtype)
+        pixel = (inputs * std + mean)[:, 0, 0, 0].round().long()
         return torch.eye(10)[pixel % 10] * 5
 
 
 def test_evaluate_counts_what_is_right():
-    images = torch.zeros(103, 3, 8, 8, dtype=torch.uint8)
-    images[:, 0, 0, 0] = torch.arange(103) % 10
+    pixels = torch.zeros(103, 3, 8, 8, dtype=torch.uint8)
+    pixels[:, 0, 0, 0] = torch.arange(103) % 10
     labels = torch.arange(103) % 10
     labels[::4] = (labels[::4] + 1) % 10  # 26 of 103 are wrong
-    data = common.Images(images, labels, list("0123456789"), 8)
+    data = common.Images(pixels, labels, list("0123456789"), 8)
     metrics = common.evaluate(
         Echo(), common.make_loader(arguments(), data, 10), torch.device("cpu")
     )
@@ -127,7 +129,7 @@ def test_reference_job_is_written_down(monkeypatch, tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file.pt"
-    common.save_file({"a": torch.zeros(3)}, path)
+    files.save_file({"a": torch.zeros(3)}, path)
 
     def fail_half_way(state, file):
         Path(file).write_bytes(b"half")
@@ -135,9 +137,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(torch, "save", fail_half_way)
-        common.save_file({"a": torch.ones(3)}, path)
+        files.save_file({"a": torch.ones(3)}, path)
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.zeros(3))
-    common.save_file({"a": torch.ones(3)}, path)
+    files.save_file({"a": torch.ones(3)}, path)
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.ones(3))
 
 
@@ -159,7 +161,8 @@ def test_our_own_warnings_are_noticed(tmp_path):
 
 def test_peak_memory_is_that_of_this_process_alone():
     """On Linux getrusage() also counts what the process that started this one had taken."""
-    code = "import common, torch; print(common.peak_memory_gib(torch.device('cpu'))['process'])"
+    code = "import torch; from harness.measure import peak_memory_gib as peak; "
+    code += "print(peak(torch.device('cpu'))['process'])"
     before = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True))
     ballast = torch.ones(2**31, dtype=torch.uint8)  # 2 GiB in the parent
     after = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True))

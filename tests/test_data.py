@@ -18,6 +18,8 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
 import common
+from harness import loaders
+from jobs import images as job
 
 JOB = (
     "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2 "
@@ -31,10 +33,10 @@ def arguments(**changes):
     return argparse.Namespace(**vars(args) | changes)
 
 
-def record(command, folder):
+def record(command, folder, forked=True):
     """Run a script through record_batches.py; the global batches, step by step."""
     folder.mkdir()
-    succeed(f"{command} {folder} {JOB} --output-dir {folder}/run")
+    succeed(f"{command} {folder} {JOB} --output-dir {folder}/run", forked=forked)
     global_batches = []
     for step in range(1, 9):
         ranks = sorted(folder.glob(f"step{step}-rank*.pt"))
@@ -56,7 +58,7 @@ def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
     """Image for image and crop for crop: bit by bit what the model is given."""
     launcher = f"torchrun --standalone --nproc_per_node={world_size}"
     command = f"{launcher} tests/record_batches.py pytorch_torchrun_DDP.py"
-    batches = record(command, tmp_path / "ranks")
+    batches = record(command, tmp_path / "ranks", forked=world_size != 2)
     for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
         assert len(images) == 24
         assert torch.equal(labels, their_labels)
@@ -73,24 +75,24 @@ def test_epochs_differ_in_order_and_repeat_nothing(single):
 
 
 def test_synthetic_images_do_not_depend_on_their_number():
-    few = common.synthetic(arguments(train_samples=1500), "train")
-    many = common.synthetic(arguments(train_samples=2300), "train")
+    few = job.synthetic(arguments(train_samples=1500), "train")
+    many = job.synthetic(arguments(train_samples=2300), "train")
     assert torch.equal(few.images, many.images[:1500])
     assert torch.equal(few.labels, many.labels[:1500])
     assert few.images.dtype == torch.uint8 and few.images.shape == (1500, 3, 32, 32)
-    other_seed = common.synthetic(arguments(train_samples=1500, seed=1), "train")
-    evaluation = common.synthetic(arguments(eval_samples=1500), "eval")
+    other_seed = job.synthetic(arguments(train_samples=1500, seed=1), "train")
+    evaluation = job.synthetic(arguments(eval_samples=1500), "eval")
     for other in (other_seed, evaluation):
         assert not torch.equal(few.images, other.images)
     assert few.labels.bincount().min() > 100
 
 
 def test_crops_are_a_function_of_seed_epoch_and_step():
-    crops = common.draw_crops(0, 3, 7, 512, 32)
+    crops = job.draw_crops(0, 3, 7, 512, 32)
     assert crops.shape == (512, 3)
-    assert torch.equal(crops, common.draw_crops(0, 3, 7, 512, 32))
+    assert torch.equal(crops, job.draw_crops(0, 3, 7, 512, 32))
     for seed, epoch, step in [(1, 3, 7), (0, 4, 7), (0, 3, 8), (0, 7, 3)]:
-        assert not torch.equal(crops, common.draw_crops(seed, epoch, step, 512, 32))
+        assert not torch.equal(crops, job.draw_crops(seed, epoch, step, 512, 32))
     rows, columns, flips = crops.unbind(1)
     assert set(rows.tolist()) == set(columns.tolist()) == set(range(9))
     assert set(flips.tolist()) == {0, 1}
@@ -99,22 +101,22 @@ def test_crops_are_a_function_of_seed_epoch_and_step():
 @pytest.mark.parametrize("side", [7, 32])
 def test_crop_and_flip_is_what_torchvision_does_one_by_one(side):
     images = torch.randint(256, (50, 3, side, side), dtype=torch.uint8)
-    crops = common.draw_crops(0, 0, 0, 50, side)
+    crops = job.draw_crops(0, 0, 0, 50, side)
     expected = []
     for image, (row, column, flip) in zip(images, crops.tolist(), strict=True):
         image = reference.pad(image, [side // 8] * 4)
         image = reference.crop(image, row, column, side, side)
         expected.append(reference.horizontal_flip(image) if flip else image)
-    assert torch.equal(common.crop_and_flip(images, crops), torch.stack(expected))
+    assert torch.equal(job.crop_and_flip(images, crops), torch.stack(expected))
 
 
 @pytest.mark.parametrize("image_size", [16, 32, 80])
 def test_to_input_is_what_torchvision_does(image_size):
     images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     expected = reference.to_dtype(images, torch.float32, scale=True)
-    expected = reference.normalize(expected, common.MEAN, common.STD)
+    expected = reference.normalize(expected, job.MEAN, job.STD)
     expected = reference.resize(expected, [image_size, image_size], antialias=image_size < 32)
-    ours = common.to_input(images, image_size)
+    ours = job.to_input(images, image_size)
     assert ours.dtype == torch.float32 and ours.shape == (4, 3, image_size, image_size)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
@@ -128,7 +130,7 @@ def test_folder(image_folder):
     strongest = train_set.images.float().mean((2, 3)).argmax(1)  # 0 red, 1 green, 2 blue
     assert torch.equal(strongest, 2 - train_set.labels)
     args.train_samples = 12
-    first = common.folder(args, "train")
+    first = job.folder(args, "train")
     assert set(first.labels.tolist()) == {0, 1, 2}, "the first n must not be of one class"
     assert torch.equal(first.images, train_set.images[:12])
 
@@ -136,17 +138,17 @@ def test_folder(image_folder):
 def test_folder_with_val_instead_of_test(image_folder, tmp_path):
     (tmp_path / "train").symlink_to(image_folder / "train")
     (tmp_path / "val").symlink_to(image_folder / "test")
-    assert len(common.folder(arguments(data_dir=tmp_path), "eval")) == 21
+    assert len(job.folder(arguments(data_dir=tmp_path), "eval")) == 21
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_folder_too_large_for_memory(workers, image_folder, monkeypatch):
     """Decoded by the batch, it holds the same images in the same order."""
     args = arguments(data_dir=image_folder, workers=workers, batch_size=8)
-    in_memory = common.folder(args, "train")
-    monkeypatch.setattr(common, "IN_MEMORY_BYTES", 0)
-    on_disk = common.folder(args, "train")
-    assert isinstance(on_disk, common.ImagesOnDisk) and on_disk[3][0].shape == (3, 32, 32)
+    in_memory = job.folder(args, "train")
+    monkeypatch.setattr(job, "IN_MEMORY_BYTES", 0)
+    on_disk = job.folder(args, "train")
+    assert isinstance(on_disk, job.ImagesOnDisk) and on_disk[3][0].shape == (3, 32, 32)
     batches = [list(common.make_loader(args, data, 8)) for data in (in_memory, on_disk)]
     for (images, labels), (their_images, their_labels) in zip(*batches, strict=True):
         assert torch.equal(images, their_images) and torch.equal(labels, their_labels)
@@ -155,11 +157,11 @@ def test_folder_too_large_for_memory(workers, image_folder, monkeypatch):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_met_while_training(workers, image_folder, monkeypatch, capsys):
     args = arguments(data_dir=image_folder, workers=workers, batch_size=8)
-    monkeypatch.setattr(common, "IN_MEMORY_BYTES", 0)
-    on_disk = common.folder(args, "train")
+    monkeypatch.setattr(job, "IN_MEMORY_BYTES", 0)
+    on_disk = job.folder(args, "train")
     on_disk.images[20] = __file__
     with pytest.raises(SystemExit) as exit:
-        list(common.readable(common.make_loader(args, on_disk, 8)))
+        list(loaders.batches_of(common.make_loader(args, on_disk, 8)))
     assert exit.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"error: cannot read the image {__file__} (UnidentifiedImageError)" in line
@@ -172,7 +174,7 @@ def test_a_large_image_is_reduced_to_the_input(tmp_path):
     image.save(tmp_path / "large.png")
     expected = reference.center_crop(reference.resize(image, [64]), [64, 64])
     expected = reference.pil_to_tensor(expected).int()
-    ours = common.read_image(tmp_path / "large.png", 64).int()
+    ours = job.read_image(tmp_path / "large.png", 64).int()
     assert ours.shape == (3, 64, 64) and (ours - expected).abs().max() <= 2
 
 
@@ -228,7 +230,7 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/{archive.name}"
         monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", url)
-        why = common.fetch_cifar10(tmp_path / "data")
+        why = job.fetch_cifar10(tmp_path / "data")
         server.shutdown()
     assert "outside" in why and not (tmp_path / "outside").exists()
 
@@ -242,6 +244,7 @@ import io, sys, time, urllib.request
 from pathlib import Path
 import torch.distributed as dist, torchvision
 import common
+from jobs.images import fetch_cifar10
 
 class Slow:
     base_folder, url = "cifar-10-batches-py", "http://localhost/cifar"
@@ -253,11 +256,11 @@ class Slow:
 torchvision.datasets.CIFAR10 = Slow
 urllib.request.urlopen = lambda request, timeout: io.BytesIO()
 dist.init_process_group("gloo")
-found = common.fetch_cifar10(Path(sys.argv[1]))
+found = fetch_cifar10(Path(sys.argv[1]))
 print(f"rank {common.RANK}: {found}", flush=True)
 dist.destroy_process_group()
 """
     )
     command = f"torchrun --standalone --nproc_per_node=2 {script} {tmp_path}/data"
-    finished = succeed(command, PYTHONPATH=str(ROOT))
+    finished = succeed(command, forked=True, PYTHONPATH=str(ROOT))
     assert sorted(finished.lines) == ["rank 0: None", "rank 1: None"]

@@ -12,6 +12,7 @@ JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
     "--epochs 9 --print-freq 100"
 )
+SMALL, THROUGH = "--model small_resnet", "tests/small_resnet.py"
 STAGES = [f"zero_stage{stage}" for stage in range(4)]
 # AdamW at a lower rate: its first step is as long as the rate, however small the gradient.
 TWO_STEPS = {
@@ -73,11 +74,9 @@ def test_sent(config, tmp_path, measured):
     """Reported, with what it was on DeepSpeed 0.19; its own paper says 2, 2, 2 and 3 times 4 bytes,
     times (N - 1) / N."""
     command = launcher(script(config), 2, through="tests/count_sent.py")
-    succeed(f"{command} {JOB} --max-steps 3 --output-dir {tmp_path}")
-    weights = torch.load(tmp_path / "model.pt", weights_only=True)
-    count = len(flat(weights))
-    sent = json.loads((tmp_path / "sent.json").read_text())["sent"]
-    sent = {kind: size / count for kind, size in sent.items()}
+    succeed(f"{command} {JOB} --max-steps 3 --output-dir {tmp_path}", forked=True)
+    weights, result = read_run(tmp_path)
+    sent = {kind: size / len(flat(weights)) for kind, size in result["sent"].items()}
     measured("sent", script=name(config), ranks=2, sent=sent)
     expected = {"zero_stage0": 4, "zero_stage1": 6, "zero_stage2": 6, "zero_stage3": 4}[config]
     assert sum(sent.values()) == pytest.approx(expected, rel=0.05)
@@ -95,7 +94,7 @@ def test_it_clips_unless_it_is_told_not_to(tmp_path, train):
 
 def test_bfloat16(train, measured):
     """Thirty steps stay within 2 % of fp32; model.pt comes from the fp32 copy."""
-    flags = "--lr 0.001 --max-steps 30"
+    flags = f"--lr 0.001 --max-steps 30 {SMALL}"
     _, expected = train("pytorch_SingleGPU", 1, flags)
     weights, result = train(script("zero_stage2_bf16"), 2, flags)
     assert result["precision"] == "bfloat16"
@@ -127,11 +126,11 @@ def test_other_launchers(start, tmp_path):
 @pytest.mark.parametrize("config", ["zero_stage0", "zero_stage2", "zero_stage3"])
 def test_resume_and_zero_to_fp32(config, tmp_path):
     """One epoch and then another end as two; and DeepSpeed's own script reads the checkpoint."""
-    job = f"{launcher(script(config), 2)} {JOB} --epochs 2 --warmup-steps 20"
-    succeed(f"{job} --output-dir {tmp_path}/whole")
+    job = f"{launcher(script(config), 2, THROUGH)} {JOB} {SMALL} --epochs 2 --warmup-steps 20"
+    succeed(f"{job} --output-dir {tmp_path}/whole", forked=True)
     parts = tmp_path / "parts"
-    succeed(f"{job} --max-steps 6 --output-dir {parts}")
-    finished = succeed(f"{job} --output-dir {parts} --resume auto")
+    succeed(f"{job} --max-steps 6 --output-dir {parts}", forked=True)
+    finished = succeed(f"{job} --output-dir {parts} --resume auto", forked=True)
     assert "at epoch 2, step 7" in finished.stdout
     whole, resumed = read_run(tmp_path / "whole")[0], read_run(parts)[0]
     assert distance(resumed, whole) < 1e-6
@@ -148,7 +147,8 @@ def test_resume_and_zero_to_fp32(config, tmp_path):
 def test_bfloat16_with_batch_norm(tmp_path):
     """Its running statistics are in bfloat16 too, or a CPU could not compute it."""
     job = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
-    succeed(f"{launcher(script('zero_stage2_bf16'), 2)} {job} --output-dir {tmp_path}")
+    command = launcher(script("zero_stage2_bf16"), 2, THROUGH)
+    succeed(f"{command} {job} {SMALL} --output-dir {tmp_path}", forked=True)
     _, result = read_run(tmp_path)
     assert result["precision"] == "bfloat16" and result["norm"] == "batch"
 
@@ -163,11 +163,13 @@ def test_a_file_with_its_own_optimizer_and_scheduler(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = f"pytorch_DeepSpeed --deepspeed_config {tmp_path}/config.json"
-    command = f"{launcher(name, 1)} {JOB} --output-dir {tmp_path}/run"
-    finished = succeed(f"{command} --max-steps 6")
-    assert f"optimizer: that of {tmp_path}/config.json" in finished.stdout
-    assert f"scheduler: that of {tmp_path}/config.json" in finished.stdout
-    resumed = succeed(f"{command} --max-steps 8 --resume auto")
+    command = f"{launcher(name, 1, THROUGH)} {JOB} {SMALL} --output-dir {tmp_path}/run"
+    finished = succeed(f"{command} --max-steps 6", forked=True)
+    theirs = "--optimizer, --lr, --momentum, --weight-decay, --warmup-steps"
+    settings = finished.lines[1]
+    assert "--lr 0.05" not in settings
+    assert settings.endswith(f" ({theirs}: as in {tmp_path}/config.json)")
+    resumed = succeed(f"{command} --max-steps 8 --resume auto", forked=True)
     assert "at epoch 2, step 7" in resumed.stdout
 
 
@@ -188,7 +190,7 @@ def test_bad_config(content, words, tmp_path):
     if content:
         path.write_text(content)
     command = f"python pytorch_DeepSpeed.py {JOB} --deepspeed_config {path}"
-    finished = launch(f"{command} --output-dir {tmp_path}/run", timeout=60)
+    finished = launch(f"{command} --output-dir {tmp_path}/run", timeout=60, forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
     [line] = finished.errors
     for word in words:
@@ -198,7 +200,7 @@ def test_bad_config(content, words, tmp_path):
 
 def test_double_is_refused(tmp_path):
     command = f"python pytorch_DeepSpeed.py {JOB} --double --output-dir {tmp_path}/run"
-    finished = launch(command, timeout=60)
+    finished = launch(command, timeout=60, forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr
     [line] = finished.errors
     assert "--double" in line
@@ -216,9 +218,9 @@ def test_not_installed(tmp_path):
 
 def test_a_checkpoint_that_does_not_fit(tmp_path):
     command = f"python pytorch_DeepSpeed.py {JOB} --max-steps 1 --output-dir {tmp_path}"
-    succeed(command)
+    succeed(command, forked=True)
     other = f"{command} --resume auto --deepspeed_config config/zero_stage3_config.json"
-    finished = launch(other, timeout=60)
+    finished = launch(other, timeout=60, forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
     [line] = finished.errors
     assert "--resume" in line and "snapshot" in line

@@ -9,6 +9,7 @@ import torchvision
 from conftest import launcher, succeed
 
 import common
+from jobs import images
 
 TINY = (
     "--dataset synthetic --train-samples 96 --eval-samples 203 --batch-size 24 --model "
@@ -29,11 +30,13 @@ TECHNIQUES = [
     ("pytorch_gradient_accumulation", 2),
     ("pytorch_comm_hooks", 2),
 ]
+WITH_LAUNCHER = ("pytorch_DDP", "pytorch_torchrun_DDP")
 PURE_HALF = ("pytorch_half_precision --dtype bfloat16", 1)
 
 
 def run(technique, flags, output):
-    succeed(f"{launcher(*technique)} {flags} --output-dir {output}")
+    forked = technique[0] not in WITH_LAUNCHER
+    succeed(f"{launcher(*technique)} {flags} --output-dir {output}", forked=forked)
     return output / "model.pt", json.loads((output / "result.json").read_text())
 
 
@@ -52,7 +55,7 @@ def test_files_are_alike_and_plain(technique, tmp_path):
     model.load_state_dict(state, strict=True)
     args = common.argument_parser("").parse_args(shlex.split(TINY))
     args.image_size = 32
-    loader = common.make_loader(args, common.synthetic(args, "eval"), 24)
+    loader = common.make_loader(args, images.synthetic(args, "eval"), 24)
     metrics = common.evaluate(model, loader, torch.device("cpu"))
     if technique != PURE_HALF:  # which evaluates in half
         assert metrics["accuracy"] == result["eval_accuracy"][-1]

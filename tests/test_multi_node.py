@@ -8,8 +8,18 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, environment, free_port, launch, launcher, snapshots, succeed
-from test_faults import SMALL, same, started, wait_for
+from conftest import (
+    ROOT,
+    environment,
+    free_port,
+    launch,
+    launcher,
+    snapshots,
+    started,
+    succeed,
+    wait_for,
+)
+from test_faults import SMALL, same
 
 FLAGS = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=job"
 ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -26,13 +36,13 @@ def check_that_a_lost_agent_can_come_back(first, second, output, reference):
         with started(second, **ENV):
             wait_for(lambda: snapshots(output))
         # left with SIGKILL: the agent, and by its death its rank
-        assert one.poll() is None
+        assert one.running
         step = snapshots(output)[0].name
         with started(second, **ENV) as back:
-            text, _ = one.communicate(timeout=240)
-            back_text, _ = back.communicate(timeout=60)
-    assert one.returncode == back.returncode == 0, text + back_text
-    assert "resumed from" in text + back_text and step.startswith("step-")
+            ends = [one.end(240), back.end()]
+    text = "\n".join(map(str, ends))
+    assert not any(finished.code for finished in ends), text
+    assert "resumed from" in text and step.startswith("step-")
     assert same(output, reference)
     assert json.loads((output / "result.json").read_text())["world_size"] == 2
 
@@ -41,14 +51,15 @@ def check_that_a_lost_agent_can_come_back(first, second, output, reference):
 def reference(tmp_path_factory):
     """The same job on two ranks of one machine, without an accident."""
     folder = tmp_path_factory.mktemp("reference")
-    succeed(f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 60 --output-dir {folder}")
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 20 --output-dir {folder}"
+    succeed(command, forked=True)
     shutil.rmtree(folder / "snapshots")
     return folder
 
 
 def test_two_agents(reference, tmp_path):
     agent = f"torchrun {FLAGS} --rdzv_endpoint=127.0.0.1:{free_port()} --local_addr=127.0.0.1"
-    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 60 --resume auto"
+    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 20 --resume auto"
     command += f" --output-dir {tmp_path}"
     check_that_a_lost_agent_can_come_back(command, command, tmp_path, reference)
 
@@ -86,7 +97,7 @@ def test_two_networks(networks, reference, tmp_path):
         agent += f" --rdzv_conf=is_host={'true' if number == 1 else 'false'}"
         commands.append(
             f"ip netns exec {name} env GLOO_SOCKET_IFNAME=v{name} {agent} pytorch_torchrun_DDP.py "
-            f"{SMALL} --epochs 60 --resume auto --output-dir {tmp_path}"
+            f"{SMALL} --epochs 20 --resume auto --output-dir {tmp_path}"
         )
     check_that_a_lost_agent_can_come_back(*commands, tmp_path, reference)
 
@@ -114,12 +125,12 @@ def test_slurm_file(tmp_path):
         "SLURM_GPUS_ON_NODE": "2",
     }
     env = slurm | {"PATH": path, "CALLS": str(calls)}
-    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 40 --output-dir {output}"
+    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 20 --output-dir {output}"
     with started(command, **env) as job:
         wait_for(lambda: snapshots(output))
-        job.send_signal(signal.SIGTERM)
-        text, _ = job.communicate(timeout=60)
-    assert "stopped by SIGTERM after step" in text
+        job.send(signal.SIGTERM)
+        finished = job.end()
+    assert "stopped by SIGTERM after step" in finished.stdout, str(finished)
     assert calls.read_text() == f"requeue {os.getpid()}\n"
     assert not (output / "model.pt").exists()
     finished = launch(command, **env, SLURM_RESTART_COUNT="1")

@@ -2,39 +2,35 @@
 
 import json
 import os
-import shlex
 import signal
-import subprocess
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import torchvision
-from conftest import ROOT, environment, launch, launcher, snapshots, state, succeed
+from conftest import distance, launch, launcher, snapshots, started, state, succeed, wait_for
+from small_resnet import small_resnet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+
+from jobs.classifiers import use_group_norm
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"
+THROUGH = "tests/small_resnet.py"
+
+
+def start(script, n=1, flags="", model="small_resnet"):
+    """The command of a job, through the small model."""
+    return f"{launcher(script, n, THROUGH)} {JOB} --model {model} {flags}"
 
 
 def kill_when(command, condition):
     """Start a command and kill all its processes, without a warning, once a condition holds."""
-    process = subprocess.Popen(
-        shlex.split(command),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=environment(),
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, command
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with started(command, forked=True) as process:
+        wait_for(lambda: condition() or not process.running)
+        assert process.running, str(process.end())
+
+
+def run(command):
+    return succeed(command, forked=True)
 
 
 def weights(folder):
@@ -60,14 +56,14 @@ def workers(folder):
 
 @pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)])
 def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
-    command = f"{launcher(script, n)} {JOB} --epochs 4 --deterministic"
-    succeed(f"{command} --output-dir {tmp_path}/whole")
+    command = start(script, n, "--epochs 4 --deterministic", model="resnet18")
+    run(f"{command} --output-dir {tmp_path}/whole")
 
     killed = tmp_path / "killed"
     kill_when(f"{command} --output-dir {killed}", lambda: snapshots(killed))
     snapshot, done = snapshots(killed)[0], state(killed)["step"] // 4
     assert 1 <= done < 4 and not (killed / "model.pt").exists()
-    resumed = succeed(f"{command} --output-dir {killed} --resume auto")
+    resumed = run(f"{command} --output-dir {killed} --resume auto")
     assert f"resumed from {snapshot} at epoch {done + 1}, step {done * 4 + 1}" in resumed.stdout
 
     expected, found = weights(tmp_path / "whole"), weights(killed)
@@ -78,21 +74,18 @@ def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
 
 def test_resume_at_another_world_size_and_a_finished_run(tmp_path):
     """Some epochs alone, the rest on two ranks: the same as all alone. Then nothing is left."""
-    job = f"{JOB} --norm group --double"
-    single = launcher("pytorch_SingleGPU", 1)
-    succeed(f"{single} {job} --epochs 4 --output-dir {tmp_path}/whole")
+    job = "--norm group --double --epochs 8"
+    single = start("pytorch_SingleGPU", 1, job)
+    run(f"{single} --output-dir {tmp_path}/whole")
     parts = tmp_path / "parts"
-    kill_when(
-        f"{single} {job} --epochs 4 --output-dir {parts}",
-        lambda: snapshots(parts),
-    )
-    ranks = f"{launcher('pytorch_torchrun_DDP', 2)} {job} --epochs 4 --output-dir {parts}"
-    succeed(f"{ranks} --resume {parts}/snapshots")
+    kill_when(f"{single} --output-dir {parts}", lambda: snapshots(parts))
+    ranks = start("pytorch_torchrun_DDP", 2, f"{job} --output-dir {parts}")
+    run(f"{ranks} --resume {parts}/snapshots")
     expected, found = weights(tmp_path / "whole"), weights(parts)
     assert max((found[n] - expected[n]).abs().max().item() for n in expected) < 1e-10
 
     before = result(parts)
-    again = succeed(f"{ranks} --resume auto")
+    again = run(f"{ranks} --resume auto")
     assert "nothing left to do" in again.stdout and "epoch 1/" not in again.stdout
     assert result(parts) == before
 
@@ -100,11 +93,12 @@ def test_resume_at_another_world_size_and_a_finished_run(tmp_path):
 def test_a_run_cut_short_by_max_steps_goes_on_within_the_epoch(tmp_path):
     """Four steps make an epoch: 6 and then 2 more are the 8 of two epochs. (The warm-up is longer
     than both, which makes the rate independent of their number.)"""
-    job = f"python pytorch_SingleGPU.py {JOB} --norm group --double --epochs 2 --warmup-steps 20"
-    succeed(f"{job} --output-dir {tmp_path}/whole")
-    succeed(f"{job} --max-steps 6 --output-dir {tmp_path}/parts")
+    flags = "--norm group --double --epochs 2 --warmup-steps 20"
+    job = start("pytorch_SingleGPU", flags=flags)
+    run(f"{job} --output-dir {tmp_path}/whole")
+    run(f"{job} --max-steps 6 --output-dir {tmp_path}/parts")
     assert state(tmp_path / "parts")["step"] == 6
-    finished = succeed(f"{job} --output-dir {tmp_path}/parts --resume auto")
+    finished = run(f"{job} --output-dir {tmp_path}/parts --resume auto")
     assert "at epoch 2, step 7" in finished.stdout
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -115,9 +109,9 @@ def test_a_run_cut_short_by_max_steps_goes_on_within_the_epoch(tmp_path):
 
 def test_more_epochs_take_up_the_longer_schedule(tmp_path):
     """The rate had come down to 0 at the end; with more epochs it is that of the middle."""
-    job = f"python pytorch_SingleGPU.py {JOB} --print-freq 1 --output-dir {tmp_path}"
-    succeed(f"{job} --epochs 1")
-    finished = succeed(f"{job} --epochs 2 --resume auto")
+    job = start("pytorch_SingleGPU", flags=f"--print-freq 1 --output-dir {tmp_path}")
+    run(f"{job} --epochs 1")
+    finished = run(f"{job} --epochs 2 --resume auto")
     assert "at epoch 2, step 5" in finished.stdout
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
@@ -128,12 +122,12 @@ def test_more_epochs_take_up_the_longer_schedule(tmp_path):
 
 
 def test_killed_after_the_last_snapshot_it_still_delivers(tmp_path):
-    job = f"python pytorch_SingleGPU.py {JOB} --epochs 2 --output-dir {tmp_path}"
-    succeed(job)
+    job = start("pytorch_SingleGPU", flags=f"--epochs 2 --output-dir {tmp_path}")
+    run(job)
     expected, before = weights(tmp_path), result(tmp_path)
     (tmp_path / "model.pt").unlink()
     (tmp_path / "result.json").unlink()
-    succeed(f"{job} --resume auto")
+    run(f"{job} --resume auto")
     assert all(torch.equal(weights(tmp_path)[name], expected[name]) for name in expected)
     for name in ["train_loss", "eval_accuracy", "eval_samples", "images_per_second", "steps"]:
         assert result(tmp_path)[name] == before[name]
@@ -141,27 +135,22 @@ def test_killed_after_the_last_snapshot_it_still_delivers(tmp_path):
 
 def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
     """By torchrun, as the README has it."""
-    command = f"{launcher('pytorch_torchrun_DDP', 2)} {JOB} --epochs 4 --output-dir {tmp_path}"
+    command = start("pytorch_torchrun_DDP", 2, f"--epochs 40 --output-dir {tmp_path}")
     command = command.replace("--standalone", "--standalone --max-restarts=1")
-
-    def kill_one():
-        while not snapshots(tmp_path):
-            time.sleep(0.02)
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
         os.kill(workers(tmp_path)[-1], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_one, daemon=True)
-    killer.start()
-    finished = succeed(command)
-    assert finished.stdout.count("resumed from") == 1
-    assert len(result(tmp_path)["train_loss"]) == 4
+        finished = process.end(120)
+    assert finished.code == 0 and finished.stdout.count("resumed from") == 1, str(finished)
+    assert len(result(tmp_path)["train_loss"]) == 40
 
 
 def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
-    job = f"python pytorch_SingleGPU.py {JOB} --epochs 1 --output-dir {tmp_path}"
-    succeed(job)
+    job = start("pytorch_SingleGPU", flags=f"--epochs 1 --output-dir {tmp_path}")
+    run(job)
     names = ["model.pt", "result.json", "snapshots/step-00000004-evaluated/state.pt"]
     first = {name: (tmp_path / name).read_bytes() for name in names}
-    succeed(f"{job} --seed 1")
+    run(f"{job} --seed 1")
     for name in names:
         assert (tmp_path / "previous" / name).read_bytes() == first[name]
         assert (tmp_path / name).read_bytes() != first[name]
@@ -169,10 +158,10 @@ def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
 
 def test_weights_start_a_new_run_where_another_ended(tmp_path):
     """Scored after a step of nearly no length, they give what the first run reported."""
-    job = f"python pytorch_SingleGPU.py {JOB} --eval-samples 300 --norm group"
-    succeed(f"{job} --epochs 3 --output-dir {tmp_path}/first")
+    job = start("pytorch_SingleGPU", flags="--eval-samples 300 --norm group")
+    run(f"{job} --epochs 3 --output-dir {tmp_path}/first")
     flags = f"--weights {tmp_path}/first/model.pt --max-steps 1 --lr 1e-30 --weight-decay 0"
-    succeed(f"{job} {flags} --output-dir {tmp_path}/second")
+    run(f"{job} {flags} --output-dir {tmp_path}/second")
     first, second = result(tmp_path / "first"), result(tmp_path / "second")
     assert first["eval_loss"][-1] != pytest.approx(first["eval_loss"][0], rel=1e-3)
     assert second["eval_accuracy"] == first["eval_accuracy"][-1:]
@@ -180,11 +169,11 @@ def test_weights_start_a_new_run_where_another_ended(tmp_path):
 
 
 def test_a_damaged_snapshot_is_named(tmp_path):
-    job = f"python pytorch_SingleGPU.py {JOB} --epochs 1 --output-dir {tmp_path}"
-    succeed(job)
+    job = start("pytorch_SingleGPU", flags=f"--epochs 1 --output-dir {tmp_path}")
+    run(job)
     [snapshot] = snapshots(tmp_path)
     (snapshot / "state.pt").write_bytes(b"PK\3\4 cut off")
-    finished = launch(f"{job} --resume {snapshot}")
+    finished = launch(f"{job} --resume {snapshot}", forked=True)
     assert finished.code == 2
     [line] = finished.errors
     assert f"--resume {snapshot} is damaged: state.pt" in line
@@ -201,14 +190,14 @@ def test_a_damaged_snapshot_is_named(tmp_path):
 )
 def test_sharded_state_goes_on(script, before, after, tmp_path):
     """One epoch on some ranks and one on others end as two of the single process."""
-    job = f"{JOB} --norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw"
-    succeed(f"{launcher('pytorch_SingleGPU')} {job} --output-dir {tmp_path}/whole")
+    job = "--norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw --lr 0.0001"
+    run(start("pytorch_SingleGPU", 1, f"{job} --output-dir {tmp_path}/whole"))
     parts = tmp_path / "parts"
-    succeed(f"{launcher(script, before)} {job} --max-steps 4 --output-dir {parts}")
-    finished = succeed(f"{launcher(script, after)} {job} --output-dir {parts} --resume auto")
+    job += f" --output-dir {parts}"
+    run(start(script, before, f"{job} --max-steps 4"))
+    finished = run(start(script, after, f"{job} --resume auto"))
     assert "at epoch 2, step 5" in finished.stdout and not finished.our_warnings
-    expected, found = weights(tmp_path / "whole"), weights(parts)
-    assert max((found[n] - expected[n]).abs().max().item() for n in expected) < 1e-9
+    assert distance(weights(parts), weights(tmp_path / "whole")) < 1e-9
     assert result(parts)["steps"] == 8
 
 
@@ -216,29 +205,53 @@ def test_sharded_state_goes_on(script, before, after, tmp_path):
     "script",
     [
         "pytorch_half_precision --dtype bfloat16 --master-weights",
-        "pytorch_auto_mixed_precision --dtype float16 --model shufflenet_v2_x0_5",
+        "pytorch_auto_mixed_precision --dtype float16",
     ],
 )
 def test_half_precision_goes_on_with_the_same_bits(script, tmp_path):
     """So the fp32 weights are in the snapshot, and the scale is."""
-    job = f"{launcher(script)} {JOB} --epochs 2 --warmup-steps 20 --deterministic"
-    succeed(f"{job} --output-dir {tmp_path}/whole")
-    succeed(f"{job} --max-steps 4 --output-dir {tmp_path}/parts")
-    finished = succeed(f"{job} --output-dir {tmp_path}/parts --resume auto")
+    job = start(script, flags="--epochs 2 --warmup-steps 20 --deterministic")
+    run(f"{job} --output-dir {tmp_path}/whole")
+    run(f"{job} --max-steps 4 --output-dir {tmp_path}/parts")
+    finished = run(f"{job} --output-dir {tmp_path}/parts --resume auto")
     assert "at epoch 2, step 5" in finished.stdout
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_scaler_without_a_state_is_none_that_is_missing(tmp_path):
+    """In bfloat16 it is disabled; what it saves is empty, and is all of it."""
+    job = start("pytorch_auto_mixed_precision --dtype bfloat16", flags="--epochs 2")
+    run(f"{job} --max-steps 4 --output-dir {tmp_path}")
+    finished = run(f"{job} --output-dir {tmp_path} --resume auto")
+    assert "resumed from" in finished.stdout and "begins anew" not in finished.stdout
+
+
+def test_how_a_step_is_computed_is_the_scripts_to_say(tmp_path):
+    """Float16 needs a fused optimizer; the snapshot is of a script that has another."""
+    flags = "--epochs 2 --warmup-steps 20"
+    run(f"{start('pytorch_SingleGPU', flags=flags)} --max-steps 4 --output-dir {tmp_path}/one")
+    [snapshot] = snapshots(tmp_path / "one")
+    script = "pytorch_auto_mixed_precision --dtype float16"
+    job = f"{start(script, flags=flags)} --output-dir {tmp_path}/two"
+    finished = run(f"{job} --resume {snapshot}")
+    assert f"{snapshot} has no scaler, which begins anew" in finished.stdout
+    assert state(tmp_path / "two")["optimizer"]["param_groups"][0]["fused"] is True
+    back = start("pytorch_SingleGPU", flags="--epochs 3 --warmup-steps 20")
+    run(f"{back} --output-dir {tmp_path}/three --resume {snapshots(tmp_path / 'two')[0]}")
+    assert not state(tmp_path / "three")["optimizer"]["param_groups"][0]["fused"]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_consolidated_state_loads_into_the_plain_optimizer(optimizer, tmp_path):
     """What ZeroRedundancyOptimizer gathered is what the same script without it has."""
-    job = f"{JOB} --norm group --double --epochs 1 --optimizer {optimizer}"
+    job = f"--norm group --double --epochs 1 --optimizer {optimizer} --output-dir {tmp_path}"
     states = []
     for flags in ("", "--use_zero"):
-        succeed(f"{launcher('pytorch_DDP_ZeRO', 2)} {flags} {job} --output-dir {tmp_path}")
+        run(start("pytorch_DDP_ZeRO", 2, f"{flags} {job}"))
         states.append(state(tmp_path))
-    model = torchvision.models.resnet18(num_classes=10, norm_layer=lambda n: nn.GroupNorm(32, n))
+    model = small_resnet(num_classes=10)
+    use_group_norm(model)
     model.double().load_state_dict(states[1]["model"])
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     plain = kind(model.parameters(), 0.1)

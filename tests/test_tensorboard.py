@@ -23,7 +23,7 @@ def address(tmp_path_factory):
     """Of a TensorBoard over the runs of two scripts."""
     runs, port = tmp_path_factory.mktemp("runs"), free_port()
     for script in SCRIPTS:
-        succeed(f"{launcher(script)} {JOB} --output-dir {runs}/{script}")
+        succeed(f"{launcher(script)} {JOB} --output-dir {runs}/{script}", forked=True)
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", runs, "--port", str(port)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()

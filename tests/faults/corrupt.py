@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import common  # noqa: E402
+from harness.measure import git_commit  # noqa: E402
 
 WAYS = ["flip", "truncate", "missing", "swapped", "stale"]
 JOB = (
@@ -63,7 +64,7 @@ def main():
 
 def run_trials(args, folder):
     print(f"$ python tests/faults/corrupt.py {shlex.join(sys.argv[1:])}")
-    where = f"commit {common.git_commit()}, torch {torch.__version__}"
+    where = f"commit {git_commit()}, torch {torch.__version__}"
     print(f"{where}; pytorch_SingleGPU.py {JOB}", flush=True)
     command = f"{sys.executable} pytorch_SingleGPU.py {JOB} --output-dir {folder}/whole"
     subprocess.run(shlex.split(command), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -120,7 +121,7 @@ def judge(run, first, last, expected):
     screen = io.StringIO()
     try:
         with contextlib.redirect_stdout(screen):
-            path, state = run.find_snapshot("model")
+            state, path = run.store.find("model"), run.store.resumed
     except (Exception, SystemExit) as error:
         return "failed", f" ({type(error).__name__}: {error})"
     if path == last:

@@ -34,13 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
-import common  # noqa: E402
-import fault_tolerance  # noqa: E402
+from harness import checkpoint, snapshots  # noqa: E402
+from harness.ranks import RANK, RESTARTS  # noqa: E402
+from jobs import images  # noqa: E402
 
 FAULT = json.loads(os.environ["FAULT"])
 step = 0  # of this start, the first is 1
 place = 0, 0  # the same, as epoch and step
-armed = fault_tolerance.RESTARTS == 0 and common.RANK == FAULT["rank"]
+armed = RESTARTS == 0 and RANK == FAULT["rank"]
 
 
 class InjectedFault(Exception):
@@ -49,7 +50,7 @@ class InjectedFault(Exception):
 
 def note(event):
     with open(FAULT["events"], "a") as file:
-        file.write(f"{time.time():.3f} {event} {fault_tolerance.RESTARTS} {place[0]} {place[1]}\n")
+        file.write(f"{time.time():.3f} {event} {RESTARTS} {place[0]} {place[1]}\n")
 
 
 def happen(phase):
@@ -78,7 +79,7 @@ def before(module, name, phase):
     setattr(module, name, replacement)
 
 
-draw_crops = common.draw_crops
+draw_crops = images.draw_crops
 
 
 def draw_crops_of_a_step(seed, epoch, index, *args):
@@ -89,7 +90,7 @@ def draw_crops_of_a_step(seed, epoch, index, *args):
     return draw_crops(seed, epoch, index, *args)
 
 
-common.draw_crops = draw_crops_of_a_step
+images.draw_crops = draw_crops_of_a_step
 
 
 def in_forward(module, args):
@@ -109,14 +110,14 @@ nn.modules.module.register_module_forward_hook(in_backward)
 
 
 def after_first_step(*_):
-    if step == 1 and common.RANK == 0:
+    if step == 1 and RANK == 0:
         note("step")
 
 
 register_optimizer_step_pre_hook(lambda *_: happen("optimizer"))
 register_optimizer_step_post_hook(after_first_step)
 
-if common.RANK == 0:
+if RANK == 0:
     note("start")
     save = torch.save
 
@@ -132,9 +133,9 @@ if common.RANK == 0:
 
     torch.save = save_in_halves
     before(os, "replace", "before rename")
-    before(fault_tolerance, "list_snapshots", "after rename")  # looks for older ones then
+    before(snapshots, "list_snapshots", "after rename")  # looks for older ones then
 else:
-    write_snapshot, everywhere = fault_tolerance.write_snapshot, fault_tolerance.everywhere
+    write_snapshot, gather_objects = snapshots.write_snapshot, snapshots.gather_objects
     waits = 0  # in the present snapshot
 
     def write_and_count(*args):
@@ -142,16 +143,16 @@ else:
         waits = 0
         return write_snapshot(*args)
 
-    def everywhere_and_count(value):
+    def gather_and_count(value):
         global waits
         waits += 1
         happen({2: "during write", 5: "before rename"}.get(waits))
-        values = everywhere(value)
+        values = gather_objects(value)
         if waits == 5:
             happen("after rename")
         return values
 
-    fault_tolerance.write_snapshot = write_and_count
-    fault_tolerance.everywhere = everywhere_and_count
+    checkpoint.write_snapshot = write_and_count
+    snapshots.gather_objects = gather_and_count
 
 runpy.run_path(script, run_name="__main__")

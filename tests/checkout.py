@@ -1,0 +1,22 @@
+"""A copy of the repository for a test that writes into it, or damages it."""
+
+import shutil
+
+from conftest import ROOT
+
+
+def copy_checkout(target, *more):
+    """Copy all programs: those at the top, and every folder with Python files but tests/.
+
+    Args:
+        more: files and folders to copy besides, as patterns below the repository's root.
+    """
+    folders = {path.parent for path in ROOT.glob("*/*.py")} - {ROOT / "tests"}
+    chosen = [*ROOT.glob("*.py"), *folders, *(path for what in more for path in ROOT.glob(what))]
+    for path in chosen:
+        if path.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, target / path.name, ignore=ignored)
+        else:
+            shutil.copy(path, target / path.name)
+    return target

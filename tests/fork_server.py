@@ -1,0 +1,213 @@
+"""Runs scripts in processes forked from one that has imported PyTorch already.
+
+Most of what a test with `torchrun` waits for is PyTorch, imported by one process after the other.
+Here a server imports it once. For each run it forks a launcher, which forks a process per rank,
+sets what `torchrun` would set, passes signals on, and ends all ranks when one has failed. A rank
+then runs its script as `python SCRIPT` does.
+
+The server is no part of pytest, which has threads, and a fork takes along only one. It has no other
+thread, and has imported no file of ours, as these read the environment when they are imported.
+
+A forked rank differs from a real one in four things, so every kind of test has a case with a real
+launcher, too: all MODULES are imported; C libraries have read their environment in the server; the
+ranks of all runs share the server's seed of hash(); and at the end modules are not freed.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from typing import NoReturn
+
+MODULES = """torch torch._dynamo torch.distributed.fsdp torch.distributed.nn
+    torch.distributed.checkpoint.state_dict torch.distributed.optim
+    torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook torchvision torch.utils.tensorboard
+    tensorboard.plugins.hparams.metadata tqdm PIL.Image""".split()
+PATIENCE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
+
+
+class Server:
+    """What pytest sees of a server: `start` starts a command as `subprocess.Popen` does.
+
+    Args:
+        env: of the server itself.
+        modules: to be imported besides MODULES.
+    """
+
+    def __init__(self, env: dict, *modules: str):
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno()), *modules]
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+
+    def start(self, words: list[str], stdout, stderr, cwd, env: dict) -> "Launched":
+        """The command is one for a shell: `python` or a launcher, its flags, a script, its flags.
+        Its ranks write to the two files."""
+        at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        ranks = re.search(r"(?:--nproc_per_node=|--num_gpus )(\d+)", " ".join(words[:at]))
+        job = {"argv": words[at:], "ranks": int(ranks[1]) if ranks else 0, "cwd": str(cwd)}
+        report, theirs = os.pipe()
+        files = [theirs, stdout.fileno(), stderr.fileno()]
+        socket.send_fds(self.requests, [json.dumps(job | {"env": env}).encode()], files)
+        os.close(theirs)
+        return Launched(report)
+
+    def close(self) -> None:
+        self.requests.shutdown(socket.SHUT_RDWR)  # forked loaders of pytest may hold it as well
+        self.requests.close()
+        self.process.wait()
+
+
+class Launched:
+    """What pytest sees of a launcher: the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, report: int):
+        self.report = open(report)
+        self.pid = int(self.report.readline())  # of its group of processes, too
+        self.returncode = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The code of the rank that was the first to fail, or 0."""
+        if self.returncode is None:
+            if not select.select([self.report], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            with self.report:
+                self.returncode = int(self.report.read() or -signal.SIGKILL)
+        return self.returncode
+
+
+# ------------------------------------------------------- below: the server, launchers and ranks
+
+
+def serve(requests: socket.socket) -> list[str]:
+    """Fork a launcher for each request. Returns in ranks only, with the words of `python SCRIPT`
+    after the first."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the launchers
+    while True:
+        message, files, _, _ = socket.recv_fds(requests, 2**20, 3)
+        if not message:  # pytest has closed it, or ended
+            requests.close()
+            raise SystemExit
+        if not os.fork():
+            requests.close()
+            return launch(json.loads(message), *files)
+        for file in files:
+            os.close(file)
+
+
+def launch(job: dict, report: int, stdout: int, stderr: int) -> list[str]:
+    """Fork the ranks, and return in them."""
+    os.setsid()
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    for number, file in enumerate([stdout, stderr], 1):
+        os.dup2(file, number)
+        os.close(file)
+    os.write(report, f"{os.getpid()}\n".encode())
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, run, ranks = listener.getsockname(), str(uuid.uuid4()), set()
+    for rank in range(job["ranks"] or 1):
+        if not (pid := os.fork()):
+            os.close(report)
+            listener.close()
+            die_with_parent()
+            if job["ranks"]:
+                os.environ.update(rank_environment(rank, job["ranks"], address, run))
+            return job["argv"]
+        ranks.add(pid)
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = torch.distributed.TCPStore(*address, **options)  # noqa: F841  until all have ended
+    os.write(report, str(wait_for(ranks)).encode())
+    os._exit(0)
+
+
+def die_with_parent() -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def rank_environment(rank: int, world_size: int, address: tuple[str, int], run: str) -> dict:
+    """What torchrun sets that PyTorch or our scripts read."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": 0}
+    numbers |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": address[1]}
+    env = {"MASTER_ADDR": address[0], "TORCHELASTIC_RUN_ID": run}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the launcher's
+    return env | {name: str(number) for name, number in numbers.items()}
+
+
+def wait_for(ranks: set[int]) -> int:
+    """Until all have ended; as soon as one fails, the others have to.
+
+    Returns:
+        the code of the one that failed first, or 0.
+    """
+
+    def send(signum: int) -> None:
+        for process in ranks:
+            os.kill(process, signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, frame: send(signum))
+    signal.signal(signal.SIGALRM, lambda signum, frame: send(signal.SIGKILL))
+    first = 0
+    while ranks:
+        process, status = os.wait()
+        ranks.remove(process)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not first:
+            first = code
+            send(signal.SIGTERM)
+            signal.alarm(PATIENCE)
+    return first
+
+
+def become_script(words: list[str]) -> NoReturn:
+    """Run the words after `python` as the interpreter would. Only that does not free all its
+    modules in the end, which takes longer than many a test."""
+    sys.argv = words
+    sys.orig_argv = [sys.executable, *words]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [os.path.dirname(os.path.abspath(words[0])), *filter(None, places)]
+    code = 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as exit:
+        code = exit.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    for module in MODULES + sys.argv[2:]:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread"
+    gc.freeze()  # what is there is not looked through, and so not copied, in each rank
+    become_script(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -1,0 +1,45 @@
+"""Run a script in which numbers that are not finite appear.
+
+Used in place of a script's name, after its launcher. The environment variable POISON says what,
+from which step to which, and on which rank: "input 7 7 1", "loss 7 7 1" or "gradient 7 7 1".
+
+    input      a batch of NaN: so the model's output, and the loss
+    loss       it is NaN, of an output that is as ever
+    gradient   the loss is as ever, its gradient is infinite
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+script = next(word for word in sys.argv if word.startswith("pytorch_"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
+
+from harness import ranks, run  # noqa: E402
+
+WHAT, FIRST, LAST, RANK = os.environ["POISON"].split()
+batches, cross_entropy = run.Run.batches, F.cross_entropy
+poisoned = False  # the present step
+
+
+def poisoned_batches(run, loader, epoch):
+    global poisoned
+    for images, labels in batches(run, loader, epoch):
+        poisoned = int(FIRST) <= run.step <= int(LAST) and ranks.RANK == int(RANK)
+        yield images * float("nan") if poisoned and WHAT == "input" else images, labels
+        poisoned = False
+
+
+def poisoned_cross_entropy(logits, *args, **kwargs):
+    if poisoned and WHAT == "gradient":
+        logits.register_hook(lambda gradient: gradient * float("inf"))
+    loss = cross_entropy(logits, *args, **kwargs)
+    return loss * float("nan") if poisoned and WHAT == "loss" else loss
+
+
+run.Run.batches, F.cross_entropy = poisoned_batches, poisoned_cross_entropy
+runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,79 @@
+"""The server that forks ranks for the other tests does what a launcher does."""
+
+import time
+
+import pytest
+from conftest import launch, processes_of_this_session
+
+RANKS = "torchrun --standalone --nproc_per_node=3"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a program, given as text: by `python` or on three ranks."""
+
+    def run(text, launcher=RANKS, flags="", **options):
+        (tmp_path / "program.py").write_text(f"import os, signal, sys, time\n{text}")
+        return launch(f"{launcher} {tmp_path}/program.py {flags}", forked=True, **options)
+
+    return run
+
+
+def test_environment(run):
+    """Of torchrun, or of nobody; and none of our files is imported before it is set."""
+    text = """
+ours = ("common", "fault_tolerance", "harness", "jobs")
+assert not [name for name in sys.modules if name.split(".")[0] in ours]
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "EXTRA"
+sys.stdout.write(" ".join([os.environ.get(name, "-") for name in names] + sys.argv[1:]) + "\\n")
+"""
+    finished = run(text, flags="--flag", EXTRA="more")
+    assert sorted(finished.lines) == [f"{rank} {rank} 3 3 more --flag" for rank in range(3)]
+    assert run(text, "python").lines == ["- - - - -"]
+
+
+def test_ranks_meet_in_the_store(run):
+    """Which outlives them all, whoever ends first."""
+    finished = run(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "time.sleep(dist.get_rank())\n"
+        "dist.distributed_c10d._get_default_store().set('key', 'value')\n"
+    )
+    assert finished.code == 0 and not finished.stderr, str(finished)
+
+
+@pytest.mark.parametrize(
+    "end, code, said",
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('a mistake')", 1, "a mistake\n"),
+        ("raise ValueError('a bug')", 1, "ValueError: a bug\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ],
+)
+def test_when_one_fails_all_end(end, code, said, run):
+    """With its code, and after what is to be done at exit."""
+    finished = run(
+        "import atexit; atexit.register(print, 'at exit')\n"
+        f"if os.environ['RANK'] == '1':\n    {end}\n"
+        "time.sleep(100)\n"
+    )
+    assert finished.code == code and finished.stderr.endswith(said) and finished.seconds < 50
+    assert finished.lines == ([] if code == -9 else ["at exit"])
+
+
+def test_no_process_is_left_after_a_time_out(run):
+    before = processes_of_this_session()
+    with pytest.raises(AssertionError, match="no end after 2 s"):
+        run("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)", timeout=2)
+    time.sleep(0.5)
+    assert len(processes_of_this_session()) == len(before)
+
+
+def test_warnings_are_shown(run):
+    """Those of the script's own lines, in every run."""
+    for _ in range(2):
+        finished = run("import warnings; warnings.warn('old', DeprecationWarning)", "python")
+        assert "program.py:2: DeprecationWarning: old" in finished.stderr

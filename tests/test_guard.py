@@ -1,0 +1,206 @@
+"""Numbers that are not finite, in every script: what is lost, and what is said."""
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from conftest import launch, launcher, snapshots, state, succeed
+
+JOB = (
+    "--dataset synthetic --train-samples 288 --eval-samples 12 --batch-size 24 --epochs 1 "
+    "--model shufflenet_v2_x0_5 --print-freq 5 --snapshot-every 3"
+)
+GRADIENT = "the gradient of conv1.0.weight is not finite"
+STAGE = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
+SCRIPTS = [  # ranks, and what --on-nan stop names when a gradient is infinite
+    ("pytorch_SingleGPU", 1, GRADIENT),
+    ("pytorch_half_precision --dtype bfloat16", 1, "the gradient of the loss is not finite"),
+    ("pytorch_half_precision --dtype bfloat16 --master-weights", 1, GRADIENT),
+    ("pytorch_auto_mixed_precision --dtype bfloat16", 1, GRADIENT),
+    ("pytorch_DP", 1, GRADIENT),
+    ("pytorch_DDP", 2, GRADIENT),
+    ("pytorch_torchrun_DDP", 2, GRADIENT),
+    ("pytorch_FSDP", 2, GRADIENT),
+    ("pytorch_DDP_ZeRO --use_zero", 2, GRADIENT),
+    (STAGE(0), 2, GRADIENT),
+    (STAGE(1), 2, "a gradient is not finite"),  # of whose shards DeepSpeed keeps no names
+    (STAGE(2), 2, "a gradient is not finite"),
+    (STAGE(3), 2, "a gradient is not finite"),
+    ("pytorch_DDP_AMP --dtype bfloat16", 2, GRADIENT),
+    ("pytorch_gradient_accumulation", 2, GRADIENT),
+    ("pytorch_comm_hooks", 2, GRADIENT),
+]
+IDS = [script for script, _, _ in SCRIPTS]
+LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
+
+
+def run(script, ranks, poison, flags, output, check=launch):
+    command = launcher(script, ranks, through="tests/poison.py")
+    return check(f"{command} {JOB} {flags} --output-dir {output}", forked=True, POISON=poison)
+
+
+def all_finite(output):
+    """Of all that a run has left, in snapshots and model.pt."""
+    files = [*output.glob("snapshots/*/state.pt"), *output.glob("model.pt")]
+    assert files
+    tensors = []
+    for file in files:
+        found = torch.load(file, weights_only=True)
+        tensors += [t for t in torch.utils._pytree.tree_leaves(found) if torch.is_tensor(t)]
+    return all(tensor.isfinite().all() for tensor in tensors)
+
+
+@pytest.mark.parametrize("script, ranks, named", SCRIPTS, ids=IDS)
+def test_watched(script, ranks, named, tmp_path):
+    """By default: it is found before the next snapshot, which is not written, and the command that
+    is given finds the step."""
+    finished = run(script, ranks, f"gradient 7 7 {ranks - 1}", "", tmp_path)
+    if script in LEAVES_OUT:
+        assert finished.code == 0 and all_finite(tmp_path), str(finished)
+        return
+    assert finished.code == 3, str(finished)
+    [line] = finished.errors
+    assert "between steps 7 and 9 weights or optimizer became NaN or infinite" in line
+    last = tmp_path / "snapshots" / "step-00000006"
+    assert f"the last good snapshot is {last}. To learn where: " in line
+    assert snapshots(tmp_path)[0] == last and all_finite(tmp_path)
+    assert not (tmp_path / "model.pt").exists()
+    assert line.endswith(f"--resume {last} --on-nan stop")
+
+
+def test_the_loss_says_nothing_of_the_step_that_follows_it(tmp_path):
+    """At step 5 the loss is fetched, and good; then its gradient spoils the weights."""
+    finished = run("pytorch_SingleGPU", 1, "gradient 5 5 0", "", tmp_path)
+    [line] = finished.errors
+    assert "between steps 5 and 6 " in line
+
+
+def test_the_command_that_is_given_finds_the_step(tmp_path):
+    """As it stands, by the real launcher."""
+    script, poison = "pytorch_torchrun_DDP", "gradient 7 7 1"
+    command = f"{launcher(script, 2, through='tests/poison.py')} {JOB} --output-dir {tmp_path}"
+    first = launch(command, POISON=poison)
+    assert first.code == 1 and "exitcode  : 3 " in first.stderr, str(first)
+    [line] = first.errors
+    again = launch(line.partition("To learn where: ")[2], POISON=poison)
+    assert "resumed from" in again.stdout
+    [line] = again.errors
+    assert f"error: step 7: {GRADIENT} on rank 0, 1; it has changed no weight" in line
+
+
+@pytest.mark.parametrize("script, ranks, named", SCRIPTS, ids=IDS)
+def test_stopped_before_a_weight_changes(script, ranks, named, tmp_path):
+    finished = run(script, ranks, "gradient 7 7 0", "--on-nan stop", tmp_path)
+    assert finished.code == 3, str(finished)
+    [line] = finished.errors
+    assert f"error: step 7: {named}" in line and "it has changed no weight" in line
+    assert state(tmp_path)["step"] == 6 and not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.parametrize("script, ranks, named", SCRIPTS, ids=IDS)
+def test_left_out(script, ranks, named, tmp_path):
+    """All ranks leave the step out, and the run ends well."""
+    finished = run(script, ranks, "gradient 7 7 0", "--on-nan skip", tmp_path, succeed)
+    assert f"step 7: {named}" in finished.stdout and "the step is left out" in finished.stdout
+    assert all_finite(tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == 12 and all(loss == loss for loss in result["train_loss"])
+
+
+@pytest.mark.parametrize("script, ranks", [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)])
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_a_bad_batch_is_found_on_its_rank(script, ranks, on_nan, tmp_path):
+    """In the first step: BatchNorm's statistics forget it, or they would stay NaN for good."""
+    poison = f"input 1 1 {ranks - 1}"
+    finished = run(script, ranks, poison, f"--on-nan {on_nan}", tmp_path)
+    said = f"step 1: the model's output is not finite on rank {ranks - 1}; "
+    assert said in finished.stdout + finished.stderr, str(finished)
+    if on_nan == "skip":
+        assert finished.code == 0 and all_finite(tmp_path)
+
+
+def test_a_bad_loss_is_found_on_its_rank(tmp_path):
+    """Not on the others, whose gradients are averaged with it."""
+    finished = run("pytorch_torchrun_DDP", 2, "loss 7 7 1", "--on-nan stop", tmp_path)
+    [line] = finished.errors
+    assert "step 7: the gradient of the loss is not finite on rank 1;" in line
+
+
+def test_weights_that_an_earlier_step_has_spoilt(tmp_path):
+    flags = "--on-nan stop --lr 1e38 --warmup-steps 0 --norm group"
+    finished = run("pytorch_SingleGPU", 1, "input 100 100 0", flags, tmp_path)
+    [line] = finished.errors
+    assert "error: step 2: the weight " in line and " is not finite on rank 0;" in line
+
+
+def test_the_end_of_an_epoch_is_looked_at_too(tmp_path):
+    """Its loss is fetched there. In float16 the scaler keeps the weights good."""
+    script = "pytorch_auto_mixed_precision --dtype float16"
+    flags = "--norm group --max-steps 8 --epochs 2 --print-freq 6 --train-samples 96"
+    finished = run(script, 1, "input 3 3 0", flags, tmp_path)
+    assert finished.code == 3, str(finished)
+    assert "between steps 1 and 4 the loss became nan" in finished.errors[0]
+
+
+def test_a_left_out_step_changes_nothing(tmp_path):
+    """Eleven steps and one that is left out end as eleven do, but for the schedule: at a rate that
+    is constant, bit for bit."""
+    flags = "--warmup-steps 0 --norm group --deterministic --on-nan skip --optimizer adamw"
+    run("pytorch_SingleGPU", 1, "gradient 12 12 0", flags, tmp_path / "skipped", succeed)
+    with_it = torch.load(tmp_path / "skipped" / "model.pt", weights_only=True)
+    before = torch.load(
+        tmp_path / "skipped" / "snapshots" / "step-00000009" / "state.pt", weights_only=True
+    )
+    assert any(not torch.equal(with_it[name], before["model"][name]) for name in with_it)
+    run("pytorch_SingleGPU", 1, "gradient 10 12 0", flags, tmp_path / "three", succeed)
+    three = torch.load(tmp_path / "three" / "model.pt", weights_only=True)
+    assert all(torch.equal(three[name], before["model"][name]) for name in three)
+
+
+ENDLESS = [
+    ("pytorch_SingleGPU", 1, "--on-nan skip"),
+    ("pytorch_auto_mixed_precision --dtype float16", 1, ""),
+    ("pytorch_auto_mixed_precision --dtype float16", 1, "--print-freq 40"),
+    ("pytorch_DDP_AMP --dtype float16", 2, "--on-nan stop"),
+    (STAGE(2), 2, ""),
+    (STAGE(3), 2, "--on-nan skip"),
+]
+
+
+@pytest.mark.parametrize("script, ranks, flags", ENDLESS, ids=[f"{e[0]} {e[2]}" for e in ENDLESS])
+def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
+    """A scale that halves for ever, or DeepSpeed's silence: not a run that learned nothing."""
+    flags += " --epochs 4"
+    finished = run(script, ranks, "gradient 2 1000 0", flags, tmp_path)
+    assert finished.code == 3, str(finished)
+    [line] = finished.errors
+    step, skipped = map(
+        int, re.search(r"step (\d+): the last (\d+) steps were left", line).groups()
+    )
+    assert 25 <= skipped <= step <= 40
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_scaler_may_leave_out_a_step(tmp_path):
+    """One overflow is what the scale is for, also where each step is looked at."""
+    script = "pytorch_auto_mixed_precision --dtype float16"
+    run(script, 1, "gradient 7 7 0", "--on-nan stop", tmp_path, succeed)
+    assert all_finite(tmp_path)
+    assert 0 < state(tmp_path)["scaler"]["scale"] < 2**16
+
+
+def test_ignored(tmp_path):
+    finished = run("pytorch_SingleGPU", 1, "input 7 7 0", "--on-nan ignore", tmp_path, succeed)
+    assert "loss nan" in finished.stdout and not all_finite(tmp_path)
+
+
+def test_the_command_quotes_its_words(tmp_path):
+    output = tmp_path / "two words"
+    command = launcher("pytorch_SingleGPU", through="tests/poison.py")
+    command = [*shlex.split(f"{command} {JOB}"), "--output-dir", str(output)]
+    finished = launch(command, forked=True, POISON="gradient 7 7 0")
+    [line] = finished.errors
+    words = shlex.split(line.partition("To learn where: ")[2])
+    assert words[-4:] == ["--resume", str(output / "snapshots/step-00000006"), "--on-nan", "stop"]

@@ -1,0 +1,188 @@
+"""The parts of harness/ by themselves."""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, launch, started, wait_for
+
+from harness import clock, command_line, ranks, stop
+
+SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
+
+
+def test_the_speed_leaves_out_the_warm_up_of_each_process():
+    """Also of one that goes on from a snapshot, whose first steps are slow again."""
+    first = clock.StepClock(torch.device("cpu"))
+    first.seconds = [9.0] * clock.WARMUP_STEPS + [1.0] * 10
+    assert first.settled() == [1.0] * 10
+    resumed = clock.StepClock(torch.device("cpu"))
+    resumed.before = first.settled()
+    resumed.seconds = [8.0] * clock.WARMUP_STEPS + [2.0] * 10
+    assert resumed.settled() == [1.0] * 10 + [2.0] * 10
+    short = clock.StepClock(torch.device("cpu"))
+    short.seconds = [9.0, 9.0, 1.0, 1.0]
+    assert short.settled() == [1.0, 1.0]
+
+
+# ------------------------------------------------------------------------------------- launchers
+
+
+def alone(flags="", **env):
+    """A DDP script as srun or mpirun would start one of several ranks."""
+    command = f"python pytorch_torchrun_DDP.py {SMALL} {flags}"
+    return launch(command, forked=True, **env)
+
+
+def test_ranks_of_several_machines_that_do_not_say_how_many_are_here(tmp_path):
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}
+    finished = alone(f"--output-dir {tmp_path}", **env, MASTER_PORT="29500")
+    assert finished.code == 2, str(finished)
+    [line] = finished.errors
+    assert "WORLD_SIZE is 4" in line and "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE" in line
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_several_tasks_that_are_no_ranks(name, tmp_path):
+    finished = alone(f"--output-dir {tmp_path}", **{name: "2"})
+    assert finished.code == 2, str(finished)
+    [line] = finished.errors
+    assert f"{name} is 2" in line and "RANK" in line and "docs/multi_node.md" in line
+
+
+def test_mpirun_says_how_many_ranks_are_here(monkeypatch):
+    monkeypatch.setattr(ranks, "WORLD_SIZE", 8)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert ranks.count_local_ranks() is None
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    assert ranks.count_local_ranks() == 4
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert ranks.count_local_ranks() == 8
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("torchrun --nproc_per_node=2 x.py", 30),
+        ("torchrun --shutdown-timeout=12 x.py", 12),
+        ("torchrun --shutdown_timeout 6 x.py", 6),
+    ],
+)
+def test_patience_is_shorter_than_that_of_the_launcher(words, expected, monkeypatch):
+    monkeypatch.setattr(ranks, "launcher_words", lambda: words.split())
+    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+    assert ranks.shutdown_timeout() == expected
+    monkeypatch.setattr(stop, "WORLD_SIZE", 2)
+    patience = stop.StopRequest(torch.device("cuda")).patience
+    assert patience == min(20, 2 / 3 * expected) < expected
+
+
+STUCK = """
+import ctypes, os, sys, threading, time, torch
+from harness.stop import StopRequest
+request = StopRequest(torch.device("cpu"))
+request.patience = 1
+request.listen()
+request.busy = sys.argv[1] == "writing"
+def finish_writing():  # much later than the patience
+    time.sleep(5)
+    print("written", flush=True)
+    request.busy = False
+threading.Thread(target=finish_writing, daemon=True).start()
+print("waiting", flush=True)
+mutex = ctypes.create_string_buffer(64)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)  # for ever, in a library
+"""
+
+
+@pytest.mark.parametrize("what", ["idle", "writing"])
+def test_a_process_that_cannot_stop_is_ended_but_not_while_it_writes(what):
+    """One that waits in a library for a rank that is gone never comes to the end of its step."""
+    command = f"{sys.executable} -c {shlex.quote(STUCK)} {what}"
+    with started(command, PYTHONPATH=str(ROOT)) as process:
+        wait_for(lambda: "waiting" in process.output[0])
+        time.sleep(0.5)  # now it does
+        process.send(signal.SIGTERM)
+        finished = process.end()
+    assert finished.code == 143
+    assert ("written" in finished.stdout) == (what == "writing")
+
+
+# ----------------------------------------------------------------------------------------- votes
+
+
+class Ranks:
+    """Stands in for torch.distributed: what several ranks would sum."""
+
+    def __init__(self, others):
+        self.others, self.calls = others, 0
+
+    def get_backend(self):
+        return "gloo"
+
+    def all_reduce(self, votes, async_op):
+        assert async_op
+        self.calls += 1
+        added = torch.tensor(self.others, dtype=votes.dtype)
+        return argparse.Namespace(wait=lambda: votes.add_(added))
+
+
+def test_a_vote_is_read_one_step_later(monkeypatch):
+    monkeypatch.setattr(stop, "WORLD_SIZE", 2)
+    monkeypatch.setattr(stop, "dist", dist := Ranks(others=[1, 0]))
+    request = stop.StopRequest(torch.device("cpu"))
+    request.vote_between_prints(1)
+    assert dist.calls == 1 and not request.agreed
+    request.vote_between_prints(2)
+    assert request.agreed == signal.SIGTERM
+
+
+@pytest.mark.parametrize("seconds, votes", [(0.01, 0), (0.25, 5), (0.6, 19), (5, 19)])
+def test_votes_come_about_once_a_second(seconds, votes, monkeypatch):
+    """At the latest two seconds after the signal, or one step: a slow step has a vote each."""
+    monkeypatch.setattr(stop, "WORLD_SIZE", 2)
+    monkeypatch.setattr(stop, "dist", dist := Ranks(others=[0, 0]))
+    request = stop.StopRequest(torch.device("cpu"))
+    request.set_pace(seconds)
+    for step in range(1, 20):
+        request.vote_between_prints(step)
+    assert abs(dist.calls - votes) <= 1 and not request.agreed
+
+
+# -------------------------------------------------------------------------------------- settings
+
+
+def test_settings_leave_out_what_a_file_overrides():
+    parser = command_line.make_parser("")
+    command_line.add_flags(parser)
+    args = parser.parse_args(["--lr", "0.5"])
+    assert {"--lr", "--momentum", "--batch-size"} <= set(command_line.settings(args))
+    args.overridden = {"lr": "x.json", "momentum": "x.json"}
+    words = command_line.settings(args)
+    assert "--batch-size" in words and not {"--lr", "--momentum", "--overridden"} & set(words)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's abstract names of sockets")
+@pytest.mark.parametrize("launch", ["a", "a" * 200])
+def test_only_one_rank_speaks(launch, monkeypatch):
+    """Of a launch; the name that it takes is free again when it has ended."""
+    name = f"{launch} {os.getpid()}"
+    monkeypatch.setattr(command_line, "launch_id", lambda: name)
+    monkeypatch.setattr(command_line, "WORLD_SIZE", 2)
+    code = "import os; from harness import command_line as c; c.WORLD_SIZE = 2; "
+    code += f"c.launch_id = lambda: {name!r}; os._exit(c.speaks_first())"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT).returncode == 1
+    assert command_line.speaks_first() and not command_line.speaks_first()
+    assert subprocess.run(command, cwd=ROOT).returncode == 0

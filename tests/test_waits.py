@@ -1,0 +1,46 @@
+"""Between two prints no step fetches a number from a tensor: a GPU would be waited for."""
+
+import json
+
+import pytest
+from conftest import launcher, succeed
+
+JOB = (
+    "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1 "
+    "--model shufflenet_v2_x0_5 --print-freq 5"
+)
+SCRIPTS = [
+    ("pytorch_SingleGPU", 1),
+    ("pytorch_half_precision --dtype bfloat16 --master-weights", 1),
+    ("pytorch_auto_mixed_precision --dtype float16 --clip-grad 1", 1),
+    ("pytorch_DP", 1),
+    ("pytorch_DDP", 2),
+    ("pytorch_torchrun_DDP", 2),
+    ("pytorch_FSDP", 2),
+    ("pytorch_DDP_ZeRO --use_zero", 2),
+    ("pytorch_DDP_AMP --dtype float16 --clip-grad 1", 2),
+    ("pytorch_gradient_accumulation", 2),
+    ("pytorch_comm_hooks --comm-hook bf16", 2),
+]
+
+
+def count(script, ranks, flags, output):
+    command = launcher(script, ranks, through="tests/count_waits.py")
+    succeed(f"{command} {JOB} {flags} --output-dir {output}", forked=True)
+    files = [output / f"waits-{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("script, ranks", SCRIPTS, ids=[script for script, _ in SCRIPTS])
+def test_no_step_waits_between_prints(script, ranks, tmp_path):
+    for waits in count(script, ranks, "", tmp_path):
+        assert list(waits) == [str(step) for step in range(1, 13)]
+        prints = {step: kinds for step, kinds in waits.items() if int(step) in (5, 10, 12)}
+        assert all(prints.values()), "they do fetch, and it is seen"
+        assert {step: kinds for step, kinds in waits.items() if step not in prints and kinds} == {}
+
+
+def test_looking_before_every_step_does_wait(tmp_path):
+    """So the count can fail; and why --on-nan stop is not the default."""
+    [waits] = count("pytorch_SingleGPU", 1, "--on-nan stop", tmp_path)
+    assert all(waits.values())
