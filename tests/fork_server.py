@@ -6,7 +6,9 @@ sets what `torchrun` would set, passes signals on, and ends all ranks when one h
 then runs its script as `python SCRIPT` does.
 
 The server is no part of pytest, which has threads, and a fork takes along only one. It has no other
-thread, and has imported no file of ours, as these read the environment when they are imported.
+thread, and has imported no file of ours, as these read the environment when they are imported. Nor
+does it call torch.set_num_threads(): that makes a pool of threads, which each rank would have to
+make again, and autograd's threads abort ("Invalid thread pool!") when two of them try at once.
 
 A forked rank differs from a real one in four things, so every kind of test has a case with a real
 launcher, too: all MODULES are imported; C libraries have read their environment in the server; the
@@ -205,7 +207,6 @@ def become_script(words: list[str]) -> NoReturn:
 if __name__ == "__main__":
     import torch
 
-    torch.set_num_threads(1)
     for module in MODULES + sys.argv[2:]:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread"
