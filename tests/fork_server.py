@@ -101,8 +101,7 @@ def serve(requests: socket.socket) -> list[str]:
     while True:
         message, files, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:  # pytest has closed it, or ended
-            requests.close()
-            raise SystemExit
+            os._exit(0)  # as in become_script()
         if not os.fork():
             requests.close()
             return launch(json.loads(message), *files)

@@ -13,6 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import small_resnet  # noqa: F401  a model to choose
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,7 +1,10 @@
-"""Run a script with one more model to choose: small_resnet, which is ResNet-18 with half of its
-blocks and a quarter of its channels, and takes a thirtieth of its time in float64.
+"""Run a script with two more models to choose: small_resnet, which is ResNet-18 with half of its
+blocks and a quarter of its channels, and takes a thirtieth of its time in float64; and
+small_resnet_dropout, which has dropout before its last layer.
 
 torchrun --standalone --nproc_per_node=2 tests/small_resnet.py SCRIPT --model small_resnet ...
+
+Other files that run a script import this one, and have them, too.
 """
 
 import runpy
@@ -9,6 +12,7 @@ import sys
 from pathlib import Path
 
 from torch import nn
+from torchvision.models._api import register_model
 from torchvision.models.resnet import BasicBlock, ResNet
 
 
@@ -28,11 +32,17 @@ def small_resnet(*, num_classes: int) -> SmallResNet:
     return SmallResNet(num_classes)
 
 
-if __name__ == "__main__":
-    from torchvision.models._api import register_model
+def small_resnet_dropout(*, num_classes: int) -> SmallResNet:
+    model = SmallResNet(num_classes)
+    model.fc = nn.Sequential(nn.Dropout(), model.fc)
+    return model
 
-    small_resnet.__module__ = ResNet.__module__  # or our scripts would not take it for theirs
-    register_model()(small_resnet)
+
+for model in (small_resnet, small_resnet_dropout):
+    model.__module__ = ResNet.__module__  # or our scripts would not take it for theirs
+    register_model()(model)
+
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     script = next(word for word in sys.argv if word.startswith("pytorch_"))
     sys.argv = [script, *(w for w in sys.argv[1:] if w != script)]  # launch adds a flag before it

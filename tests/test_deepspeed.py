@@ -12,7 +12,8 @@ JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
     "--epochs 9 --print-freq 100"
 )
-SMALL, THROUGH = "--model small_resnet", "tests/small_resnet.py"
+SMALL, RUN_SMALL = "--model small_resnet", "tests/small_resnet.py"
+THROUGH = "tests/count_sent.py"
 STAGES = [f"zero_stage{stage}" for stage in range(4)]
 # AdamW at a lower rate: its first step is as long as the rate, however small the gradient.
 TWO_STEPS = {
@@ -70,12 +71,10 @@ def test_state_bytes(config, world_size, optimizer, train, measured):
 
 
 @pytest.mark.parametrize("config", STAGES)
-def test_sent(config, tmp_path, measured):
+def test_sent(config, train, measured):
     """Reported, with what it was on DeepSpeed 0.19; its own paper says 2, 2, 2 and 3 times 4 bytes,
     times (N - 1) / N."""
-    command = launcher(script(config), 2, through="tests/count_sent.py")
-    succeed(f"{command} {JOB} --max-steps 3 --output-dir {tmp_path}", forked=True)
-    weights, result = read_run(tmp_path)
+    weights, result = train(script(config), 2, TWO_STEPS["sgd"])
     sent = {kind: size / len(flat(weights)) for kind, size in result["sent"].items()}
     measured("sent", script=name(config), ranks=2, sent=sent)
     expected = {"zero_stage0": 4, "zero_stage1": 6, "zero_stage2": 6, "zero_stage3": 4}[config]
@@ -126,7 +125,7 @@ def test_other_launchers(start, tmp_path):
 @pytest.mark.parametrize("config", ["zero_stage0", "zero_stage2", "zero_stage3"])
 def test_resume_and_zero_to_fp32(config, tmp_path):
     """One epoch and then another end as two; and DeepSpeed's own script reads the checkpoint."""
-    job = f"{launcher(script(config), 2, THROUGH)} {JOB} {SMALL} --epochs 2 --warmup-steps 20"
+    job = f"{launcher(script(config), 2, RUN_SMALL)} {JOB} {SMALL} --epochs 2 --warmup-steps 20"
     succeed(f"{job} --output-dir {tmp_path}/whole", forked=True)
     parts = tmp_path / "parts"
     succeed(f"{job} --max-steps 6 --output-dir {parts}", forked=True)
@@ -147,7 +146,7 @@ def test_resume_and_zero_to_fp32(config, tmp_path):
 def test_bfloat16_with_batch_norm(tmp_path):
     """Its running statistics are in bfloat16 too, or a CPU could not compute it."""
     job = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
-    command = launcher(script("zero_stage2_bf16"), 2, THROUGH)
+    command = launcher(script("zero_stage2_bf16"), 2, RUN_SMALL)
     succeed(f"{command} {job} {SMALL} --output-dir {tmp_path}", forked=True)
     _, result = read_run(tmp_path)
     assert result["precision"] == "bfloat16" and result["norm"] == "batch"
@@ -163,7 +162,7 @@ def test_a_file_with_its_own_optimizer_and_scheduler(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = f"pytorch_DeepSpeed --deepspeed_config {tmp_path}/config.json"
-    command = f"{launcher(name, 1, THROUGH)} {JOB} {SMALL} --output-dir {tmp_path}/run"
+    command = f"{launcher(name, 1, RUN_SMALL)} {JOB} {SMALL} --output-dir {tmp_path}/run"
     finished = succeed(f"{command} --max-steps 6", forked=True)
     theirs = "--optimizer, --lr, --momentum, --weight-decay, --warmup-steps"
     settings = finished.lines[1]

@@ -45,7 +45,7 @@ PHASES += ["during write", "before rename", "after rename"]
 # Three epochs of four steps, with dropout and BatchNorm
 JOB = (
     "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 3 "
-    "--model mobilenet_v3_small --snapshot-every 2 --deterministic --device cpu --timeout 10"
+    "--model small_resnet_dropout --snapshot-every 2 --deterministic --device cpu --timeout 10"
 )
 STEPS_PER_EPOCH, SNAPSHOT_EVERY = 4, 2
 ENVIRONMENT = {

@@ -30,10 +30,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = map(str, Path(__file__).resolve().parents[2:0:-1])  # the root, and tests/
 script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
+import small_resnet  # noqa: E402, F401  a model to choose
 from harness import checkpoint, snapshots  # noqa: E402
 from harness.ranks import RANK, RESTARTS  # noqa: E402
 from jobs import images  # noqa: E402
