@@ -12,6 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import small_resnet  # noqa: F401  a model to choose
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,6 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import small_resnet  # noqa: F401  a model to choose
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -103,7 +103,7 @@ def started_here(folder):
 def test_stopped_and_continued(checkout):
     """Stopped as a terminal does it; of a launcher's workers none is left."""
     ddp = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
-    write_suite(checkout, ("first", "python pytorch_SingleGPU.py"), ("second", ddp), repeats=2)
+    write_suite(checkout, ("first", "python pytorch_SingleGPU.py"), ("second", ddp))
     process = subprocess.Popen(
         [sys.executable, "benchmark.py", "--suite", "quick"],
         cwd=checkout, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -120,13 +120,13 @@ def test_stopped_and_continued(checkout):
     assert not started_here(checkout)
     before = json.loads(partial.read_text())
     measured = [run for row in before["rows"] for run in row["runs"]]
-    assert 1 <= len(measured) < 4 and not before["complete"]
+    assert len(measured) == 1 and not before["complete"]
     assert not (checkout / "results/quick.json").exists()
 
     finished = run(checkout, "--suite quick")
-    assert finished.code == 0 and f"has {len(measured)} runs" in finished.stdout
+    assert finished.code == 0 and "has 1 runs" in finished.stdout
     after = json.loads((checkout / "results/quick.json").read_text())
-    assert [len(row["runs"]) for row in after["rows"]] == [2, 2]
+    assert [len(row["runs"]) for row in after["rows"]] == [1, 1]
     assert after["rows"][0]["runs"][0] == before["rows"][0]["runs"][0]
 
     partial.write_text(json.dumps(before | {"git_commit": "another"}))

@@ -23,7 +23,7 @@ from jobs import images as job
 
 JOB = (
     "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2 "
-    "--norm group"
+    "--norm group --model small_resnet"
 )
 
 

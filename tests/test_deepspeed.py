@@ -116,7 +116,8 @@ def test_bfloat16(train, measured):
 )
 def test_other_launchers(start, tmp_path):
     config = "--deepspeed_config config/zero_stage3_config.json"
-    finished = succeed(f"{start} {config} {JOB} --max-steps 2 --output-dir {tmp_path}")
+    job = f"{JOB} --model shufflenet_v2_x0_5 --max-steps 2"
+    finished = succeed(f"{start} {config} {job} --output-dir {tmp_path}")
     assert not finished.our_warnings
     _, result = read_run(tmp_path)
     assert result["command"].startswith(start)

@@ -27,7 +27,7 @@ def run_tool(command, **env):
     "script, trials, how",
     [
         ("pytorch_torchrun_DDP.py", 20, "--forked"),
-        ("pytorch_torchrun_DDP.py", 2, ""),
+        ("pytorch_torchrun_DDP.py", 1, ""),
         ("pytorch_FSDP.py", 3, "--forked"),
         ("pytorch_DDP_ZeRO.py --use_zero --optimizer adamw", 3, "--forked"),
     ],

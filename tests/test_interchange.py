@@ -30,13 +30,11 @@ TECHNIQUES = [
     ("pytorch_gradient_accumulation", 2),
     ("pytorch_comm_hooks", 2),
 ]
-WITH_LAUNCHER = ("pytorch_DDP", "pytorch_torchrun_DDP")
 PURE_HALF = ("pytorch_half_precision --dtype bfloat16", 1)
 
 
 def run(technique, flags, output):
-    forked = technique[0] not in WITH_LAUNCHER
-    succeed(f"{launcher(*technique)} {flags} --output-dir {output}", forked=forked)
+    succeed(f"{launcher(*technique)} {flags} --output-dir {output}", forked=True)
     return output / "model.pt", json.loads((output / "result.json").read_text())
 
 

@@ -19,8 +19,9 @@ from conftest import (
     succeed,
     wait_for,
 )
-from test_faults import SMALL, same
+from test_faults import JOB, same
 
+SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic"
 FLAGS = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=job"
 ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
@@ -51,15 +52,19 @@ def check_that_a_lost_agent_can_come_back(first, second, output, reference):
 def reference(tmp_path_factory):
     """The same job on two ranks of one machine, without an accident."""
     folder = tmp_path_factory.mktemp("reference")
-    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 20 --output-dir {folder}"
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 10 --output-dir {folder}"
     succeed(command, forked=True)
     shutil.rmtree(folder / "snapshots")
     return folder
 
 
+as_root = os.geteuid() == 0 and shutil.which("ip")
+
+
+@pytest.mark.skipif(as_root, reason="test_two_networks shows the same, and more")
 def test_two_agents(reference, tmp_path):
     agent = f"torchrun {FLAGS} --rdzv_endpoint=127.0.0.1:{free_port()} --local_addr=127.0.0.1"
-    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 20 --resume auto"
+    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 10 --resume auto"
     command += f" --output-dir {tmp_path}"
     check_that_a_lost_agent_can_come_back(command, command, tmp_path, reference)
 
@@ -86,9 +91,7 @@ def networks():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip"), reason="makes network namespaces, as root"
-)
+@pytest.mark.skipif(not as_root, reason="makes network namespaces, as root")
 def test_two_networks(networks, reference, tmp_path):
     commands = []
     for number, name in enumerate(networks, 1):
@@ -97,7 +100,7 @@ def test_two_networks(networks, reference, tmp_path):
         agent += f" --rdzv_conf=is_host={'true' if number == 1 else 'false'}"
         commands.append(
             f"ip netns exec {name} env GLOO_SOCKET_IFNAME=v{name} {agent} pytorch_torchrun_DDP.py "
-            f"{SMALL} --epochs 20 --resume auto --output-dir {tmp_path}"
+            f"{SMALL} --epochs 10 --resume auto --output-dir {tmp_path}"
         )
     check_that_a_lost_agent_can_come_back(*commands, tmp_path, reference)
 
@@ -122,10 +125,10 @@ def test_slurm_file(tmp_path):
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node1",
         "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_GPUS_ON_NODE": "1",
     }
     env = slurm | {"PATH": path, "CALLS": str(calls)}
-    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 20 --output-dir {output}"
+    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 10 --output-dir {output}"
     with started(command, **env) as job:
         wait_for(lambda: snapshots(output))
         job.send(signal.SIGTERM)

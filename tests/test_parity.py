@@ -51,7 +51,7 @@ def test_twelve_steps_in_double(script, world_size, optimizer, train, measured):
 
 @pytest.mark.parametrize("script", ["pytorch_DP", *SCRIPTS])
 def test_three_steps_of_the_real_resnet(script, train):
-    flags, tolerance = "--double --max-steps 3 --model resnet18", 1e-12
+    flags, tolerance = "--double --max-steps 3 --model resnet18 --batch-size 8", 1e-12
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train(script, 1 if script == "pytorch_DP" else 2, flags)
     assert relative_difference(weights, expected) < tolerance

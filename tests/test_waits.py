@@ -7,7 +7,7 @@ from conftest import launcher, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1 "
-    "--model shufflenet_v2_x0_5 --print-freq 5"
+    "--model small_resnet --print-freq 5"
 )
 SCRIPTS = [
     ("pytorch_SingleGPU", 1),

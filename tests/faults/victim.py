@@ -35,6 +35,7 @@ script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
 import small_resnet  # noqa: E402, F401  a model to choose
+
 from harness import checkpoint, snapshots  # noqa: E402
 from harness.ranks import RANK, RESTARTS  # noqa: E402
 from jobs import images  # noqa: E402
