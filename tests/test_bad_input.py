@@ -189,7 +189,7 @@ def check_report(finished, words):
     assert "exitcode  : 2 " in finished.stderr, "the code with which the worker ended"
 
 
-@pytest.mark.parametrize("script, world_size, flags, words", RANKS[:2])
+@pytest.mark.parametrize("script, world_size, flags, words", RANKS[:1])
 def test_several_ranks_of_a_launcher(script, world_size, flags, words, tmp_path):
     command = f"{launcher(script, world_size)} {SMALL} --output-dir {tmp_path}"
     check_report(launch(f"{command} {flags}", timeout=60), words)

@@ -135,11 +135,14 @@ def test_stopped_and_continued(checkout):
 
 
 def test_a_single_row_does_not_replace_the_others(checkout):
-    before = (checkout / "results/cpu.json").read_bytes()
-    finished = run(checkout, "--suite cpu --only DP --repeats 1")
+    rows = [(name, f"python pytorch_{name}.py") for name in ("SingleGPU", "DP")]
+    write_suite(checkout, *rows, repeats=3)
+    whole = checkout / "results/quick.json"
+    whole.write_text("of all rows")
+    finished = run(checkout, "--suite quick --only DP --repeats 1")
     assert finished.code == 0, str(finished)
-    assert (checkout / "results/cpu.json").read_bytes() == before
-    [row] = json.loads((checkout / "results/cpu.only.json").read_text())["rows"]
+    assert whole.read_text() == "of all rows"
+    [row] = json.loads((checkout / "results/quick.only.json").read_text())["rows"]
     assert row["name"] == "DP" and len(row["runs"]) == 1
 
 

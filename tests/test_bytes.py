@@ -33,12 +33,12 @@ KEPT = {
         "master_weights": 4,
     },
 }
-WORLD_SIZES = {  # of those whose share depends on it; and of DDP, which two others start from
-    "pytorch_torchrun_DDP": range(1, 5),
-    "pytorch_FSDP": range(1, 5),
-    "pytorch_DDP_ZeRO --use_zero": range(1, 5),
-    "pytorch_DDP": [2],
-    "pytorch_gradient_accumulation --accumulate 4": [2],
+WORLD_SIZES = {  # three ranks, where shares are uneven, only where there are shares
+    "pytorch_DDP": (1, 2, 4),
+    "pytorch_torchrun_DDP": (1, 2, 4),
+    "pytorch_FSDP": (1, 2, 3, 4),
+    "pytorch_DDP_ZeRO --use_zero": (1, 2, 3, 4),
+    "pytorch_gradient_accumulation --accumulate 4": (1, 2, 4),
 }
 RUNS = [(script, n) for script in KEPT for n in WORLD_SIZES.get(script, [1])]
 # Bytes per parameter that a rank sends in a step, in units of (N - 1) / N; by collective

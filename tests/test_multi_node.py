@@ -58,7 +58,7 @@ def reference(tmp_path_factory):
     return folder
 
 
-as_root = os.geteuid() == 0 and shutil.which("ip")
+as_root = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 @pytest.mark.skipif(as_root, reason="test_two_networks shows the same, and more")

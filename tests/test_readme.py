@@ -123,9 +123,8 @@ def test_plain_python_is_a_world_of_one(checkout):
     assert result["command"] == f"python pytorch_torchrun_DDP.py {SHORT}"
 
 
-@pytest.mark.parametrize("flags", ["--use-env", "--use_env"])
-def test_launch_through_the_environment(flags, checkout):
-    command = f"python -m torch.distributed.launch {flags} --nproc_per_node=1 pytorch_DDP.py"
+def test_launch_through_the_environment(checkout):
+    command = "python -m torch.distributed.launch --use_env --nproc_per_node=1 pytorch_DDP.py"
     succeed(f"{command} {SHORT}", cwd=checkout)
 
 
