@@ -111,6 +111,9 @@ def check_flags(args: argparse.Namespace) -> None:
         common.fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.precision == "bf16" and args.device == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            common.fail(f"--precision bf16: {torch.cuda.get_device_name()} has none; use fp16")
     args.provider = args.provider or PROVIDERS[args.device]
     if not args.benchmark:
         args.runtime = args.runtime or ("onnxruntime" if args.onnx else "torch")

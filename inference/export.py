@@ -24,11 +24,13 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
 
     fp16: converted by ONNX Runtime's own tool. int8: weights per channel and activations, scaled by
     what :data:`CALIBRATION_IMAGES` training images show (post-training static quantization).
-    bf16: exported in it.
+    bf16: :func:`inference.bfloat16.to_bfloat16`.
     """
     import onnx
 
-    classifier = load_classifier(args, "bf16" if precision == "bf16" else "fp32")
+    from inference.bfloat16 import OPSET, to_bfloat16
+
+    classifier = load_classifier(args, "fp32")
     images = torch.zeros(2, 3, args.image_size, args.image_size, dtype=torch.uint8)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # of PyTorch's own code while it traces
@@ -36,8 +38,7 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
             classifier, (images,), dynamo=True, verbose=False,
             input_names=["images"], output_names=["logits"],
             dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
-            opset_version=22 if precision == "bf16" else None,  # the first with it in Conv
-            optimize=precision != "bf16",  # it would fold BatchNorm into weights of another type
+            opset_version=OPSET if precision == "bf16" else None,
         )  # fmt: skip
     program.save(path, external_data=False)
     if precision == "fp16":
@@ -47,6 +48,8 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
     if precision == "int8":
         quantize(args, path)
     model = onnx.load(path)
+    if precision == "bf16":
+        to_bfloat16(model)
     onnx.helper.set_model_props(model, make_metadata(args, precision))
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
@@ -87,9 +90,9 @@ def compare(args: argparse.Namespace, path: Path) -> None:
     answers the same. The other precisions round; what that costs is printed. Without a test split,
     the images are noise.
     """
-    torch.backends.cudnn.allow_tf32 = False  # in neither: it rounds to ten bits
-    onnx_runner = OnnxRunner(make_session(path, args.provider, use_tf32=False), args.device)
-    torch_runner = TorchRunner(load_classifier(args, "fp32"), args.device)
+    exact = {"use_tf32": False}  # in neither: it rounds to ten bits
+    onnx_runner = OnnxRunner(make_session(path, args.provider, **exact), args.device)
+    torch_runner = TorchRunner(load_classifier(args, "fp32"), args.device, **exact)
     difference, same, correct = 0.0, 0, torch.zeros(2)
     if args.dataset == "auto":  # it is not known which
         noise = torch.randint(0, 256, (64, 3, args.image_size, args.image_size), dtype=torch.uint8)

@@ -120,6 +120,8 @@ def is_worth_it(device: str, runtime: str, precision: str) -> bool:
         return runtime == "onnxruntime"
     if device == "cpu":  # neither has the convolutions
         return (runtime == "onnxruntime", precision) not in [(False, "fp16"), (True, "bf16")]
+    if (runtime, precision) == ("onnxruntime", "bf16"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return True
 
 

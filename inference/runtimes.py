@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from harness.command_line import fail
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# What computes shapes; of images and their features, a GPU computes each of these itself.
+SHAPE_OPS = {"Shape", "Size", "Gather", "Slice", "Concat", "Squeeze", "Unsqueeze", "Cast"}
+SHAPE_OPS |= {"Add", "Sub", "Mul", "Div", "Range"}
 
 
 class Runner:
@@ -20,16 +23,25 @@ class Runner:
 
 
 class TorchRunner(Runner):
-    """PyTorch, as it is or compiled."""
+    """PyTorch, as it is or compiled: once for every batch size, as kernels for one are faster."""
 
-    def __init__(self, classifier: nn.Module, device: str, compiled: bool = False):
+    def __init__(
+        self, classifier: nn.Module, device: str, compiled: bool = False, use_tf32: bool = True
+    ):
         self.device = torch.device(device)
         self.model = classifier.to(self.device)
+        if self.device.type == "cuda":
+            tune_for_gpu(use_tf32)
+            self.model = self.model.to(memory_format=torch.channels_last)
         if compiled:
-            self.model = torch.compile(self.model)
+            torch.compiler.config.recompile_limit = 256  # beyond it (8), it would not compile
+            self.model = torch.compile(self.model, dynamic=False)
 
     def put(self, images: Tensor) -> Tensor:
-        return images.to(self.device)
+        images = images.to(self.device)
+        if self.device.type == "cuda":  # there, as the GPU rearranges them faster
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images
 
     @torch.inference_mode()
     def run(self, images: Tensor) -> Tensor:
@@ -41,6 +53,15 @@ class TorchRunner(Runner):
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def tune_for_gpu(use_tf32: bool) -> None:
+    """Let PyTorch do on a GPU what ONNX Runtime does by itself: try cuDNN's algorithms, and
+    multiply float32 in TF32, in convolutions and in matrix products."""
+    torch.backends.cudnn.benchmark = True
+    precision = "tf32" if use_tf32 else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = precision
+    torch.backends.cuda.matmul.fp32_precision = precision
 
 
 class OnnxRunner(Runner):
@@ -75,29 +96,66 @@ class OnnxRunner(Runner):
 
 
 def make_session(path: Path, provider: str, use_tf32: bool = True):
-    """An ``onnxruntime.InferenceSession`` on the provider that was asked for, and on no other."""
+    """An ``onnxruntime.InferenceSession`` on the provider that was asked for, and on no other.
+
+    Only the computation of shapes may be on the CPU all the same: ONNX Runtime puts it there on
+    purpose, as a shape is a few integers that the CPU needs.
+    """
     import onnxruntime
 
     available = onnxruntime.get_available_providers()
     if provider not in available:
         fail(f"--provider {provider}: onnxruntime has {', '.join(available)} here; "
              "give one of these")  # fmt: skip
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()  # as PyTorch, to be comparable
-    options.log_severity_level = 4  # what matters is reported below
     settings = {}
     if provider == PROVIDERS["cuda"]:
         onnxruntime.preload_dlls()  # CUDA's and cuDNN's, from PyTorch's packages
-        settings = {"use_tf32": int(use_tf32)}
+        settings = {"use_tf32": int(use_tf32)}  # as tune_for_gpu() has it
+    if provider == PROVIDERS["cpu"]:
+        return open_session(path, provider, settings)
+    # CUDA has no int8 convolutions: it computes them in float32, and needs no int32 biases.
+    entries = {"disable_quant_qdq": "1"}
+    session = open_session(path, provider, settings, disable_cpu_ep_fallback="1", **entries)
+    if session is None:  # open it as it would run, and see what would run on the CPU
+        entries["record_ep_graph_assignment_info"] = "1"
+        session = open_session(path, provider, settings, **entries)
+        check_providers(session, path, provider)
+    return session
+
+
+def open_session(path: Path, provider: str, settings: dict, **entries: str):
+    """A session with these of ONNX Runtime's ``session.`` options; ``None`` if they keep it from
+    running something on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()  # as PyTorch, to be comparable
+    options.log_severity_level = 4  # what matters is reported below
+    for name, value in entries.items():
+        options.add_session_config_entry(f"session.{name}", value)
+    providers = [(provider, settings)]
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=[(provider, settings)])
+        return onnxruntime.InferenceSession(path, options, providers, enable_fallback=False)
     except Exception as error:  # of a damaged or foreign file, any of several types
         why = str(error).strip().splitlines()[0][:200]
+        if "fallback to CPU EP has been explicitly disabled" in why:
+            return None
         fail(f"{path} cannot be run by ONNX Runtime on {provider} ({why}); "
              "export it again, or use another precision or provider")  # fmt: skip
+
+
+def check_providers(session, path: Path, provider: str) -> None:
+    """Refuse a session that runs on the CPU, wholly or in parts other than :data:`SHAPE_OPS`."""
     if session.get_providers()[0] != provider:
         fail(
             f"--provider {provider}: ONNX Runtime falls back to {session.get_providers()[0]}; "
             "install the CUDA and cuDNN that it needs (onnxruntime.ai lists them), or --device cpu"
         )
-    return session
+    parts = session.get_provider_graph_assignment_info()
+    on_cpu = [part for part in parts if part.ep_name == PROVIDERS["cpu"]]
+    ops = {node.op_type for part in on_cpu for node in part.get_nodes()} - SHAPE_OPS
+    if ops:
+        fail(
+            f"--provider {provider}: ONNX Runtime would run {', '.join(sorted(ops))} of {path} on "
+            "the CPU; export it again here, use another precision, or --device cpu"
+        )
