@@ -21,6 +21,7 @@ import math
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,7 +39,6 @@ from harness.files import load_file, save_file
 from harness.measure import device_name
 from harness.ranks import (
     LAUNCHED,
-    LOCAL_RANK,
     LOCAL_WORLD_SIZE,
     RANK,
     SCRIPT,
@@ -125,7 +125,7 @@ def announce(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.device:
-    """GPU number ``local_rank``, or the CPU, whose cores the ranks of a machine share equally.
+    """GPU number ``local_rank``, or the CPU; the ranks of a machine share its cores equally.
 
     Args:
         local_rank: ``None`` if it was not passed as a flag: launchers also set LOCAL_RANK.
@@ -135,20 +135,21 @@ def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.de
             "started without its launcher; use "
             f"python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 {SCRIPT}.py"
         )
-    local_rank = LOCAL_RANK if local_rank is None else local_rank
-    if args.device == "cuda":
-        gpus = torch.cuda.device_count()
-        if max(local_rank + 1, LOCAL_WORLD_SIZE) > gpus:
-            fail(
-                f"{LOCAL_WORLD_SIZE} ranks need as many GPUs, and this machine has {gpus}; "
-                f"use --nproc_per_node={gpus}, or --device cpu"
-            )
-        return torch.device("cuda", local_rank)
+    local_rank = int(os.environ["LOCAL_RANK"]) if local_rank is None else local_rank
     # For several ranks launchers set OMP_NUM_THREADS=1. Any other number is the user's own.
     if LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // LOCAL_WORLD_SIZE))
-    return torch.device("cpu")
+    if args.device == "cpu":
+        return torch.device("cpu")
+    gpus, needed = torch.cuda.device_count(), 1 if ranks.sees_one_gpu() else LOCAL_WORLD_SIZE
+    if max(local_rank + 1, needed) > gpus:
+        fail(
+            f"{LOCAL_WORLD_SIZE} ranks need as many GPUs, and this machine has {gpus}; "
+            f"use --nproc_per_node={gpus}, or --device cpu"
+        )
+    torch.set_float32_matmul_precision("high")  # in TF32, as cuDNN's convolutions are
+    return torch.device("cuda", local_rank)
 
 
 def get_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
@@ -187,7 +188,8 @@ def make_loader(
     sampler: Sampler | None = None,
     drop_last: bool = False,
 ) -> DataLoader:
-    """A loader of uint8 images ``[batch_size, 3, side, side]`` and int64 labels, on the CPU.
+    """A loader of batches, for :meth:`Run.batches` and :func:`evaluate`: of uint8 images
+    ``[batch_size, 3, side, side]`` and int64 labels, or of their numbers if a GPU holds them.
 
     Args:
         batch_size: of one rank.
@@ -204,6 +206,8 @@ def make_loader(
         workers = 4 if isinstance(dataset, ImagesOnDisk) else 0
     if workers:
         atexit.register(loaders.kill_loaders)
+    elif args.device == "cuda":
+        dataset.keep_on_gpu()
     return DataLoader(
         dataset,
         batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
@@ -219,23 +223,39 @@ def make_loader(
 # --------------------------------------------------------------------------------------- model
 
 
-def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
-    """A torchvision classifier with one output per class, on the CPU, with ``--weights``."""
-    return jobs.classifiers.make_model(args, classes)
+def make_model(
+    args: argparse.Namespace, classes: list[str], channels_last: bool = True
+) -> nn.Module:
+    """A torchvision classifier with one output per class, on the CPU, with ``--weights``.
+
+    Args:
+        channels_last: its weights in memory as its input: see :func:`to_input`.
+    """
+    model = jobs.classifiers.make_model(args, classes)
+    if args.deterministic and args.device == "cuda":
+        jobs.classifiers.check_deterministic(args.model, model)
+    if channels_last:
+        return model.to(memory_format=torch.channels_last)
+    # DDP would say it of 1x1 convolutions, whose two orders are the same.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    return model
 
 
 # ---------------------------------------------------------------------- optimizer and schedule
 
 
-def make_optimizer(args: argparse.Namespace, parameters: Iterable, **more) -> torch.optim.Optimizer:
+def make_optimizer(
+    args: argparse.Namespace, parameters: Iterable, fused: bool = True
+) -> torch.optim.Optimizer:
     """``--optimizer``.
 
     Args:
-        more: options of its class besides, such as ``fused``.
+        fused: in one kernel, on a CPU too. A GradScaler leaves a step of such an optimizer out
+            without asking the device, and without its copies of all gradients.
     """
     kind, options = optimizer_class(args)
-    optimizer = kind(parameters, **options, **more)
-    if more.get("fused") and options.get("momentum"):
+    optimizer = kind(parameters, **options | {"fused": fused})
+    if fused and options.get("momentum"):
         # A first step that GradScaler leaves out would keep momentum that was never written.
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -244,7 +264,7 @@ def make_optimizer(args: argparse.Namespace, parameters: Iterable, **more) -> to
 
 def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimizer], dict]:
     """What :func:`make_optimizer` makes, and with which options."""
-    options = {"lr": args.lr, "weight_decay": args.weight_decay}
+    options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "adamw":
         return torch.optim.AdamW, options
     return torch.optim.SGD, options | {"momentum": args.momentum}
@@ -289,9 +309,9 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
     seen = 0
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    for images, labels in loaders.batches_of(loader):
-        labels = labels.to(device, non_blocking=True)
-        images = to_input(images.to(device, non_blocking=True), loader.dataset.image_size)
+    for batch in loaders.batches_of(loader):
+        images, labels = loader.dataset.to_device(batch, device)
+        images = to_input(images, loader.dataset.image_size)
         logits = model(images.to(dtype)).double()
         numbers = RANK + WORLD_SIZE * torch.arange(seen, seen + len(labels), device=device)
         real = numbers < len(loader.dataset)
@@ -314,6 +334,7 @@ def save_model(state_dict: dict[str, Tensor], output_dir: Path) -> None:
     """Write ``model.pt``, in fp32 (float64 under ``--double``), as plain torchvision loads it."""
     dtype = torch.get_default_dtype()
     state = {
-        k: v.to("cpu", dtype if v.is_floating_point() else None) for k, v in state_dict.items()
+        k: v.to("cpu", dtype if v.is_floating_point() else None).contiguous()
+        for k, v in state_dict.items()
     }
     save_file(state, output_dir / "model.pt")

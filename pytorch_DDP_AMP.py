@@ -1,7 +1,7 @@
 """Train on several devices in mixed precision: what people run in practice.
 
-Differs     from pytorch_torchrun_DDP.py: autocast, GradScaler, gradient clipping and channels last,
-            as in pytorch_auto_mixed_precision.py. Lines tagged "# AMP:".
+Differs     from pytorch_torchrun_DDP.py: autocast, GradScaler and gradient clipping, as in
+            pytorch_auto_mixed_precision.py. Lines tagged "# AMP:".
 Command:    torchrun --nproc_per_node=4 pytorch_DDP_AMP.py
             torchrun --nproc_per_node=4 pytorch_DDP_AMP.py --dtype bfloat16 --clip-grad 1
 Use it      as the first choice on several GPUs with tensor cores. Not when the model does not fit.
@@ -63,16 +63,15 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = model.to(memory_format=torch.channels_last)  # AMP: as tensor cores read images
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
 
     # 4. Optimizer and schedule
-    # AMP: fused, or the scaler would fetch from the device at each step whether to leave it out
-    optimizer = common.make_optimizer(args, model.parameters(), fused=True)
+    optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
     # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
@@ -86,7 +85,6 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            images = images.to(memory_format=torch.channels_last)
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
@@ -105,7 +103,9 @@ def main():
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
-        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        with torch.autocast(device.type, dtype):  # AMP: as in training
+            metrics = common.evaluate(model.module, eval_loader, device)  # DDP: on every rank
+        run.report(metrics)
         run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report

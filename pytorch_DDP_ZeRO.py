@@ -61,12 +61,13 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    model = common.make_model(args, train_set.classes).to(device)
+    model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
@@ -74,7 +75,7 @@ def main():
         optimizer = ZeroRedundancyOptimizer(  # ZeRO: deals the tensors out, about 1/N to each rank
             model.parameters(),
             optimizer_class,
-            parameters_as_bucket_view=True,  # ZeRO: one message per rank, not one per tensor
+            parameters_as_bucket_view=True,  # ZeRO: in a row, and sent as one message per rank
             **options,
         )
     else:

@@ -39,7 +39,7 @@ class Replica(nn.Module):
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     args = common.parse_args(parser)
     device = common.get_device(args)
     common.announce(args, device)
@@ -56,16 +56,17 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    parallel = Replica(model, dtype)
+    parallel = replica = Replica(model, dtype)
     if gpus:  # DP: the CPU is not one of its devices
-        parallel = nn.DataParallel(parallel, device_ids=list(range(gpus)))
+        parallel = nn.DataParallel(replica, device_ids=list(range(gpus)))
     common.print0(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
-    run = common.Run(args, device, train_loader)
-    run.load_snapshot(model, optimizer, scheduler)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
+    run = common.Run(args, device, train_loader, gpus)  # DP: whose memory counts, too
+    run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -75,16 +76,17 @@ def main():
             optimizer.zero_grad()  # gradients would add up otherwise
             logits = parallel(images)  # DP: deals out, copies the weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DP: adds the replicas' gradients up on the first GPU
-            optimizer.step()
+            scaler.scale(loss).backward()  # DP: adds up the replicas' gradients on the first GPU
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_snapshot(model, optimizer, scheduler)
+                run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
-        run.report(common.evaluate(model, eval_loader, device))
-        run.save_snapshot(model, optimizer, scheduler)
+        run.report(common.evaluate(replica, eval_loader, device))  # DP: on the first GPU
+        run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
     common.save_model(model.state_dict(), args.output_dir)

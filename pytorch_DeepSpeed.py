@@ -73,16 +73,16 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    model = common.make_model(args, train_set.classes).to(device)
+    model = common.make_model(args, train_set.classes, channels_last=False).to(device)
 
     # 4. Optimizer and schedule
-    optimizer = partial(common.make_optimizer, args)
+    optimizer_class, options = common.optimizer_class(args)
     scheduler = partial(common.make_scheduler, args, steps_per_epoch=len(train_loader))
     model, _, _, _ = deepspeed.initialize(  # DeepSpeed: sends rank 0's weights to all
         model=model,
         model_parameters=model.parameters(),
         # DeepSpeed: calls these two, or makes what the file names
-        optimizer=None if "optimizer" in config else optimizer,
+        optimizer=None if "optimizer" in config else partial(optimizer_class, **options),
         lr_scheduler=None if "scheduler" in config else scheduler,
         config=config,
     )

@@ -62,7 +62,8 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    model = common.make_model(args, train_set.classes)  # FSDP: on the CPU, each block moves alone
+    with torch.device("cpu" if rank == 0 else "meta"):  # FSDP: weights on rank 0, shapes elsewhere
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
     weights = model.state_dict()
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy()
@@ -73,12 +74,14 @@ def main():
     for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: what is in no block
-    # FSDP: sends rank 0's weights to all, to each rank its shards
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(model, weights, options=options)
+    model.to_empty(device=device)  # FSDP: memory for this rank's shards
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=whole)  # FSDP: from rank 0, to each its shards
+    del weights
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
+    optimizer = common.make_optimizer(args, model.parameters(), fused)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
@@ -105,9 +108,7 @@ def main():
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
 
     # 7. Save and report
-    # FSDP: gathered one tensor at a time, to the memory of rank 0's CPU
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=options)
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
     if rank == 0:
         common.save_model(weights, args.output_dir)
     run.finish(model, optimizer)

@@ -1,4 +1,4 @@
-"""Train on one device in mixed precision: autocast, GradScaler, gradient clipping, channels last.
+"""Train on one device in mixed precision: autocast, GradScaler, gradient clipping.
 
 Differs     from pytorch_SingleGPU.py: matrix products and convolutions run in half precision, while
             weights, sums and the optimizer stay in fp32. Lines tagged "# AMP:".
@@ -40,11 +40,9 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = model.to(memory_format=torch.channels_last)  # AMP: as tensor cores read images
 
     # 4. Optimizer and schedule
-    # AMP: fused, or the scaler would fetch from the device at each step whether to leave it out
-    optimizer = common.make_optimizer(args, model.parameters(), fused=True)
+    optimizer = common.make_optimizer(args, model.parameters())
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
     # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
@@ -58,7 +56,6 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            images = images.to(memory_format=torch.channels_last)
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
@@ -74,7 +71,9 @@ def main():
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
-        run.report(common.evaluate(model, eval_loader, device))
+        with torch.autocast(device.type, dtype):  # AMP: as in training
+            metrics = common.evaluate(model, eval_loader, device)
+        run.report(metrics)
         run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report

@@ -70,6 +70,7 @@ def main():
         # hook: one bucket on gloo, whose threads would mix up the messages of powersgd for several
         bucket_cap_mb=None if device.type == "cuda" else 1_000_000,
     )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
     if args.comm_hook == "powersgd":
         # hook: the first steps, in which gradients change fast, are sent whole
         state = powerSGD_hook.PowerSGDState(

@@ -62,6 +62,7 @@ def main():
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model.parameters())

@@ -1,55 +1,92 @@
-"""How long steps take, as the device sees it, without waiting for it."""
+"""How long training steps take, as the device sees it, without waiting for it; and the most memory
+that they need."""
 
 import itertools
 import time
 
 import torch
 
-WARMUP_STEPS = 10  # left out of the speed: allocator, autotuner and caches are settling
+from harness.measure import peak_memory_gib, reset_peak_memory
+
+WARMUP_STEPS = 10  # left out of speed and memory: allocator, autotuner and caches are settling
 
 
 class StepClock:
-    """Seconds of each step of this process, and of the epoch.
+    """Seconds of each step of this process, and of the epoch; peak memory of the steps alone.
 
     The first steps of a process are slow, also of one that goes on from a snapshot: the speed is
-    that of :meth:`settled` steps.
+    that of :meth:`settled` steps. Memory counts from the end of the warm-up. Evaluation and
+    snapshots are left out: it is read before them, and begins anew with the next step.
+
+    Args:
+        devices: those that this process computes on. Steps are timed on the first one.
+        data_bytes: of a dataset that is kept on the first one. They are no part of the peak.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, devices: list[torch.device], data_bytes: int = 0):
+        self.devices, self.on_gpu = devices, devices[0].type == "cuda"
+        self.data_gib = data_bytes / 2**30
         self.ticks, self.seconds = [], []  # of this process
         self.before = []  # settled steps of the processes before, from the snapshot
         self.epoch_seconds = 0.0
+        self.peak_memory = {}  # GiB by kind: see peak_memory_gib()
+        self.paused = False
+        self.spans = []  # when this process trained: from and to, in Unix time
 
     def start(self) -> None:
         """Begin to count: the next step starts now."""
-        self.ticks = [self.now()]
+        self.ticks, self.paused = [self.now()], False
+        self.spans.append([time.time()] * 2)
+        self.reset_memory()
 
     def tick(self) -> None:
         """A step has ended, and the next one starts."""
         self.ticks.append(self.now())
-        if self.device.type == "cuda" and len(self.seconds) + len(self.ticks) - 1 == WARMUP_STEPS:
-            torch.cuda.reset_peak_memory_stats(self.device)  # cuDNN has tried its algorithms
+        steps = len(self.seconds) + len(self.ticks) - 1
+        if steps == WARMUP_STEPS:
+            self.pause()
+        if steps == WARMUP_STEPS + 1:
+            self.peak_memory = {}  # there are others: forget what cuDNN tried in the warm-up
+        if self.paused:
+            self.reset_memory()
 
     def now(self):
         """On a GPU an event in its queue, for which nobody waits."""
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.devices[0]))
         return event
 
     def read(self) -> None:
         """Turn the ticks so far into seconds. On a GPU this waits for the last of them."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if len(self.ticks) < 2:
+            return
+        if self.on_gpu:
+            self.ticks[-1].synchronize()
             seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.ticks)]
         else:
             seconds = [b - a for a, b in itertools.pairwise(self.ticks)]
         self.ticks = self.ticks[-1:]
         self.seconds += seconds
         self.epoch_seconds += sum(seconds)
+        self.spans[-1][1] = time.time()
 
     def settled(self) -> list[float]:
         """Seconds of the steps after each process's warm-up, which is half of a short one."""
         return self.before + self.seconds[min(WARMUP_STEPS, len(self.seconds) // 2) :]
+
+    def pause(self) -> None:
+        """Read the memory before what is not training: it counts again from the next tick on."""
+        if self.paused:
+            return
+        self.paused = True
+        for device in self.devices:
+            apart = self.data_gib if device == self.devices[0] else 0.0
+            for kind, gib in peak_memory_gib(device).items():
+                self.peak_memory[kind] = max(gib - apart, self.peak_memory.get(kind, 0.0))
+
+    def reset_memory(self) -> None:
+        self.paused = False
+        for device in self.devices:
+            reset_peak_memory(device)

@@ -41,11 +41,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Peak memory of this rank, in GiB.
+    """Peak memory of this process since :func:`reset_peak_memory`, in GiB.
 
-    On a GPU, since the warm-up steps: what tensors took (allocated), what PyTorch's allocator kept
-    (reserved), and all that was in use on the GPU, as nvidia-smi shows it (process; it counts other
-    programs too). On a CPU: the resident set of the process.
+    On a GPU: what tensors took (allocated), what PyTorch's allocator kept (reserved), and all that
+    was in use on the GPU, as nvidia-smi shows it (process; it counts other programs too). On a CPU:
+    the resident set of the process.
     """
     if device.type == "cpu":
         with contextlib.suppress(OSError):  # Linux; getrusage() would count who started us, too
@@ -60,6 +60,20 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     process = total - free - torch.cuda.memory_reserved(device) + reserved
     figures = {"allocated": allocated, "reserved": reserved, "process": process}
     return {name: value / 2**30 for name, value in figures.items()}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let :func:`peak_memory_gib` count from now on. On a CPU only Linux can."""
+    if device.type == "cuda":
+        return torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak becomes what it is now
+
+
+def gpu_uuids(devices: list[torch.device]) -> list[str]:
+    """As nvidia-smi names them, whatever CUDA_VISIBLE_DEVICES has made of their numbers."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    return [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
 
 
 def launch_command() -> str:

@@ -171,6 +171,17 @@ def command_of(process: int) -> list[str]:
     return []
 
 
+def sees_one_gpu() -> bool:
+    """Whether each rank sees a GPU of its own as device 0, and has LOCAL_RANK 0 for it."""
+    words = {word.replace("_", "-") for word in launcher_words()}
+    return "--virtual-local-rank" in words or os.environ.get("PET_VIRTUAL_LOCAL_RANK") == "1"
+
+
+def is_first_here() -> bool:
+    """Whether this is the rank that downloads, for all of its machine."""
+    return LOCAL_RANK == 0 and not (sees_one_gpu() and RANK % LOCAL_WORLD_SIZE)
+
+
 def shutdown_timeout() -> float:
     """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL: by a flag, which PyTorch
     2.11 has not, or by the environment."""

@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.clock import StepClock
 from harness.command_line import settings
 from harness.measure import (
     count_bytes,
     device_name,
     git_commit,
+    gpu_uuids,
     launch_command,
     optimizer_tensors,
-    peak_memory_gib,
     versions,
 )
-from harness.ranks import SCRIPT, WORLD_SIZE, max_over_ranks
+from harness.ranks import SCRIPT, WORLD_SIZE, gather_objects, max_over_ranks
 
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
@@ -39,10 +40,18 @@ def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> 
     return dict(zip(kept, map(int, max_over_ranks(list(kept.values()))), strict=True))
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """GiB, the largest of all ranks; they all call it."""
-    memory = peak_memory_gib(device)
+def peak_memory(clock: StepClock) -> dict[str, float]:
+    """GiB of the training steps, the largest of all ranks; they all call it."""
+    clock.pause()  # which reads it, where there was no step
+    memory = dict(clock.peak_memory)
+    if clock.on_gpu:
+        memory["dataset"] = clock.data_gib  # no part of the others
     return dict(zip(memory, max_over_ranks(list(memory.values())), strict=True))
+
+
+def uuids_of_all(devices: list[torch.device]) -> list[str]:
+    """The GPUs of all ranks; they all call it."""
+    return [uuid for uuids in gather_objects(gpu_uuids(devices)) for uuid in uuids]
 
 
 def precision_of(args, model: nn.Module) -> str:
@@ -52,7 +61,18 @@ def precision_of(args, model: nn.Module) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def write_result(run, precision: str, state_bytes: dict, memory: dict) -> dict:
+def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
+    """Whether fp32 was computed in TF32, which GPUs have since Ampere: apart, as PyTorch has a
+    setting for each."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    able = able and precision == "float32" and torch.version.cuda is not None
+    return {
+        "convolutions": able and torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "matrix_products": able and torch.get_float32_matmul_precision() != "highest",
+    }
+
+
+def write_result(run, precision: str, state_bytes: dict, memory: dict, gpus: list[str]) -> dict:
     """Write ``result.json`` into ``--output-dir``, and return what it says. Rank 0 does."""
     args, seconds = run.args, run.clock.settled()
     result = {
@@ -60,14 +80,16 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict) -> dict:
         "command": launch_command(),
         "settings": shlex.join(settings(args)),
         "world_size": WORLD_SIZE,
+        "devices": WORLD_SIZE * len(run.clock.devices),
         "device": device_name(run.device),
+        "gpu_uuids": gpus,
         "threads": torch.get_num_threads(),
         "model": args.model,
         "norm": args.norm,
         "dataset": args.dataset,
         **run.train_set.describe(),
         "precision": precision,
-        "tf32": run.device.type == "cuda" and torch.backends.cudnn.allow_tf32,
+        "tf32": used_tf32(precision, run.device),
         "global_batch_size": args.batch_size,
         "optimizer": args.optimizer,
         "epochs": run.epochs,
@@ -75,6 +97,7 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict) -> dict:
         "seed": args.seed,
         "seconds_total": run.read_wall_clock(),
         "seconds_train": sum(run.history["seconds"]),
+        "trained_between": run.clock.spans,
         "images_per_second": args.batch_size / statistics.median(seconds),
         "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
         "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
@@ -86,6 +109,15 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict) -> dict:
     }
     (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
+
+
+def in_a_line(result: dict) -> str:
+    """What is said when a run ends."""
+    memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
+    return (
+        f"done: accuracy {result['eval_accuracy'][-1]:.2%} of {result['eval_samples']:,}, "
+        f"median {result['images_per_second']:,.0f} images/s, peak memory {', '.join(memory)}"
+    )
 
 
 def add_hparams(writer, args, result: dict) -> None:

@@ -33,9 +33,10 @@ class Run:
 
     Args:
         train_loader: what an epoch consists of.
+        gpus: how many of them this process computes on, if it is more than ``device``.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, train_loader: DataLoader):
+    def __init__(self, args: argparse.Namespace, device, train_loader: DataLoader, gpus: int = 1):
         self.args, self.device, self.train_set = args, device, train_loader.dataset
         self.steps_per_epoch = len(train_loader)
         self.total_steps = total_steps(args, self.steps_per_epoch)
@@ -47,7 +48,9 @@ class Run:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
         self.images = 0  # of this epoch and rank
         self.seconds, self.since = 0.0, STARTED
-        self.clock, self.display = StepClock(device), Display(args.output_dir)
+        devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
+        self.clock = StepClock(devices, self.train_set.bytes_on_gpu)
+        self.display = Display(args.output_dir)
         self.store = SnapshotStore(args)
         self.guard = Guard(args, self.store.newest)
         self.stop = StopRequest(device)
@@ -94,7 +97,10 @@ class Run:
         at every ``--snapshot-every``-th step, and when the run was asked to stop."""
         last = self.step == self.total_steps or self.step % self.steps_per_epoch == 0
         every = self.step % self.args.snapshot_every == 0
-        return bool(self.stop.agreed) or (every and not last)
+        if not self.stop.agreed and (last or not every):
+            return False
+        self.clock.pause()
+        return True
 
     # --------------------------------------------------------------------------------- begin
 
@@ -153,6 +159,7 @@ class Run:
             self.display.bar.update(args.batch_size)
         self.display.bar.close()
         self.clock.read()
+        self.clock.pause()
 
     def log(self, loss: Tensor) -> None:
         """Count the loss of a step.
@@ -226,19 +233,13 @@ class Run:
             held: see :func:`result.count_state_bytes`.
         """
         state_bytes = result.count_state_bytes(model, optimizer, **held)
-        memory = result.peak_memory(self.device)
+        memory, gpus = result.peak_memory(self.clock), result.uuids_of_all(self.clock.devices)
         if RANK == 0:
-            written = result.write_result(
-                self, result.precision_of(self.args, model), state_bytes, memory
-            )
+            precision = result.precision_of(self.args, model)
+            written = result.write_result(self, precision, state_bytes, memory, gpus)
             result.add_hparams(self.display.writer, self.args, written)
             self.display.close()
-            gib = ", ".join(f"{value:.2f} GiB {kind}" for kind, value in memory.items())
-            print0(
-                f"done: accuracy {written['eval_accuracy'][-1]:.2%} of {self.eval_samples:,}, "
-                f"median {written['images_per_second']:,.0f} images/s, peak memory {gib}, "
-                f"files in {self.args.output_dir}"
-            )
+            print0(f"{result.in_a_line(written)}, files in {self.args.output_dir}")
         wait_for_gloo()
 
     def read_wall_clock(self) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.command_line import fail
 from harness.files import load_file
-from harness.ranks import LOCAL_RANK, WORLD_SIZE, max_over_ranks
+from harness.ranks import WORLD_SIZE, is_first_here, max_over_ranks
 
 # torchvision is imported where it is used, as in jobs/images.py.
 
@@ -26,7 +26,7 @@ def check_model_name(model: str) -> None:
 
 
 def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
-    """A torchvision classifier with one output per class, on the CPU."""
+    """A torchvision classifier with one output per class, on the CPU or the default device."""
     import torchvision
 
     options = {}
@@ -87,6 +87,17 @@ def check_input(args: argparse.Namespace, model: nn.Module) -> None:
         )
 
 
+def check_deterministic(name: str, model: nn.Module) -> None:
+    """Refuse what has no deterministic backward on a GPU: of torchvision's classifiers the pooling
+    of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
+    pools = [module for module in model.modules() if isinstance(module, nn.AdaptiveAvgPool2d)]
+    if any(pool.output_size not in (1, (1, 1)) for pool in pools):  # else it is a mean
+        fail(
+            f"--deterministic: {name} has AdaptiveAvgPool2d, which PyTorch computes the same way "
+            "every time on CPUs only; use --device cpu, or another --model, such as resnet50"
+        )
+
+
 def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
     """Load ``--weights``: a ``model.pt`` as it is, or ImageNet's without the last layer."""
     expected = model.state_dict()
@@ -103,19 +114,20 @@ def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
             f"--weights {args.weights} does not fit --model {args.model} --norm {args.norm} with "
             f"this dataset's classes: entries such as {wrong[0]} differ; give its own settings"
         )
-    model.load_state_dict(weights)
+    if not next(model.parameters()).is_meta:  # else it has shapes alone
+        model.load_state_dict(weights)
 
 
 def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
-    """torchvision's own, downloaded by local rank 0 and then read by all."""
+    """torchvision's own, downloaded by one rank of a machine and then read by all."""
     import torchvision
 
-    weights = None
-    for my_turn in (LOCAL_RANK == 0, LOCAL_RANK != 0):
+    weights, first = None, is_first_here()
+    for my_turn in (first, not first):
         if my_turn:
             try:
                 source = torchvision.models.get_model_weights(args.model).DEFAULT
-                weights = source.get_state_dict(progress=LOCAL_RANK == 0, check_hash=True)
+                weights = source.get_state_dict(progress=first, check_hash=True)
             except (OSError, RuntimeError) as error:
                 fail(f"--weights imagenet: could not be downloaded ({error}); give a file's path")
         max_over_ranks([0])  # a barrier

@@ -19,7 +19,14 @@ from tqdm import tqdm
 
 from harness.command_line import fail, positive
 from harness.loaders import Unreadable
-from harness.ranks import LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, max_over_ranks, print0
+from harness.ranks import (
+    LOCAL_WORLD_SIZE,
+    RANK,
+    WORLD_SIZE,
+    is_first_here,
+    max_over_ranks,
+    print0,
+)
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
 # and a run should show its first line before that.
@@ -96,6 +103,17 @@ class Images(Dataset):
         self.images, self.labels = images, labels
         self.classes, self.image_size = classes, image_size
 
+    bytes_on_gpu = 0  # of all sets of this process
+
+    def keep_on_gpu(self) -> None:
+        """Move the images to the current GPU if they leave nine tenths of its free memory: a batch
+        is gathered there then, and only its numbers are sent. A loader with processes cannot."""
+        needed = self.images.nbytes + self.labels.nbytes
+        free, _ = torch.cuda.mem_get_info()
+        if not self.images.is_cuda and needed <= free / 10:
+            self.images, self.labels = self.images.cuda(), self.labels.cuda()
+            Images.bytes_on_gpu += needed
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -103,30 +121,40 @@ class Images(Dataset):
         images, labels = self.__getitems__([index])
         return images[0], labels[0]
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """What a DataLoader calls for a batch: ``[batch, 3, side, side]`` and ``[batch]``."""
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """What a DataLoader calls for a batch: ``[n, 3, side, side]`` and ``[n]``; or, if a GPU
+        holds the images, only the numbers of those wanted, ``[n]``."""
         index = torch.tensor(indices)
-        return self.images[index], self.labels[index]
+        return (index,) if self.images.is_cuda else (self.images[index], self.labels[index])
+
+    def to_device(self, batch: tuple[Tensor, ...], device) -> tuple[Tensor, Tensor]:
+        """What the loader handed out as uint8 images and labels on the device."""
+        batch = [tensor.to(device, non_blocking=True) for tensor in batch]
+        if len(batch) == 1:
+            [index] = batch
+            batch = self.images[index], self.labels[index]
+        images, labels = batch
+        return images, labels
 
     def prepare(self, batch, device, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
         """This rank's batch as the model takes it, cropped, flipped and normalized on the device.
 
         Args:
-            batch: uint8 images ``[n, 3, side, side]`` and labels ``[n]``, on the CPU.
+            batch: as :meth:`__getitems__` returns it.
 
         Returns:
             images ``[n, 3, image_size, image_size]`` of the default dtype, and labels int64
             ``[n]``.
         """
-        images, labels = batch
+        images, labels = self.to_device(batch, device)
         crops = draw_crops(seed, epoch, step, len(labels) * WORLD_SIZE, images.shape[-1])
         crops = crops[RANK::WORLD_SIZE].to(device, non_blocking=True)
-        images = crop_and_flip(images.to(device, non_blocking=True), crops)
-        return to_input(images, self.image_size), labels.to(device, non_blocking=True)
+        return to_input(crop_and_flip(images, crops), self.image_size), labels
 
     def example(self, n: int) -> Tensor:
         """n inputs of the model, all zeros."""
-        return torch.zeros(n, 3, self.image_size, self.image_size)
+        images = torch.zeros(n, 3, self.image_size, self.image_size)
+        return images.contiguous(memory_format=torch.channels_last)
 
     def describe(self) -> dict:
         """What ``result.json`` says of the data."""
@@ -144,6 +172,9 @@ class ImagesOnDisk(Images):
     def __init__(self, images: list[str], labels, classes, image_size: int, side: int):
         super().__init__(images, labels, classes, image_size)
         self.side = side
+
+    def keep_on_gpu(self) -> None:
+        """They are too many for memory."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([read_image(self.images[i], self.side) for i in indices])
@@ -212,7 +243,7 @@ def how_many(args: argparse.Namespace, split: str, available: int) -> int:
 
 
 def fetch_cifar10(data_dir: Path) -> str | None:
-    """Download CIFAR-10 if it is missing: one attempt, by local rank 0, while the others wait.
+    """Download CIFAR-10 if it is missing: one attempt, by one rank of a machine. Others wait.
 
     Returns:
         ``None`` where every rank finds it, else the reason, on every rank.
@@ -220,7 +251,8 @@ def fetch_cifar10(data_dir: Path) -> str | None:
     from torchvision.datasets import CIFAR10
 
     batches, why = data_dir / CIFAR10.base_folder, ""
-    if LOCAL_RANK == 0 and not batches.is_dir():
+    first = is_first_here()
+    if first and not batches.is_dir():
         answers = ["no answer within 5 s"]
 
         def ask_for_headers():
@@ -244,7 +276,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
             except Exception as error:  # the same, or of a damaged archive
                 why = str(error)
     # Only those who downloaded vote: the others may be looking at a folder that is half there.
-    failed = max_over_ranks([LOCAL_RANK == 0 and not batches.is_dir()])[0]
+    failed = max_over_ranks([first and not batches.is_dir()])[0]
     return (why or "it failed on another machine") if failed else None
 
 
@@ -360,13 +392,17 @@ def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
 
 def to_input(images: Tensor, image_size: int) -> Tensor:
     """uint8 ``[n, 3, side, side]`` to what the model takes: normalized, of the default dtype and
-    ``[n, 3, image_size, image_size]``."""
+    ``[n, 3, image_size, image_size]``.
+
+    In memory the channels of a pixel come together (channels last), as convolutions are fastest on
+    GPUs and on CPUs; all that a network makes of such a tensor has that order.
+    """
     mean, std = normalization(images.device, torch.get_default_dtype())
-    images = images.to(mean.dtype).sub_(mean).div_(std)
-    if images.shape[-1] == image_size:
-        return images
-    shrinks = images.shape[-1] > image_size
-    return F.interpolate(images, size=image_size, mode="bilinear", antialias=shrinks)
+    images = images.to(mean.dtype, memory_format=torch.channels_last).sub_(mean).div_(std)
+    if images.shape[-1] != image_size:
+        shrinks = images.shape[-1] > image_size
+        images = F.interpolate(images, size=image_size, mode="bilinear", antialias=shrinks)
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 @functools.cache  # copying them to the GPU at every step would make the CPU wait for the GPU

@@ -80,11 +80,23 @@ def test_kept(script, n, optimizer, k, train, measured):
 
 @pytest.mark.parametrize("script, n, table", SENT, ids=[f"{r[0]}-{r[1]}" for r in SENT])
 def test_sent(script, n, table, train, measured):
-    """With GroupNorm: DDP also broadcasts BatchNorm's buffers, which are 0.2 % of ResNet-18."""
     state, result = train(script, n, FLAGS["sgd"])
     sent = per_parameter(result["sent"], state)
     measured("sent", script=script, ranks=n, sent=sent)
     assert sent == pytest.approx({k: v * (n - 1) / n for k, v in table.items()}, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["pytorch_DDP", "pytorch_DDP_ZeRO", "pytorch_DDP_AMP --dtype bfloat16",
+     "pytorch_gradient_accumulation --accumulate 4", "pytorch_comm_hooks --comm-hook bf16"],
+)  # fmt: skip
+def test_statistics_are_not_sent_at_every_step(script, tmp_path):
+    """DDP would broadcast BatchNorm's at each forward, and they are only needed to evaluate."""
+    command = f"{launcher(script, 2, through=THROUGH)} {JOB} --norm batch --max-steps 3"
+    finished = succeed(f"{command} --model small_resnet --output-dir {tmp_path}", forked=True)
+    _, result = read_run(tmp_path)
+    assert set(result["sent"]) == {"allreduce"} and not finished.our_warnings
 
 
 def test_powersgd_sends_what_it_says(tmp_path, measured):

@@ -167,6 +167,17 @@ def test_an_unreadable_image_met_while_training(workers, image_folder, monkeypat
     assert f"error: cannot read the image {__file__} (UnidentifiedImageError)" in line
 
 
+def test_what_a_gpu_holds_is_asked_for_by_number():
+    """The same bits, whether the images are sent or only their numbers."""
+    train_set = job.synthetic(arguments(train_samples=64), "train")
+    numbers, cpu = [5, 0, 63, 7], torch.device("cpu")
+    sent = train_set.prepare(train_set.__getitems__(numbers), cpu, seed=1, epoch=2, step=3)
+    held = train_set.prepare((torch.tensor(numbers),), cpu, seed=1, epoch=2, step=3)
+    for ours, theirs in zip(held, sent, strict=True):
+        assert torch.equal(ours, theirs)
+    assert sent[0].is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_large_image_is_reduced_to_the_input(tmp_path):
     """Short side resized, middle cut out: what torchvision does to a PIL image."""
     x, y = np.meshgrid(np.linspace(0, 255, 200), np.linspace(0, 255, 300))
