@@ -4,17 +4,22 @@ Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, cpu, gpu and inference. Each row is run in
             fresh processes by its own launch command, the rows taking turns (A B C, A B C, ...);
             results/SUITE.json gathers the figures. A row that fails says why, the others go on.
+Look first  python benchmark.py --suite gpu --dry-run
+            Starts nothing: prints each row's command, and why this machine would leave it out.
 Continue    the same command again: what was stopped goes on where it was.
 Render      python benchmark.py --render
             Rewrites the tables of the README and of docs/ in both languages, and draws the plots,
             from results/ (report/ does it).
 Check       python benchmark.py --check
-            Fails if a table or a plot is not what results/ says.
+            Fails if a table or a plot is not what results/ says, or does not say which of the code
+            it measured has changed since.
 """
 
 import argparse
 import contextlib
 import datetime
+import importlib.util
+import itertools
 import json
 import os
 import re
@@ -24,7 +29,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -32,6 +36,7 @@ import torch
 from tqdm import tqdm
 
 from harness.command_line import ArgumentParser, check_writable, fail, number
+from harness.gpus import GpuWatch, power_limits
 from harness.measure import git_commit, hardware, versions
 from report import pages, tables
 from report.results import SCHEMA, Unusable, read_results
@@ -40,8 +45,8 @@ ROOT = Path(__file__).resolve().parent
 CONFIG, RESULTS, RUNS = ROOT / "config", ROOT / "results", ROOT / "runs" / "benchmark"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEPT = (  # of result.json, in each run of a row
-    "technique", "command", "world_size", "device", "threads", "model", "precision", "tf32",
-    "dataset", "image_size", "global_batch_size", "optimizer", "train_samples", "steps",
+    "technique", "command", "world_size", "devices", "device", "threads", "model", "precision",
+    "tf32", "dataset", "image_size", "global_batch_size", "optimizer", "train_samples", "steps",
     "seconds_total", "images_per_second", "step_ms", "peak_memory_gib", "state_bytes",
 )  # fmt: skip
 
@@ -66,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     parser.add_argument("--suite", choices=suites, help="measure config/suite_NAME.json")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows alone")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run")
     parser.add_argument("--repeats", type=number(int, 1), metavar="N",
                         help="runs of each row (default: as the suite says)")
     parser.add_argument("--output", type=Path, metavar="FILE",
@@ -76,8 +82,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.suite) + args.render + args.check != 1:
         fail("give one of --suite, --render and --check (--help lists the flags)")
-    if not args.suite and (args.only or args.repeats or args.output):
-        fail("--only, --repeats and --output go with --suite")
+    if not args.suite and (args.only or args.repeats or args.output or args.dry_run):
+        fail("--only, --dry-run, --repeats and --output go with --suite")
     return args
 
 
@@ -86,18 +92,52 @@ def read_suite(name: str) -> dict:
     suite = json.loads((CONFIG / f"suite_{name}.json").read_text())
     gpus = torch.cuda.device_count()
     defaults = {"table": name, "reference": False, "timeout": suite.get("timeout", 900)}
+    defaults |= {"needs": [], "left_out": None}
     rows = []
     for row in suite["rows"]:
         ranks = row.get("ranks", [None])
         if ranks == "gpus":  # one, and all of them
             ranks = sorted({1, max(1, gpus)})
+        job = suite.get("jobs", {}).get(row.get("table"), suite.get("job", ""))
         for n in ranks:
-            words = shlex.split(row["command"].replace("{ranks}", str(n)))
-            words += shlex.split("" if row.get("own_job") else suite.get("job", ""))
+            words = shlex.split(row.get("command", "").replace("{ranks}", str(n)))
+            words += shlex.split(job if words else "")
             label = row["name"] if n is None else f"{row['name']} x{n}"
-            own = {key: row[key] for key in ("table", "reference", "timeout") if key in row}
-            rows.append({**defaults, "name": label, "command": words, **own})
+            own = {key: row[key] for key in defaults if key in row}
+            spelled = {**defaults, "name": label, "command": words, "ranks": n or 1, **own}
+            rows.append(spelled | {"left_out": "; ".join(reasons_against(spelled)) or None})
     return suite | {"name": name, "rows": rows}
+
+
+def reasons_against(row: dict) -> list[str]:
+    """Why this machine would leave a row out."""
+    flags = dict(itertools.pairwise(row["command"]))  # and what follows them
+    ranks, gpus = row["ranks"], torch.cuda.device_count()
+    why = [row["left_out"]] if row["left_out"] else []
+    for package in row["needs"]:
+        if not importlib.util.find_spec(package):
+            why.append(f"{package} is not installed")
+    if flags.get("--device") == "cuda":
+        if not gpus:
+            why.append("this machine has no GPU")
+        elif gpus < ranks:
+            why.append(f"{ranks} ranks need as many GPUs, and this machine has {gpus}")
+        if flags.get("--dtype") == "bfloat16":
+            old = [i for i in range(gpus) if torch.cuda.get_device_capability(i) < (8, 0)]
+            names = dict.fromkeys(torch.cuda.get_device_name(i) for i in old)
+            why += [f"{name} has no bfloat16" for name in names]
+    elif flags.get("--dtype") == "float16" and not computes_float16():
+        why.append("this CPU has no float16 arithmetic")
+    parts = ranks * int(flags.get("--accumulate", 1))
+    if int(flags.get("--batch-size", 0)) % parts:
+        why.append(f"a batch of {flags['--batch-size']} cannot be divided into {parts} parts")
+    return why
+
+
+def computes_float16() -> bool:
+    """Whether this CPU does, by what PyTorch's library of convolutions says. On others a step takes
+    dozens of times as long."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def render(check: bool) -> None:
@@ -119,6 +159,9 @@ def measure(args: argparse.Namespace) -> None:
     for name in args.only:
         if name not in names:
             fail(f"--only {name!r}: suite {args.suite} has {', '.join(names)}")
+    rows = [row for row in suite["rows"] if not args.only or row["name"] in args.only]
+    if args.dry_run:
+        return print_plan(suite | {"rows": rows})
     if suite.get("device") == "cuda" and not torch.cuda.is_available():
         fail(f"--suite {args.suite} needs a GPU and PyTorch finds none; try --suite cpu")
     some = ".only" if args.only else ""  # a few rows are not to replace all
@@ -128,7 +171,6 @@ def measure(args: argparse.Namespace) -> None:
         fail(f"--output {output} is a folder; give a file")
     if suite.get("steps"):
         return run_steps(suite["steps"], output)
-    rows = [row for row in suite["rows"] if not args.only or row["name"] in args.only]
     partial = output.with_name(f"{output.stem}.partial.json")
     found = start_or_continue(partial, suite, args)
     try:
@@ -141,8 +183,21 @@ def measure(args: argparse.Namespace) -> None:
     for table in suite["tables"]:
         if any(row["table"] == table for row in found["rows"]):
             print(tables.suite_table(found, table), end="\n\n")
-    failed = [row["name"] for row in found["rows"] if row["failed"]]
-    print(f"done: {output}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    done = f"done: {output}"
+    for how in ("failed", "left_out"):
+        if names := [row["name"] for row in found["rows"] if row.get(how)]:
+            done += f"; {how.replace('_', ' ')}: {', '.join(names)}"
+    print(done)
+
+
+def print_plan(suite: dict) -> None:
+    """What measuring would start, and why a row would be left out."""
+    for step in suite.get("steps", []):
+        print(step.format(folder=(RUNS / suite["name"]).relative_to(ROOT)))
+    for row in suite["rows"]:
+        print(f"{row['name']}: {shlex.join(row['command']) or 'no command'}")
+        if row["left_out"]:
+            print(f"    left out: {row['left_out']}")
 
 
 def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
@@ -151,13 +206,16 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
     for row in suite["rows"]:
         if row["name"] not in by_name:
             entry = {"name": row["name"], "table": row["table"], "failed": None, "runs": []}
+            entry |= {"left_out": row["left_out"]} if row["left_out"] else {}
             by_name[row["name"]] = entry
             found["rows"].append(entry)
     todo = [
         (repeat, row)
         for repeat in range(found["repeats"])
         for row in suite["rows"]
-        if len(by_name[row["name"]]["runs"]) <= repeat and not by_name[row["name"]]["failed"]
+        if len(by_name[row["name"]]["runs"]) <= repeat
+        and not by_name[row["name"]]["failed"]
+        and not row["left_out"]
     ]
     references = {row["table"]: row["name"] for row in suite["rows"] if row["reference"]}
     with tqdm(todo, suite["name"], unit="run", disable=None) as bar:
@@ -184,13 +242,13 @@ def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> d
     repeats = args.repeats or suite["repeats"]
     about = {
         "schema": SCHEMA, "suite": args.suite, "about": suite["about"], "complete": False,
-        "job": suite.get("job", ""), "repeats": repeats,
-        "hardware": hardware() | power_limits(),
+        "job": suite.get("job", ""), "jobs": suite.get("jobs", {}), "repeats": repeats,
+        "hardware": hardware() | {"power_limits": power_limits()},
         "versions": all_versions(), "git_commit": git_commit(),
     }  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         found = read_results(partial)
-        same = ("suite", "job", "hardware", "versions", "git_commit")
+        same = ("suite", "job", "jobs", "hardware", "versions", "git_commit")
         changed = [key for key in same if found.get(key) != about[key]]
         if changed:
             fail(f"{partial} is of another {' and '.join(changed)}; remove it to begin anew")
@@ -259,7 +317,8 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     if code or not (folder / "result.json").is_file():
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
-    run = {key: result[key] for key in KEPT} | {"gpu": watch.peak}
+    run = {key: result[key] for key in KEPT}
+    run["gpu"] = watch.summary(result["gpu_uuids"], result["trained_between"])
     run["eval_accuracy"], run["eval_samples"] = result["eval_accuracy"][-1], result["eval_samples"]
     run["seconds_process"] = time.perf_counter() - started
     weights = folder / "model.pt"
@@ -313,60 +372,6 @@ def reason(text: str, code: int | None) -> str:
         return errors[0][:200]
     lines = text.strip().splitlines() or ["no output"]
     return f"exit code {code}: {lines[-1][:200]}"
-
-
-class GpuWatch:
-    """The largest utilization and memory of any GPU while the block runs, four times a second."""
-
-    def __enter__(self):
-        self.peak, self.stop = None, threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        if torch.cuda.is_available():
-            self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        if self.thread.is_alive():
-            self.thread.join(5)
-
-    def watch(self):
-        while not self.stop.wait(0.25):
-            rows = query_gpus("utilization.gpu", "memory.used")
-            if rows:
-                percent, mebibytes = (max(values) for values in zip(*rows, strict=True))
-                before = self.peak or {"utilization_percent": 0, "memory_used_gib": 0}
-                self.peak = {
-                    "utilization_percent": max(before["utilization_percent"], percent),
-                    "memory_used_gib": max(before["memory_used_gib"], mebibytes / 1024),
-                }
-
-
-def query_gpus(*what: str) -> list[list[float]]:
-    """Figures of each GPU, by NVIDIA's Python bindings or else its program; empty without both."""
-    try:
-        import pynvml  # of the package nvidia-ml-py
-
-        pynvml.nvmlInit()
-        ask = {
-            "utilization.gpu": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-            "memory.used": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**20,
-            "power.limit": lambda gpu: pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000,
-        }
-        gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [[float(ask[name](gpu)) for name in what] for gpu in gpus]
-    except Exception:  # not installed, no driver, not permitted
-        pass
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        command = ["nvidia-smi", f"--query-gpu={','.join(what)}", "--format=csv,noheader,nounits"]
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return [[float(v) for v in line.split(",")] for line in printed.stdout.splitlines()]
-    return []
-
-
-def power_limits() -> dict:
-    watts = query_gpus("power.limit") if torch.cuda.is_available() else []
-    return {"power_limits": [f"{row[0]:.0f} W" for row in watts]}
 
 
 def slug(name: str) -> str:

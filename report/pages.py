@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from report import plots, tables
+from report import plots, stale, tables
 from report.results import ROOT, Unusable, read_results
 
 SUITES = ("cpu", "gpu")  # that are rendered
@@ -27,13 +27,25 @@ HEADS = {  # of the tables, in Chinese
     "batch 32": "批 32", "batch 128": "批 128", "memory GiB": "内存 GiB",
     "first call s": "首次调用 s", "fault": "故障", "damage": "损坏", "trials": "次数",
     "clean": "完好", "wrong": "有误", "hung": "挂起", "fallback": "退回上一个",
-    "silent": "未察觉", "failed": "失败",
+    "silent": "未察觉", "failed": "失败", "ranks (GPUs)": "进程数（GPU）", "of fp32": "相对 fp32",
+    "what": "内容", "scripts": "脚本数", "hardware": "硬件", "date": "日期",
+}  # fmt: skip
+CELLS = {
+    "not run yet": "尚未运行", "training on a CPU": "在 CPU 上训练",
+    "training on one GPU": "在一个 GPU 上训练", "training on several GPUs": "在多个 GPU 上训练",
+    "inference on a CPU": "在 CPU 上推理", "inference on a GPU": "在 GPU 上推理",
+    "autocast with GradScaler": "autocast 加 GradScaler",
+    "left out: pytorch_DP.py has no GradScaler": "未测：pytorch_DP.py 没有 GradScaler",
+    "left out: this CPU has no float16 arithmetic": "未测：这个 CPU 没有 float16 运算",
 }  # fmt: skip
 PHRASES = {  # in lines with a link, and where nothing was measured
     "not measured yet": "尚未测量", " cores": " 核", "runs of each": "次重复",
     "median (least–most)": "中位数（最小–最大）", "| weights ": "| 权重 ", "| loss ": "| 损失 ",
     "(docs/techniques.md": "(docs/techniques.zh-CN.md",
+    "measured on uncommitted changes": "在未提交的改动上测得",
+    "since then changed": "此后改动过", " files)": " 个文件)",
 }  # fmt: skip
+NOTE = re.compile(r"; (?:measured on|since then|在未提交|此后)[^\n]*")  # of stale.py, on a page
 
 
 def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
@@ -92,22 +104,42 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     folder = root / "results"
     proof = json.loads((folder / "proof.json").read_text())
     inference = json.loads((folder / "inference.json").read_text())
-    blocks = {name: getattr(tables, f"{name}_table")(proof[name])
+    blocks = {name: getattr(tables, f"{name}_table")(proof[name]) + proof_note(root, proof, name)
               for name in ("parity", "bytes", "sent", "loss")}  # fmt: skip
-    blocks["inference"] = tables.inference_table(inference)
+    since = stale.note(root, inference["git_commit"], [inference["command"]])
+    blocks["inference"] = tables.inference_table(inference) + since
+    blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
     for name in SUITES:
         suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
-        for table in suite["tables"]:
-            blocks[table] = f"not measured yet: `python benchmark.py --suite {name}`"
-            if name in results:
-                blocks[table] = tables.suite_table(results[name], table)
-        if "front" in suite:
-            blocks["front"] = f"not measured yet: `python benchmark.py --suite {name}`"
-            if name in results:
-                blocks["front"] = tables.front_table(results[name], proof, suite["front"])
+        for table in [*suite["tables"], *(["front"] if "front" in suite else [])]:
+            block = name in results and suite_block(root, results[name], table, proof, suite)
+            blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
     return blocks | {name: technique_block(root, name, results) for name in tables.PARENTS}
+
+
+def suite_block(root: Path, found: dict, table: str, proof: dict, suite: dict) -> str:
+    """One of a suite's tables, with what has changed since its rows were measured; empty if it has
+    none."""
+    if table == "front":
+        rows = [row for row in found["rows"] if row["name"] in suite["front"]]
+        drawn = tables.front_table(found, proof, suite["front"])
+    else:
+        rows = [row for row in found["rows"] if row["table"] == table]
+        drawn = tables.suite_table(found, table)
+    commands = [run["command"] for row in rows for run in row["runs"]]
+    return drawn + stale.note(root, found["git_commit"], commands) if rows else ""
+
+
+def proof_note(root: Path, proof: dict, name: str) -> str:
+    """The line below a table of the proof, if that knows its commit."""
+    if "git_commit" not in proof:
+        return ""
+    scripts = [f"{row['script'].split()[0]}.py" for row in proof[name]]
+    since = stale.note(root, proof["git_commit"], scripts)
+    about = f"torch {proof['versions']['torch']}; [results/proof.json](results/proof.json)"
+    return f"\n\n{about}{since}"
 
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
@@ -144,7 +176,11 @@ def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: b
         if name not in missing or "<!-- " in match[2]:
             raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
         missing.pop(name)
-        lines = translate(blocks[name]) if chinese else blocks[name]
+        lines = blocks[name]
+        if lines.endswith(stale.UNKNOWN):  # as it was said where the history is
+            said = NOTE.search(match[2])
+            lines = lines.removesuffix(stale.UNKNOWN) + (said[0] if said else "")
+        lines = translate(lines) if chinese else lines
         lines = re.sub(r"\]\((results|docs)/", rf"]({up}\1/", lines)
         return f"<!-- {name} -->\n\n{lines}\n\n<!-- end -->"
 
@@ -155,13 +191,16 @@ def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: b
 
 
 def translate(lines: str) -> str:
-    """The heads of tables in Chinese, and what stands below; the rows are names and figures."""
+    """In Chinese: the heads of tables, what stands below, and in the rows what is no name."""
     lines = lines.splitlines()
     for i, line in enumerate(lines):
         if lines[i + 1 : i + 2] and lines[i + 1].startswith("| --- "):
             cells = [HEADS.get(cell.strip(), cell.strip()) for cell in line.strip("|").split("|")]
             lines[i] = "| " + " | ".join(cells) + " |"
-        elif "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):
+        elif line.startswith("| "):
+            cells = [CELLS.get(cell, cell) for cell in line[2:-2].split(" | ")]
+            lines[i] = "| " + " | ".join(cells) + " |"
+        if "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):
             for english, chinese in PHRASES.items():
                 lines[i] = lines[i].replace(english, chinese)
     return "\n".join(lines)

@@ -48,6 +48,11 @@ def middle(values: list) -> float | None:
     return statistics.median(values) if values else None
 
 
+def devices_of(run: dict) -> int:
+    """That it computed on: DP uses all GPUs from one process. Older results do not say it."""
+    return run.get("devices", run["world_size"])
+
+
 def name_of(row: dict) -> str:
     """Of a row, without its number of ranks."""
     return re.sub(r" x\d+$", "", row["name"])

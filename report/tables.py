@@ -2,9 +2,10 @@
 
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
-from report.results import Unusable, middle, name_of, of_all
+from report.results import Unusable, devices_of, middle, name_of, of_all
 from report.theory import kept_bytes
 
 PARENTS = {  # each script, and the one that it is a diff against
@@ -33,8 +34,12 @@ def markdown(header: list[str], rows: list[list]) -> str:
 def suite_table(found: dict, table: str) -> str:
     """One of a suite's tables: medians over the repeats, and where they are from."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    drawn = peers_table(rows) if table.endswith("-peers") else techniques_table(rows)
-    return f"{drawn}\n\n{measured_where(found, rows)}"
+    draw = techniques_table
+    if table.endswith("-peers"):
+        draw = peers_table
+    if table.endswith("-amp"):
+        draw = amp_table
+    return f"{draw(rows)}\n\n{measured_where(found, rows)}"
 
 
 def measured_where(found: dict, rows: list[dict]) -> str:
@@ -68,24 +73,22 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
         link = f"[`{title}`](docs/techniques.md#{section.lower()})"
         row = rows.get(name, {"runs": [], "failed": "not measured yet"})
         if not row["runs"]:
-            lines.append([link, "", row["failed"], "", "", ""])
+            lines.append([link, "", why_empty(row), "", "", ""])
             continue
         run = row["runs"][0]
-        memory = middle(of_all(row["runs"], "peak_memory_gib", "allocated"))
-        memory = memory or middle(of_all(row["runs"], "peak_memory_gib", "process"))
         kept, expected = kept_bytes(run)
         lines.append(
             [
                 link,
-                run["world_size"],
+                ranks_cell(run),
                 spread(of_all(row["runs"], "images_per_second")),
-                f"{memory:.2f}",
+                f"{peak_memory(row['runs']):.2f}",
                 f"{digits(kept)} ({digits(expected)})",
                 against_one_process(f"pytorch_{title}", proof),
             ]
         )
-    header = ["technique", "ranks", "images/s (min–max)", "peak GiB", "kept (theory)"]
-    table = markdown([*header, "against one process"], lines)
+    header = ["technique", ranks_head(rows.values()), "images/s (min–max)", "peak GiB"]
+    table = markdown([*header, "kept (theory)", "against one process"], lines)
     return f"{table}\n\n{measured_where(found, list(rows.values()))}"
 
 
@@ -100,6 +103,35 @@ def against_one_process(script: str, proof: dict) -> str:
     return f"loss {max(losses, key=abs):+.2%}" if losses else ""
 
 
+def ranks_head(rows: Iterable[dict]) -> str:
+    """Of a column of :func:`ranks_cell`."""
+    apart = (devices_of(run) != run["world_size"] for row in rows for run in row["runs"])
+    return "ranks (GPUs)" if any(apart) else "ranks"
+
+
+def ranks_cell(run: dict) -> str:
+    """How many ranks, and in brackets how many GPUs if one rank uses several."""
+    ranks, devices = run["world_size"], devices_of(run)
+    return str(ranks) if devices == ranks else f"{ranks} ({devices})"
+
+
+def precision_cell(run: dict) -> str:
+    """With a word where fp32 was computed in TF32. (Older results have one flag for both kinds.)"""
+    kinds = run["tf32"].values() if isinstance(run["tf32"], dict) else [run["tf32"]]
+    return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
+
+
+def peak_memory(runs: list[dict]) -> float:
+    """GiB: what PyTorch handed out on a GPU, or else the process."""
+    memory = middle(of_all(runs, "peak_memory_gib", "allocated"))
+    return memory or middle(of_all(runs, "peak_memory_gib", "process"))
+
+
+def why_empty(row: dict) -> str:
+    """Of a row without figures."""
+    return row["failed"] or f"left out: {row['left_out']}"
+
+
 def spread(values: list[float]) -> str:
     """Median, and least and most; as many digits as three repeats are worth."""
     low, mid, high = min(values), statistics.median(values), max(values)
@@ -109,7 +141,14 @@ def spread(values: list[float]) -> str:
 
 def techniques_table(rows: list[dict]) -> str:
     gpu = any(run["peak_memory_gib"]["allocated"] is not None for r in rows for run in r["runs"])
-    header = ["technique", "ranks", "precision", "images/s (min–max)", "step ms (p95)", "epoch s"]
+    header = [
+        "technique",
+        ranks_head(rows),
+        "precision",
+        "images/s (min–max)",
+        "step ms (p95)",
+        "epoch s",
+    ]
     header += ["peak GiB (reserved)", "GPU %"] if gpu else ["peak GiB"]
     header += ["kept (theory)", "weights", "accuracy"]
     lines = []
@@ -118,7 +157,7 @@ def techniques_table(rows: list[dict]) -> str:
             lines.append(technique_cells(row, gpu))
         else:
             ranks = re.search(r" x(\d+)$", row["name"])
-            cells = [f"`{name_of(row)}`", ranks[1] if ranks else "", "", row["failed"]]
+            cells = [f"`{name_of(row)}`", ranks[1] if ranks else "", "", why_empty(row)]
             lines.append(cells + [""] * (len(header) - len(cells)))
     return markdown(header, lines)
 
@@ -131,7 +170,8 @@ def technique_cells(row: dict, gpu: bool) -> list:
         name += f" ({len(runs)} runs; then {row['failed']})"
     speeds = of_all(runs, "images_per_second")
     p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
-    cells = [name, run["world_size"], run["precision"], spread(speeds), f"{p50:.0f} ({p95:.0f})"]
+    cells = [name, ranks_cell(run), precision_cell(run), spread(speeds)]
+    cells.append(f"{p50:.0f} ({p95:.0f})")
     cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
     kinds = ("allocated", "reserved", "process")
     memory = {kind: middle(of_all(runs, "peak_memory_gib", kind)) for kind in kinds}
@@ -153,20 +193,80 @@ def technique_cells(row: dict, gpu: bool) -> list:
 
 
 def peers_table(rows: list[dict]) -> str:
-    """Loops on the same work, against the bare one."""
-    speeds = [of_all(r["runs"], "images_per_second") for r in rows if r["name"] == "bare loop"]
-    bare = middle(speeds[0]) if speeds else None
-    lines = []
+    """Loops on the same work, against the bare one of the same precision."""
+    bare, lines = {}, []
     for row in rows:
         if not row["runs"]:
-            lines.append([row["name"], row["failed"], "", ""])
+            lines.append([row["name"], why_empty(row), "", ""])
             continue
-        speeds = of_all(row["runs"], "images_per_second")
-        memory = middle(of_all(row["runs"], "peak_memory_gib", "allocated"))
-        memory = memory or middle(of_all(row["runs"], "peak_memory_gib", "process"))
-        part = f"{statistics.median(speeds) / bare:.2f}" if bare else ""
-        lines.append([row["name"], spread(speeds), part, f"{memory:.2f}"])
+        speeds, precision = of_all(row["runs"], "images_per_second"), row["runs"][0]["precision"]
+        if row["name"].startswith("bare loop"):
+            bare[precision] = statistics.median(speeds)
+        part = f"{statistics.median(speeds) / bare[precision]:.2f}" if precision in bare else ""
+        lines.append([row["name"], spread(speeds), part, f"{peak_memory(row['runs']):.2f}"])
     return markdown(["loop", "images/s (min–max)", "of the bare loop", "peak GiB"], lines)
+
+
+def amp_table(rows: list[dict]) -> str:
+    """One model in SingleGPU, DP and DDP, each in fp32, under autocast and with a GradScaler; both
+    are in the rows' names. Speed also relative to the same technique in fp32."""
+    lines, full = [], {}
+    for row in rows:
+        technique, precision = name_of(row).split(", ")
+        if not row["runs"]:
+            ranks = re.search(r" x(\d+)$", row["name"])
+            lines.append([technique, precision, ranks[1] if ranks else "", why_empty(row), "", ""])
+            continue
+        ranks, speeds = ranks_cell(row["runs"][0]), of_all(row["runs"], "images_per_second")
+        if precision == "fp32":
+            full[technique, ranks] = statistics.median(speeds)
+        part = ""
+        if (technique, ranks) in full:
+            part = f"{statistics.median(speeds) / full[technique, ranks]:.2f}"
+        memory = f"{peak_memory(row['runs']):.2f}"
+        lines.append([technique, precision, ranks, spread(speeds), part, memory])
+    header = ["technique", "precision", ranks_head(rows), "images/s (min–max)", "of fp32"]
+    return markdown([*header, "peak GiB"], lines)
+
+
+# ---------------------------------------------------------------- what was run on which hardware
+
+
+def hardware_table(suites: dict[str, dict], inference: dict) -> str:
+    """What has been run where and what has not, as far as results/ knows.
+
+    Args:
+        suites: their results, by name.
+    """
+    on_cpu, on_one, on_several = [], [], []
+    for found in suites.values():
+        for run in (run for row in found["rows"] for run in row["runs"]):
+            several = devices_of(run) > 1
+            group = on_cpu if run["device"] == "cpu" else on_several if several else on_one
+            group.append((run["technique"], found))
+    lines = []
+    for what, group in {
+        "training on a CPU": on_cpu,
+        "training on one GPU": on_one,
+        "training on several GPUs": on_several,
+    }.items():
+        scripts = {technique for technique, _ in group if technique.startswith("pytorch_")}
+        found = group[0][1] if group else None
+        lines.append([what, f"{len(scripts)} / {len(PARENTS) + 1}", *run_where(found, what)])
+    for what, on_cpu in {"inference on a CPU": True, "inference on a GPU": False}.items():
+        found = inference if (inference["device"] == "cpu") == on_cpu else None
+        lines.append([what, "", *run_where(found, what)])
+    return markdown(["what", "scripts", "hardware", "torch", "date"], lines)
+
+
+def run_where(found: dict | None, what: str) -> list[str]:
+    """Hardware, version and date; empty cells after the first of what was not run."""
+    if not found:
+        return ["not run yet", "", ""]
+    machine = found["hardware"]
+    gpus = [f"{machine['gpus'].count(name)} × {name}" for name in dict.fromkeys(machine["gpus"])]
+    hardware = machine["cpu"] if what.endswith("CPU") else ", ".join(gpus)
+    return [hardware, found["versions"]["torch"], found.get("date", "")]
 
 
 # -------------------------------------------------------------- what model_inference.py measured

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import torch
 
-PROOF = Path(__file__).resolve().parents[1] / "results" / "proof.json"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from harness.measure import git_commit  # noqa: E402
+
+PROOF = ROOT / "results" / "proof.json"
 TABLES = ("parity", "bytes", "sent", "loss")
 
 
@@ -30,7 +34,8 @@ def read_measured(paths):
             raise SystemExit(f"{paths} have no measurement for the table '{table}'")
         rows.sort(key=lambda row: json.dumps(row, sort_keys=True))
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"versions": versions, "machine": platform.processor() or platform.machine(), **found}
+    about = {"versions": versions, "machine": platform.processor() or platform.machine()}
+    return about | {"git_commit": git_commit()} | found
 
 
 if __name__ == "__main__":

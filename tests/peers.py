@@ -8,8 +8,9 @@ seed        as in the page that this began from: PIL images, transforms for each
 fabric      Lightning Fabric (pip install lightning-fabric), with torchvision's transforms as above
 accelerate  Hugging Face Accelerate (pip install accelerate), likewise
 
-Model, optimizer, batch and images are the script's, in fp32. On a GPU each step is
-waited for, which the scripts do not.
+Model, optimizer, batch and images are the script's, in fp32 or by --dtype. So are clock and memory
+(harness/clock.py): on a GPU no step is waited for, unless the loop itself does so. The images stay
+in the CPU's memory here, also where a script keeps them on the GPU.
 """
 
 import itertools
@@ -26,11 +27,10 @@ from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from measure_overhead import now  # noqa: E402
-
 import common  # noqa: E402
 from harness import measure  # noqa: E402
-from harness.clock import WARMUP_STEPS  # noqa: E402
+from harness.clock import StepClock  # noqa: E402
+from harness.result import used_tf32  # noqa: E402
 from jobs import images as image_job  # noqa: E402
 
 
@@ -60,15 +60,16 @@ class Pictures(Dataset):
 def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--loop", choices=["bare", "seed", "fabric", "accelerate"], required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
     device = common.get_device(args)
     common.seed_everything(args.seed, args.deterministic)
     train_set, _ = common.make_datasets(args)
     model = common.make_model(args, train_set.classes).to(device).train()
     optimizer = common.make_optimizer(args, model.parameters())
-    shape = (args.batch_size, 3, args.image_size, args.image_size)
-    labels = torch.randint(len(train_set.classes), shape[:1], device=device)
-    loader = itertools.repeat((torch.randn(shape, device=device), labels))
+    images = torch.randn_like(train_set.example(args.batch_size)).to(device)
+    labels = torch.randint(len(train_set.classes), [args.batch_size], device=device)
+    loader = itertools.repeat((images, labels))
     if args.loop != "bare":
         loader = DataLoader(
             Pictures(train_set, args.image_size), args.batch_size, shuffle=True, drop_last=True,
@@ -92,8 +93,10 @@ def main():
         if args.loop == "seed":
             images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels)
+        autocast = args.dtype != "float32"
+        with torch.autocast(device.type, torch.bfloat16 if autocast else None, enabled=autocast):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
         if args.loop == "fabric":
             fabric.backward(loss)
         elif args.loop == "accelerate":
@@ -104,29 +107,31 @@ def main():
         if args.loop == "seed":  # its running loss and accuracy
             return loss.item(), (logits.argmax(1) == labels).sum().item()
 
-    started, seconds = time.perf_counter(), []
+    started, clock = time.perf_counter(), StepClock([device])
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    before = now(device)
-    for images, labels in itertools.islice(batches if args.loop != "bare" else loader,
-                                           args.max_steps):  # fmt: skip
+    if args.loop == "bare":
+        batches = loader
+    clock.start()
+    for images, labels in itertools.islice(batches, args.max_steps):
         step(images, labels)
-        seconds.append(now(device) - before)
-        before += seconds[-1]
-        if device.type == "cuda" and len(seconds) == WARMUP_STEPS:
-            torch.cuda.reset_peak_memory_stats(device)
-    settled = seconds[min(WARMUP_STEPS, len(seconds) // 2) :]
+        clock.tick()
+    clock.read()
+    clock.pause()
+    settled = clock.settled()
     speed = args.batch_size / statistics.median(settled)
     milliseconds = 1e3 * torch.tensor(settled)
     result = {
         "technique": f"peer: {args.loop}", "command": measure.launch_command(), "world_size": 1,
-        "device": measure.device_name(device), "threads": torch.get_num_threads(),
-        "model": args.model, "dataset": args.dataset, "precision": "float32",
-        "tf32": device.type == "cuda" and torch.backends.cudnn.allow_tf32,
+        "devices": 1, "device": measure.device_name(device),
+        "gpu_uuids": measure.gpu_uuids([device]), "trained_between": clock.spans,
+        "threads": torch.get_num_threads(),
+        "model": args.model, "dataset": args.dataset, "precision": args.dtype,
+        "tf32": used_tf32(args.dtype, device),
         "image_size": args.image_size, "global_batch_size": args.batch_size,
-        "optimizer": args.optimizer, "train_samples": len(train_set), "steps": len(seconds),
+        "optimizer": args.optimizer, "train_samples": len(train_set), "steps": len(clock.seconds),
         "seconds_total": time.perf_counter() - started, "images_per_second": speed,
         "step_ms": {f"p{p}": milliseconds.quantile(p / 100).item() for p in (50, 95)},
-        "peak_memory_gib": {"allocated": None, "reserved": None} | measure.peak_memory_gib(device),
+        "peak_memory_gib": {"allocated": None, "reserved": None} | clock.peak_memory,
         "state_bytes": None, "eval_accuracy": [None], "eval_samples": 0,
     }  # fmt: skip
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """benchmark.py: measured end to end, stopped and continued, rendered, and held to what it says."""
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -17,7 +18,7 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed
 
 import benchmark
-from report import pages
+from report import pages, stale, tables
 from report.results import Unusable, read_results
 from report.theory import kept_bytes, theory
 
@@ -189,6 +190,19 @@ def test_the_command_to_render_and_check(checkout):
     assert path.read_text() == text
 
 
+def test_without_the_history_pages_keep_what_they_say(checkout):
+    """As in a shallow clone, or in none at all."""
+    assert not changes(checkout)
+    inference = json.loads((checkout / "results/inference.json").read_text())
+    assert stale.note(checkout, inference["git_commit"], []) == stale.UNKNOWN
+    for end, said in {"": "; since then changed: a.py", ".zh-CN": "; 此后改动过: a.py"}.items():
+        path = checkout / f"docs/inference{end}.md"
+        link = "[results/inference.json](../results/inference.json)"
+        text = re.sub(rf"{re.escape(link)}.*", f"{link}{said}", path.read_text())
+        path.write_text(text)
+    assert not changes(checkout)
+
+
 def test_what_tests_measured_is_collected(checkout):
     """Out of pytest's own file, with the properties that tests record, comes proof.json again."""
     path = checkout / "results/proof.json"
@@ -251,6 +265,7 @@ def test_what_was_kept_is_what_theory_says():
         ("--suite quick --repeats 0", "--repeats"),
         ("--suite gpu", "--suite cpu"),
         ("--render --only x", "--only"),
+        ("--check --dry-run", "--dry-run"),
         ("", "--suite"),
     ],
 )
@@ -302,3 +317,126 @@ def test_nothing_is_rendered_from_what_is_wrong(how, name, checkout):
         (checkout / name).unlink()
     with pytest.raises(Unusable, match=re.escape(name)):
         pages.find_changes(checkout)
+
+
+# ------------------------------------------------------------------ rows, and what leaves them out
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function that lets PyTorch see so many GPUs, of a name and a compute capability."""
+
+    def see(count, name="NVIDIA A100", capability=(8, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+        monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda package: True)
+
+    return see
+
+
+def left_out(suite):
+    rows = benchmark.read_suite(suite)["rows"]
+    return {row["name"]: row["left_out"] for row in rows if row["left_out"]}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
+def test_the_batch_divides_among_these_gpus(count, gpus):
+    gpus(count)
+    assert left_out("gpu") == {}
+
+
+def test_rows_that_a_gpu_cannot_run_say_why(gpus, monkeypatch):
+    gpus(5)
+    why = left_out("gpu")
+    assert why["torchrun_DDP x5"] == "a batch of 96 cannot be divided into 5 parts"
+    assert "20 parts" in why["gradient_accumulation --accumulate 4 x5"]
+    assert "DP" not in why and "torchrun_DDP x1" not in why
+    gpus(1, "Tesla P40", (6, 1))
+    why = left_out("gpu")
+    for row in benchmark.read_suite("gpu")["rows"]:
+        if "bfloat16" in row["command"]:
+            assert why.pop(row["name"]) == "Tesla P40 has no bfloat16"
+    assert not why
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name != "deepspeed")
+    why = left_out("gpu")
+    assert why["DeepSpeed zero_stage1 x1"] == "deepspeed is not installed"
+
+
+def test_five_epochs_have_their_time():
+    """On a P40, which took 1546 s for them (docs/measuring.md)."""
+    rows = [row for row in benchmark.read_suite("gpu")["rows"] if row["table"] == "gpu-accuracy"]
+    assert rows and all(row["timeout"] > 2 * 1546 for row in rows)
+
+
+def test_suites_train_on_visible_gpus_alone():
+    """`deepspeed --num_gpus` takes the machine's first GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    for path in (ROOT / "config").glob("suite_*.json"):
+        commands = [row.get("command", "") for row in json.loads(path.read_text())["rows"]]
+        assert not [command for command in commands if command.startswith("deepspeed")], path
+
+
+@pytest.mark.parametrize("suite", ["cpu", "gpu", "inference", "quick"])
+def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
+    def start(*words, **options):
+        raise AssertionError(f"started {words}")
+
+    before = sorted((ROOT / "results").iterdir())
+    monkeypatch.setattr("sys.argv", ["benchmark.py", "--suite", suite, "--dry-run"])
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    benchmark.main()
+    printed = capsys.readouterr().out
+    assert sorted((ROOT / "results").iterdir()) == before
+    for row in benchmark.read_suite(suite)["rows"]:
+        assert f"{row['name']}: {shlex.join(row['command'])}" in printed
+    assert ("this machine has no GPU" in printed) == (suite == "gpu")
+    assert "python " in printed
+
+
+def test_rows_left_out_are_not_run(checkout):
+    write_suite(checkout, ("good", "python pytorch_SingleGPU.py"))
+    path = checkout / "config/suite_quick.json"
+    suite = json.loads(path.read_text())
+    command = "torchrun --nproc_per_node={ranks} pytorch_DDP_AMP.py"
+    suite["rows"] += [{"name": "odd", "command": command, "ranks": [3]}]
+    suite["rows"] += [{"name": "none", "left_out": "there is no such script"}]
+    path.write_text(json.dumps(suite))
+    finished = succeed("python benchmark.py --suite quick", cwd=checkout)
+    assert "done: " in finished.lines[-1] and "left out: odd x3, none" in finished.lines[-1]
+    assert "failed" not in finished.lines[-1]
+    assert "left out: there is no such script" in finished.stdout, "the table says it"
+    assert "left out: a batch of 16 cannot be divided into 3 parts" in finished.stdout
+
+
+@pytest.mark.parametrize("suite", ["cpu", "gpu"])
+def test_one_model_in_three_precisions(suite, gpus):
+    """Every technique in every precision, or why not."""
+    gpus(2)
+    rows = [row for row in benchmark.read_suite(suite)["rows"] if row["table"] == f"{suite}-amp"]
+    names = {tuple(re.sub(r" x\d$", "", row["name"]).split(", ")) for row in rows}
+    precisions = ("fp32", "autocast", "autocast with GradScaler")
+    assert names == set(itertools.product(("SingleGPU", "DP", "DDP"), precisions))
+    measured = [
+        run for row in read_results(ROOT / "results/cpu.json")["rows"] for run in row["runs"]
+    ]
+    for row, run in zip(rows, measured, strict=False):
+        row |= {"failed": None, "runs": [] if row["left_out"] else [run]}
+    drawn = tables.amp_table(rows)
+    assert "| SingleGPU | fp32 | 1 |" in drawn and "| 1.00 |" in drawn
+
+
+@pytest.mark.parametrize("loop", ["bare", "seed"])
+def test_peers_have_the_scripts_clock(loop, tmp_path):
+    """And so what a suite keeps of a result."""
+    flags = "--train-samples 32 --batch-size 8 --max-steps 4 --model shufflenet_v2_x0_5 -j 1"
+    command = f"python tests/peers.py --loop {loop} --dataset synthetic {flags}"
+    succeed(f"{command} --output-dir {tmp_path}", forked=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(benchmark.KEPT) <= result.keys() and result["devices"] == 1
+    [[begin, end]] = result["trained_between"]
+    assert 0 < end - begin < 60 and result["gpu_uuids"] == []
+    for name in ("peers", "measure_overhead"):
+        text = (ROOT / f"tests/{name}.py").read_text()
+        assert "StepClock(" in text and "synchronize(" not in text

@@ -1,0 +1,89 @@
+"""What has changed in the measured code since it was measured, for the line below each table."""
+
+import ast
+import functools
+import hashlib
+import shlex
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+BELOW = ("common.py", "jobs", "harness")  # every script
+SHOWN = 6  # files; if there are more, the note says how many
+UNKNOWN = "; since then: unknown"  # stands for what the page has said so far
+
+
+def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
+    """What the line below a table says of the code; nothing if it is what it was.
+
+    The files as they lie in the working tree are compared with those of the commit, so that to
+    commit a change does not alter the note. Files that the commit does not have do not count: they
+    matter only where an old one uses them, which has changed then.
+
+    Args:
+        commit: of the result, as ``git describe --dirty`` names it.
+        commands: that were measured. They name the scripts and the files in config/ that count,
+            besides what all scripts use.
+
+    Returns:
+        :data:`UNKNOWN` where there is no clone, or one without the commit, such as a shallow one.
+    """
+    if not commit:
+        return ""
+    commit, _, dirty = commit.partition("-")
+    listed = git(root, "ls-tree", "-r", commit)
+    if listed is None:
+        return UNKNOWN
+    measured = {*BELOW, *(word for command in commands for word in shlex.split(command))}
+    if "model_inference.py" in measured:
+        measured.add("inference")
+    changed = []
+    for line in listed.decode().splitlines():
+        about, path = line.split("\t")
+        counts = path.endswith((".py", ".json")) and {path, path.split("/")[0]} & measured
+        if counts and is_changed(root, path, blob=about.split()[2]):
+            changed.append(path)
+    said = "; measured on uncommitted changes" if dirty else ""
+    if changed:
+        count = f" ({len(changed)} files)" if len(changed) > SHOWN else ""
+        said += f"; since then changed{count}: {', '.join(changed[:SHOWN])}"
+        said += ", …" if len(changed) > SHOWN else ""
+    return said
+
+
+def is_changed(root: Path, path: str, blob: str) -> bool:
+    """Whether a file is gone, or is not what it was; of Python only code counts."""
+    try:
+        now = (root / path).read_bytes()
+    except OSError:
+        return True
+    if blob == hashlib.sha1(b"blob %d\0" % len(now) + now).hexdigest():
+        return False
+    before = git(root, "cat-file", "blob", blob) or b""
+    if path.endswith(".py"):
+        return code_of(before) != code_of(now)
+    return before.splitlines() != now.splitlines()
+
+
+@functools.cache
+def code_of(source: bytes) -> str:
+    """A file's code alone: without comments, docstrings and line breaks."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return repr(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+@functools.cache
+def git(root: Path, *words: str) -> bytes | None:
+    """What git prints; ``None`` if it cannot. Asked only for what never changes."""
+    try:
+        run = subprocess.run(["git", "-C", root, *words], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout

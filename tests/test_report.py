@@ -1,0 +1,108 @@
+"""report/: what tables say of GPUs, and of code that has changed since it was measured."""
+
+import json
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+from report import pages, stale, tables
+from report.results import read_results
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def on_gpus(row, ranks, devices):
+    """A committed row as four GPUs would have it."""
+    for measured in row["runs"]:
+        measured |= {"device": "NVIDIA A100", "world_size": ranks, "devices": devices}
+        measured["peak_memory_gib"] |= {"allocated": 1.5, "reserved": 2.0, "dataset": 0.1}
+        measured["tf32"] = {"convolutions": True, "matrix_products": False}
+        measured["gpu"] = {"utilization_percent": 87.5, "memory_used_gib": 3}
+    return row
+
+
+def test_tables_tell_ranks_from_gpus():
+    found = read_results(ROOT / "results/cpu.json")
+    rows = {row["name"]: row for row in found["rows"]}
+    old = tables.techniques_table([rows["DP"]])  # without the key
+    assert "| ranks |" in old and "| `DP` | 1 | float32 |" in old
+    new = [on_gpus(rows["DP"], 1, 4), on_gpus(rows["torchrun_DDP x4"], 4, 4)]
+    drawn = tables.techniques_table(new)
+    assert "| ranks (GPUs) |" in drawn and "| `DP` | 1 (4) | float32 (TF32) |" in drawn
+    assert "| `torchrun_DDP` | 4 | float32 (TF32) |" in drawn and "| 1.50 (2.00) | 88 |" in drawn
+    assert "| 1 (4) |" in tables.front_table(found, {"parity": [], "loss": []}, ["DP"])
+
+
+def test_what_was_run_on_which_hardware():
+    found = read_results(ROOT / "results/cpu.json")
+    inference = json.loads((ROOT / "results/inference.json").read_text())
+    drawn = tables.hardware_table({"cpu": found}, inference)
+    cpu = found["hardware"]["cpu"]
+    assert f"| training on a CPU | 12 / 12 | {cpu} |" in drawn
+    assert "| training on one GPU | 0 / 12 | not run yet |" in drawn
+    rows = {row["name"]: row for row in found["rows"]}
+    gpu = {"rows": [on_gpus(rows["DP"], 1, 4)], "hardware": {"gpus": ["A100"] * 4}}
+    gpu |= {"versions": {"torch": "2.15.0"}, "date": "2027-01-01"}
+    drawn = tables.hardware_table({"gpu": gpu}, inference | {"device": "A100"} | gpu)
+    assert "| training on a CPU | 0 / 12 | not run yet |" in drawn
+    assert "| training on several GPUs | 1 / 12 | 4 × A100 | 2.15.0 | 2027-01-01 |" in drawn
+    assert "| inference on a GPU |  | 4 × A100 |" in drawn
+    assert "| 在多个 GPU 上训练 | 1 / 12 |" in pages.translate(drawn)
+
+
+# ------------------------------------------------------------------------------ what is out of date
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with one commit; ``git`` runs commands in it."""
+
+    def git(words):
+        name = "-c user.name=x -c user.email=x@x"
+        command = ["git", "-C", tmp_path, *f"{name} {words}".split()]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    for path in ("common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "docs/a.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(
+            '"""What."""\n\n\ndef f():\n    """How."""\n    return 1  # why\n'
+        )
+    git("init -q")
+    git("add -A")
+    git("commit -qm x")
+    return tmp_path, git
+
+
+def test_changed_code_makes_a_result_stale(clone):
+    """But not comments and docstrings, nor other files; and to commit it alters nothing."""
+    root, git = clone
+    commit, commands = git("rev-parse HEAD"), ["torchrun pytorch_DDP.py --device cpu"]
+    old = (root / "common.py").read_text()
+    (root / "common.py").write_text(old.replace("What", "That").replace("# why", "# since"))
+    (root / "harness/new.py").write_text("import os\n")
+    (root / "pytorch_DP.py").unlink()
+    assert stale.note(root, commit, commands) == ""
+    (root / "common.py").write_text(old.replace("1", "2"))
+    (root / "harness/run.py").unlink()
+    said = "; since then changed: common.py, harness/run.py"
+    assert stale.note(root, commit, commands) == said
+    git("add -A")
+    assert stale.note(root, commit, commands) == said
+    git("commit -qm y")
+    assert stale.note(root, commit, commands) == said
+    assert stale.note(root, commit, ["python pytorch_DP.py"]) == f"{said}, pytorch_DP.py"
+    assert stale.note(root, f"{commit}-dirty", commands).startswith("; measured on uncommitted")
+    assert stale.note(root, git("rev-parse HEAD"), commands) == ""
+    assert stale.note(root, None, commands) == ""
+    assert stale.note(root, "0" * 40, commands) == stale.UNKNOWN
+
+
+def test_a_proof_with_a_commit_says_what_has_changed(clone):
+    root, git = clone
+    proof = {"versions": {"torch": "2.15"}, "parity": [{"script": "pytorch_DP --x"}]}
+    assert pages.proof_note(root, proof, "parity") == ""
+    proof["git_commit"] = git("rev-parse HEAD")
+    (root / "pytorch_DP.py").write_text("1")
+    note = pages.proof_note(root, proof, "parity")
+    assert note.endswith("(results/proof.json); since then changed: pytorch_DP.py")
