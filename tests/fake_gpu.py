@@ -1,0 +1,379 @@
+"""Run a script on GPUs that are not there, or on the CPU among ranks that are not there.
+
+Used in place of a script's name. The process is one rank of several, as RANK, LOCAL_RANK and
+WORLD_SIZE say; the process group is PyTorch's `fake` one, in which nobody answers:
+
+    RANK=0 LOCAL_RANK=3 WORLD_SIZE=4 python tests/fake_gpu.py pytorch_FSDP.py --device cuda ...
+
+With `--device cuda` tensors of a GPU have a shape, a dtype and a device, which every operation
+checks as it would there, but no numbers: PyTorch's fake tensors. Those of the CPU are real. In the
+place of torch.cuda there is a recorder. What happened is in ``log.json`` in --output-dir, in order.
+With `--device cpu` all tensors are real, and whole steps are computed.
+
+Whatever needs a driver, numbers or the other ranks has a stand-in in `stand_in_for_...`, as thin as
+it can be. The largest is for backward(), which no fake GPU can compute: every parameter gets a
+gradient like itself.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import small_resnet  # noqa: F401  a model to choose
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
+from torch.nn.parallel import DistributedDataParallel, comm, distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+GIB = 2**30
+aten = torch.ops.aten
+# Operations that tell in which precision a model computes.
+COMPUTES = {"convolution", "addmm", "_log_softmax", "_fused_sgd_", "_fused_adamw_"}
+COMPUTES |= {"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"}
+
+
+class FakeCuda:
+    """Stands in for torch.cuda: answers, and notes what was asked of it.
+
+    Args:
+        capability: of each of the four GPUs.
+    """
+
+    def __init__(self, capability=(8, 0)):
+        self.log, self.current, self.capability = [], 0, tuple(capability)
+        self.known = {  # questions that are not noted
+            "is_available": True,
+            "is_initialized": True,
+            "device_count": 4,
+            "get_device_name": "Fake GPU",
+            "get_device_capability": self.capability,
+            "is_bf16_supported": self.capability >= (8, 0),
+            "is_current_stream_capturing": False,
+            "manual_seed_all": None,
+        }
+        self.noted = {
+            "synchronize": None,
+            "empty_cache": None,
+            "reset_peak_memory_stats": None,
+            "max_memory_allocated": 3 * GIB,
+            "max_memory_reserved": 4 * GIB,
+            "memory_reserved": 5 * GIB,
+            "mem_get_info": (60 * GIB, 80 * GIB),  # free, total
+            "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": None,
+        }
+
+    def note(self, name, *arguments):
+        self.log.append([name, *map(str, arguments)])
+
+    def install(self, setattr=setattr):
+        for name, answer in self.known.items():
+            setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        for name, answer in self.noted.items():
+            setattr(torch.cuda, name, self.noting(name, answer))
+        for name in ("set_device", "current_device", "get_device_properties", "current_stream"):
+            setattr(torch.cuda, name, getattr(self, name))
+        setattr(torch.version, "cuda", "13.0")
+        setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+        setattr(torch.backends.cudnn, "version", lambda: 91000)
+        setattr(torch.cuda, "Event", lambda *_, **__: Event(self))
+        setattr(torch.cuda, "Stream", lambda device=None, **_: Stream(self, device, "a"))
+        setattr(torch.cuda, "stream", contextlib.nullcontext)
+
+    def noting(self, name, answer):
+        def call(*args, **kwargs):
+            self.note(name, *args, *kwargs.values())
+            return answer
+
+        return call
+
+    def set_device(self, device):
+        self.note("set_device", device)
+        self.current = device if isinstance(device, int) else device.index
+
+    def current_device(self):
+        return self.current
+
+    def get_device_properties(self, device):
+        memory = {"total_memory": 80 * GIB, "multi_processor_count": 100}  # for DataParallel
+        return SimpleNamespace(uuid=f"of {device}", **memory)
+
+    def current_stream(self, device=None):
+        return Stream(self, device, "current")
+
+
+class Stream:
+    def __init__(self, cuda, device, kind):
+        self.cuda, self.name = cuda, f"{kind} stream of {device}"
+
+    def record_event(self, event=None):
+        return event or Event(self.cuda)
+
+    def wait_event(self, event):
+        pass
+
+    wait_stream = wait_event
+
+
+class Event:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def record(self, stream=None):
+        self.cuda.note("Event.record", *([stream.name] if stream else []))
+
+    def synchronize(self):
+        self.cuda.note("Event.synchronize")
+
+    def elapsed_time(self, later):
+        self.cuda.note("Event.elapsed_time")
+        return 100.0  # milliseconds
+
+
+class FakeGpus(FakeTensorMode):
+    """Fake are the tensors of GPUs only, and they are kept on them."""
+
+    avoid_device_init = True  # whatever torch.cuda says now
+
+    def __init__(self, cuda):
+        super().__init__(allow_non_fake_inputs=True)
+        self.note, self.cuda = cuda.note, cuda
+        self.computed = set()  # which operation, where, on which dtypes: the first two
+        self.model = None
+        self.number = 1  # that any tensor holds when it is fetched
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.__name__.split(".")[0]
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again with what is in it
+        if name in ("pin_memory", "_pin_memory"):
+            return args[0]
+        leaves = tree_leaves((args, kwargs))
+        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        gpus = [leaf for leaf in leaves if isinstance(leaf, torch.device) and leaf.type == "cuda"]
+        if func.namespace == "c10d":
+            assert fakes or name == "barrier", "nccl sends no tensors of the CPU"
+            self.note(name)
+        if not fakes and not gpus:
+            return func(*args, **kwargs)  # on the CPU
+        if name in COMPUTES:
+            devices = sorted({str(tensor.device) for tensor in fakes})
+            dtypes = [str(tensor.dtype)[6:] for tensor in (fakes * 2)[:2]]
+            self.computed.add((name, ",".join(devices), *dtypes))
+        if name == "_local_scalar_dense":
+            self.note("to cpu", "item")
+            return args[0].dtype == torch.bool or self.number
+        if name == "_fused_sgd_":  # for which PyTorch has no rule; this one is that of its kernel
+            for tensors in zip(*filter(None, args[:3]), strict=True):
+                assert len({(t.device, t.dtype, t.shape, t.stride()) for t in tensors}) == 1
+            return None
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
+            self.note("to cpu", args[0].dtype)
+            return args[0].zero_()
+        sent = name == "_to_copy" and not fakes
+        if sent:
+            if gpus[0].index == 0:  # "cuda" without a number: the guard in use knows no other
+                kwargs["device"] = torch.device("cuda", self.cuda.current)
+            self.note("to cuda", kwargs["device"], args[0].dtype, list(args[0].shape))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if sent and args[0].numel() < 10:
+            out.known = args[0]  # as long as nothing is computed of it
+        if name == "_to_copy" and out.device.type == "cpu":
+            self.note("to cpu", out.dtype)
+            return torch.full(out.shape, self.number, dtype=out.dtype)
+        return out
+
+
+def describe(note, state, path):
+    """Write down what would be written."""
+    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf)]
+    note("save", path.name, *sorted({f"{str(t.dtype)[6:]} on {t.device}" for t in tensors}))
+    path.write_text("in the place of a file\n")
+
+
+def stand_in_for_ranks(note):
+    """All others are like this one."""
+    init, all_reduce = dist.init_process_group, dist.all_reduce
+    lazy_init = DistributedDataParallel._lazy_init
+
+    def init_process_group(backend, device_id=None, **_):
+        note("init_process_group", backend, device_id)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        init("fake", store=FakeStore(), rank=rank, world_size=size)
+        dist.get_backend = lambda group=None: backend
+
+    def all_reduce_alike(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        note("all_reduce", tensor.device, tensor.dtype)
+        all_reduce(tensor, op, group, async_op)
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size())
+        future = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
+
+    def keep_bucket(_, bucket):  # the fake group's answer has no result, which DDP would read
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def begin(ddp):
+        if not ddp._comm_hooks:
+            ddp.register_comm_hook(None, keep_bucket)
+        lazy_init(ddp)
+        DistributedDataParallel.wrapper = ddp
+
+    def all_gather_object(values, value, group=None):
+        values[:] = [value] * len(values)
+
+    dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 1)])
+    dist.init_process_group, dist.all_reduce = init_process_group, all_reduce_alike
+    dist.all_gather_object = all_gather_object
+    dist.broadcast_object_list = dist.monitored_barrier = lambda *_, **__: None
+    # DDP reads what the others say of their parameters, and so does its new order of buckets.
+    distributed._verify_param_shape_across_processes = lambda *_: None
+    dist.Reducer._rebuild_buckets = lambda reducer: False
+    DistributedDataParallel._lazy_init = begin
+    # What they keep is not known, so no snapshot is complete.
+    torch.distributed.checkpoint.save = lambda state, checkpoint_id: describe(
+        note, state, checkpoint_id
+    )
+    zero_redundancy_optimizer._broadcast_object = lambda value, **_: value
+    ZeroRedundancyOptimizer.state_dict = lambda optimizer: optimizer.optim.state_dict()
+
+
+def stand_in_for_numbers(fake, common, harness):
+    """What reads the numbers of a tensor, or where they are."""
+    evaluate, tolist = common.evaluate, FakeTensor.tolist
+    save, swap = torch.save, torch.utils.swap_tensors
+
+    def evaluate_all(model, loader, device):
+        fake.number = len(loader.dataset)  # so many images, all of them right
+        metrics = evaluate(model, loader, device)
+        fake.number = 1
+        return metrics
+
+    def save_fakes(state, path, **options):
+        if not isinstance(path, (str, Path)):  # but a buffer, to be sent
+            return save(state, path, **options)
+        describe(fake.note, state, Path(path))
+
+    def swap_fakes(ours, theirs):  # Module.to() of half precision: there are references to ours
+        if not isinstance(ours, FakeTensor):
+            return swap(ours, theirs)
+        ours.data, ours.fake_device = theirs.detach(), theirs.fake_device
+
+    common.evaluate, torch.save, torch.utils.swap_tensors = evaluate_all, save_fakes, swap_fakes
+    FakeTensor.tolist = lambda t: t.known.tolist() if hasattr(t, "known") else tolist(t)
+    torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
+    harness.stop.StopRequest.count_votes = lambda request, votes: None  # nobody wants to
+
+
+def stand_in_for_drivers(fake, harness):
+    """What is computed by C++ that asks CUDA itself."""
+
+    def backward(loss, *_, **__):
+        fake.note("backward", loss.dtype)
+        seen, nodes = set(), [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node and node not in seen:
+                seen.add(node)
+                nodes += [following for following, _ in node.next_functions]
+                if hasattr(node, "variable") and node.variable.grad is None:
+                    node.variable.grad = torch.zeros_like(node.variable)
+        ddp = getattr(DistributedDataParallel, "wrapper", None)
+        if ddp and ddp.require_backward_grad_sync:  # its reducer would call the hooks
+            parameters = list(ddp.parameters())
+            buffer = torch.cat([parameter.grad.flatten() for parameter in parameters])
+            parts = buffer.split([parameter.numel() for parameter in parameters])
+            parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+            bucket = {"buffer": buffer, "gradients": parts, "parameters": parameters}
+            bucket |= {"is_last": True, "index": 0}  # the only one
+            answers = {name: lambda value=value: value for name, value in bucket.items()}
+            for hook, state in ddp._comm_hooks:
+                hook(state, SimpleNamespace(**answers)).wait()
+        if hasattr(fake.model, "_get_fsdp_state"):  # reduce-scatters them, where hooks have not
+            fake.model._get_fsdp_state()._root_post_backward_final_callback()
+
+    def broadcast_coalesced(tensors, gpus, buffer_size=None):
+        return [[tensor.to(f"cuda:{gpu}") for tensor in tensors] for gpu in gpus]
+
+    def scatter(tensor, gpus, sizes=None, dim=0, streams=None):
+        parts = tensor.chunk(len(gpus), dim)
+        return tuple(part.to(f"cuda:{gpu}") for gpu, part in zip(gpus, parts, strict=True))
+
+    def gather(tensors, dim=0, gpu=None):
+        return torch.cat([tensor.to(f"cuda:{gpu}") for tensor in tensors], dim)
+
+    def parallel_apply(parallel, replicas, inputs, kwargs):  # one after the other
+        return [replica(*images) for replica, images in zip(replicas, inputs, strict=True)]
+
+    fake_tensor.init_gpu_context = lambda device: None  # PyTorch 2.11 makes it a real tensor
+    tensor = torch.tensor
+    torch.tensor = lambda *args, pin_memory=False, **options: tensor(*args, **options)
+    torch.Tensor.backward = backward
+    comm.broadcast_coalesced, comm.scatter, comm.gather = broadcast_coalesced, scatter, gather
+    torch.nn.DataParallel.parallel_apply = parallel_apply
+    dist.Reducer.prepare_for_forward = dist.Reducer.prepare_for_backward = lambda *_: None
+
+
+def main():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    script = next(word for word in sys.argv if word.startswith("pytorch_"))
+    sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
+    cuda = FakeCuda(map(int, os.environ.get("CAPABILITY", "8.0").split(".")))
+    stand_in_for_ranks(cuda.note)
+    import common
+    import harness.stop
+    from harness.run import Run
+
+    fake, start, batches = FakeGpus(cuda), Run.start, Run.batches
+
+    def watched_start(run, model, *args, **kwargs):
+        fake.model = model
+        if deepspeed := sys.modules.get("deepspeed"):  # which works in hooks of backward
+            deepspeed.DeepSpeedEngine.backward = lambda _, loss: cuda.note("backward", loss.dtype)
+            deepspeed.DeepSpeedEngine.step = lambda _: None
+        tensors = [*model.parameters(), *model.buffers()]
+        kinds = {f"{str(t.dtype)[6:]} on {t.device}" for t in tensors if t.is_floating_point()}
+        cuda.note("model", *sorted(kinds))
+        start(run, model, *args, **kwargs)
+
+    def watched_batches(run, loader, epoch):
+        cuda.note("epoch")
+        for images, labels in batches(run, loader, epoch):
+            last = images.is_contiguous(memory_format=torch.channels_last)
+            cuda.note("step", images.device, images.dtype, f"channels last: {last}", labels.device)
+            yield images, labels
+        cuda.note("end of epoch")
+
+    Run.start, Run.batches = watched_start, watched_batches
+    mode = contextlib.nullcontext()
+    if "cuda" in sys.argv:
+        cuda.install()
+        stand_in_for_numbers(fake, common, harness)
+        stand_in_for_drivers(fake, harness)
+        mode = fake
+    with mode:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+            precision = torch.get_float32_matmul_precision()
+            seen = {"log": cuda.log, "computed": sorted(fake.computed), "precision": precision}
+            (folder / "log.json").write_text(json.dumps(seen, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""What a GPU would run, run where there is none: see fake_gpu.py, which says what is not real."""
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchvision
+from conftest import ONE_PROCESS, launch, succeed
+from fake_gpu import GIB, FakeCuda
+
+import common
+from harness import clock, ranks, result
+from jobs import classifiers
+
+# 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
+JOB = "--dataset synthetic --train-samples 192 --eval-samples 96 --batch-size 24 --epochs 2 "
+JOB += "--model small_resnet --image-size 32 --print-freq 5 --snapshot-every 6"
+MEMORY = ["max_memory_allocated", "max_memory_reserved", "mem_get_info", "memory_reserved"]
+
+FP32, FP16, BF16 = "float32", "float16", "bfloat16"
+SCRIPTS = [  # with what they compute convolutions in
+    ("pytorch_SingleGPU", FP32),
+    ("pytorch_half_precision --dtype float16", FP16),
+    ("pytorch_half_precision --dtype bfloat16 --master-weights", BF16),
+    ("pytorch_auto_mixed_precision --clip-grad 1", FP16),  # the default of a GPU
+    ("pytorch_auto_mixed_precision --dtype bfloat16", BF16),
+    ("pytorch_DP", FP32),
+    ("pytorch_DP --dtype bfloat16", BF16),
+    ("pytorch_DP --dtype float16", FP16),
+    ("pytorch_DDP", FP32),
+    ("pytorch_torchrun_DDP", FP32),
+    ("pytorch_FSDP", FP32),
+    ("pytorch_FSDP --dtype bfloat16", BF16),
+    ("pytorch_FSDP --optimizer adamw", FP32),
+    ("pytorch_DDP_ZeRO --use_zero", FP32),
+    ("pytorch_DDP_AMP --clip-grad 1", FP16),
+    ("pytorch_DDP_AMP --dtype bfloat16", BF16),
+    ("pytorch_gradient_accumulation --accumulate 2", FP32),
+    ("pytorch_comm_hooks --comm-hook fp16", FP32),
+    ("pytorch_comm_hooks --comm-hook bf16", FP32),
+    ("pytorch_comm_hooks --comm-hook powersgd", FP32),
+    ("pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json", FP32),
+]
+
+
+def command(script, flags, output):
+    name, _, own = script.partition(" ")
+    return f"python tests/fake_gpu.py {name}.py {own} {JOB} {flags} --output-dir {output}"
+
+
+def rank_of(world_size, local_rank):
+    """The first rank, which writes the files, but not on the first GPU."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def pretend(script, output, **env):
+    """Train on fake GPUs; what was noted, and the result."""
+    forked = "DeepSpeed" not in script  # a server has imported it for the CPU
+    finished = succeed(command(script, "--device cuda", output), forked=forked, **env)
+    assert not finished.our_warnings
+    files = [output / name for name in ("log.json", "result.json")]
+    seen, result = (json.loads(path.read_text()) for path in files)
+    return SimpleNamespace(**seen), result
+
+
+@pytest.mark.parametrize("script, dtype", SCRIPTS)
+def test_the_branches_of_a_gpu(script, dtype, tmp_path):
+    alone = script.split()[0] in ONE_PROCESS
+    gpu = "cuda:0" if alone else "cuda:3"
+    gpus = [f"cuda:{i}" for i in range(4)] if "_DP" in script else [gpu]
+    seen, result = pretend(script, tmp_path, **({} if alone else rank_of(4, 3)))
+    check_begin(seen.log, alone, gpu)
+    check_tensors(seen, script, dtype, gpus, gpu)
+    check_copies(seen.log, 24 if alone else 6)
+    check_clock(seen.log, gpus, gpu)
+    waits = [name for name, *_ in seen.log].count("synchronize")
+    assert waits == (6 if "powersgd" in script else 0)  # PyTorch's hook, in the steps after ten
+    check_result(result, dtype, 1 if alone else 4, gpus)
+    assert seen.precision == "high"
+
+
+def check_begin(log, alone, gpu):
+    """The GPU is chosen before the group is made, and both come before any tensor is on it."""
+    if alone:
+        assert not {"set_device", "init_process_group"} & {name for name, *_ in log}
+    else:
+        assert log[:2] == [["set_device", gpu], ["init_process_group", "nccl", gpu]]
+
+
+def check_tensors(seen, script, dtype, gpus, gpu):
+    """Where model and batches are, and in what the operations compute."""
+    weights = dtype if "half_precision" in script and "master" not in script else FP32
+    [model] = [entry[1:] for entry in seen.log if entry[0] == "model"]
+    assert model == [f"{weights} on {gpu}"]
+    batches = [entry[1:] for entry in seen.log if entry[0] == "step"]
+    assert batches == 16 * [[gpu, "torch.float32", "channels last: True", gpu]]
+    of = {name: set() for name, *_ in seen.computed}
+    for name, where, kind, _ in seen.computed:
+        of[name].add((where, kind))
+    norms = {kind for name, *_, kind in seen.computed if "batch_norm" in name}
+    assert norms == {weights}, "theirs, whatever the input is"
+    kinds = {dtype, FP32} if "master" in script else {dtype}  # with which it evaluates
+    assert of["convolution"] == of["addmm"] == {(where, kind) for where in gpus for kind in kinds}
+    autocast = "mixed_precision" in script or "AMP" in script  # the loss's kernel casts by itself
+    loss = dtype if autocast else FP32
+    assert of["_log_softmax"] == {(gpu, loss), (gpu, "float64")}  # in training, in evaluation
+    sent = {kind[6:] for _, _, kind in (e for e in seen.log if e[0] == "all_reduce")}
+    hook = {"fp16": {FP16}, "bf16": {BF16}}.get(script.split()[-1], set())
+    assert sent & {FP16, BF16} == hook
+    steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
+    if script.endswith("adamw"):
+        assert steps == {"_fused_adamw_": {(gpu, FP32)}}
+    elif "FSDP" in script or "DeepSpeed" in script:  # none for DTensors; DeepSpeed's never comes
+        assert steps == {}
+    else:
+        assert steps == {"_fused_sgd_": {(gpu, weights)}}
+
+
+def check_copies(log, batch_size):
+    """Images are sent once. After that a step sends numbers, and fetches none between prints."""
+    images = [e[3] for e in log if e[0] == "to cuda" and e[2] == "torch.uint8" and "32" in e[3]]
+    assert images == ["[192, 3, 32, 32]", "[96, 3, 32, 32]"]
+    first, last = log.index(["epoch"]), log.index(["end of epoch"])
+    sent = [entry[2:] for entry in log[first:last] if entry[0] == "to cuda"]
+    index, crops = ["torch.int64", f"[{batch_size}]"], ["torch.int64", f"[{batch_size}, 3]"]
+    assert sent.count(index) == sent.count(crops) == 8
+    assert not [what for what in sent if what not in (index, crops) and what[1].count(",") > 1]
+    step, waits = 0, set()
+    for name, *what in log[first:last]:
+        step += name == "step"
+        if name == "to cpu" and what != ["torch.int32"]:  # a vote: to pinned memory, read later
+            waits.add(step)
+    assert waits == {0, 5, 6}  # before the first, at the print and at the snapshot
+
+
+def check_clock(log, gpus, gpu):
+    """An event a step, on the stream that computes; memory is of the steps alone."""
+    words = {"reset_peak_memory_stats": "reset", "max_memory_allocated": "read"}
+    happened = []
+    for name, *what in log:
+        if name in ("epoch", "end of epoch", "step"):
+            happened.append(name)
+        elif name in words and what == [gpu]:
+            happened.append(words[name])
+        elif name == "Event.record" and what:
+            assert what == [f"current stream of {gpu}"]
+            happened.append("tick")
+        elif name == "Event.elapsed_time" and happened[-1] != "times":
+            happened.append("times")
+        elif name == "save" and what[0] == "state.pt":
+            happened.append("save")
+    begin, end = ["epoch", "tick", "reset"], ["times", "read", "end of epoch", "save"]
+    step, snapshot = ["step", "tick"], ["step", "read", "times", "save", "tick", "reset"]
+    warmed_up = ["step", "tick", "read", "reset"]
+    first = begin + 5 * step + snapshot + 2 * step + end
+    second = begin + step + warmed_up + step + snapshot + 4 * step + end
+    assert happened == first + second
+    for name in words:
+        counts = {where: log.count([name, where]) for where in gpus}
+        assert len(set(counts.values())) == 1, "all GPUs are looked at alike"
+
+
+def check_result(result, dtype, world_size, gpus):
+    assert result["device"] == "Fake GPU" and result["world_size"] == world_size
+    assert result["devices"] == world_size * len(gpus)
+    assert result["gpu_uuids"] == [f"GPU-of {gpu}" for gpu in gpus] * world_size
+    assert set(result["tf32"].values()) == {result["precision"] == FP32}
+    data = (192 + 96) * (3 * 32 * 32 + 8) / GIB  # on the first GPU, and no part of its peak
+    apart = data if len(gpus) == 1 else 0
+    expected = {"allocated": 3 - apart, "reserved": 4 - apart, "process": 19 - apart}
+    assert result["peak_memory_gib"] == pytest.approx(expected | {"dataset": data})
+    assert result["images_per_second"] == pytest.approx(240)  # an event says 100 milliseconds
+    assert result["steps"] == 16 and result["eval_samples"] == 96
+
+
+def test_a_gpu_without_tf32_and_bfloat16(tmp_path):
+    _, result = pretend("pytorch_SingleGPU", tmp_path, CAPABILITY="7.0")
+    assert result["tf32"] == {"convolutions": False, "matrix_products": False}
+    script = "pytorch_auto_mixed_precision --dtype bfloat16"
+    finished = launch(command(script, "--device cuda", tmp_path), forked=True, CAPABILITY="7.0")
+    [line] = finished.errors
+    assert finished.code == 2 and "Fake GPU has none; use --dtype float16" in line
+
+
+ON_SEVERAL = [script for script, _ in SCRIPTS if script.split()[0] not in ONE_PROCESS]
+SHARDED = ("pytorch_FSDP", "pytorch_DDP_ZeRO --use_zero")  # of which 6 get unequal parts
+
+
+@pytest.mark.parametrize(
+    "script, world_size",
+    [*((script, 4) for script in ON_SEVERAL), *((script, 6) for script in SHARDED)],
+)
+def test_whole_steps_at_any_number_of_ranks(script, world_size, tmp_path):
+    """On the CPU, backward and optimizer as well, but nobody else is there."""
+    flags = "--device cpu --epochs 1 --max-steps 3 --on-nan ignore"  # what others send is not
+    finished = succeed(command(script, flags, tmp_path), forked=True, **rank_of(world_size, 0))
+    assert not finished.our_warnings
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["world_size"] == result["devices"] == world_size
+    assert result["steps"] == 3 and result["gpu_uuids"] == []
+    if "FSDP" in script:
+        whole = sum(t.nbytes for t in torch.load(tmp_path / "model.pt").values())
+        assert 0.9 < result["state_bytes"]["parameters"] / (whole / world_size) < 1.1
+
+
+# ----------------------------------------------------------------------------- one part at a time
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    fake.install(monkeypatch.setattr)
+    return fake
+
+
+def run_clock(clock_, steps, snapshot_after=None):
+    """An epoch, as Run does it."""
+    clock_.start()
+    for step in range(1, steps + 1):
+        if step == snapshot_after:
+            clock_.pause()
+        clock_.tick()
+    clock_.read()
+    clock_.pause()
+
+
+TICK = ["Event.record", "current stream of cuda:1"]
+RESET = ["reset_peak_memory_stats", "cuda:1"]
+READ = [[name, "cuda:1"] for name in MEMORY]
+
+
+def times(count):
+    return [["Event.synchronize"], *count * [["Event.elapsed_time"]]]
+
+
+def test_the_clock_over_two_epochs(cuda):
+    """In the second one a snapshot, after the warm-up of ten steps."""
+    ours = clock.StepClock([torch.device("cuda:1")], data_bytes=GIB)
+    run_clock(ours, 8)
+    first = [TICK, RESET, *8 * [TICK], *times(8), *READ]
+    assert cuda.log == first
+    assert ours.peak_memory == {"allocated": 2, "reserved": 3, "process": 18}
+    run_clock(ours, 8, snapshot_after=4)
+    warm_up = [TICK, RESET, TICK, TICK, *READ, RESET]
+    snapshot = [TICK, *READ, TICK, RESET]
+    assert cuda.log[len(first) :] == [*warm_up, *snapshot, *4 * [TICK], *times(8), *READ]
+    assert ours.seconds == 16 * [0.1] and ours.settled() == 8 * [0.1]
+    assert ours.epoch_seconds == pytest.approx(1.6)
+
+
+def test_what_the_warm_up_took_is_forgotten(cuda, monkeypatch):
+    ours = clock.StepClock([torch.device("cuda:1")])
+    run_clock(ours, 10)
+    assert ours.peak_memory["allocated"] == 3
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: GIB)
+    run_clock(ours, 2)
+    assert ours.peak_memory["allocated"] == 1
+
+
+def test_the_clock_of_a_process_that_goes_on(cuda):
+    """It has a warm-up of its own, and the steps of the process before."""
+    ours = clock.StepClock([torch.device("cuda:1")])
+    ours.before = [0.05] * 3
+    run_clock(ours, 12)
+    assert cuda.log == [TICK, RESET, *10 * [TICK], *READ, RESET, *2 * [TICK], *times(12), *READ]
+    assert ours.settled() == [0.05] * 3 + [0.1] * 6
+
+
+def test_the_clock_of_several_gpus(cuda):
+    """Each has a peak; the data are kept on the first."""
+    gpus = [torch.device("cuda", i) for i in range(2)]
+    ours = clock.StepClock(gpus, data_bytes=GIB)
+    run_clock(ours, 1)
+    assert [entry[1] for entry in cuda.log if entry[0] == RESET[0]] == ["cuda:0", "cuda:1"]
+    assert {e[1] for e in cuda.log if e[0] == TICK[0]} == {"current stream of cuda:0"}
+    assert ours.peak_memory["allocated"] == 3, "of the second, which holds no data"
+
+
+def arguments(**changes):
+    args = common.argument_parser("").parse_args([])
+    return argparse.Namespace(**vars(args) | {"device": "cuda"} | changes)
+
+
+@pytest.fixture
+def four_ranks(monkeypatch, cuda):
+    monkeypatch.setattr(common, "LOCAL_WORLD_SIZE", 4)
+    monkeypatch.setattr(common, "WORLD_SIZE", 4)
+    monkeypatch.setattr(common, "LAUNCHED", True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(common.os, "sched_getaffinity", lambda _: range(10), raising=False)
+    called = []
+    for name in ("set_num_threads", "set_float32_matmul_precision"):
+        note = lambda value, name=name: called.append((name, value))  # noqa: E731
+        monkeypatch.setattr(torch, name, note)
+    return called
+
+
+def test_get_device(four_ranks):
+    assert common.get_device(arguments(), 3) == torch.device("cuda:3")
+    assert four_ranks == [("set_num_threads", 2), ("set_float32_matmul_precision", "high")]
+
+
+def test_get_device_where_each_rank_sees_one_gpu(four_ranks, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ranks, "launcher_words", lambda: ["torchrun", "--virtual-local-rank"])
+    assert common.get_device(arguments(), 0) == torch.device("cuda:0")
+    monkeypatch.setattr(ranks, "launcher_words", lambda: ["torchrun"])
+    with pytest.raises(SystemExit, match="2"):
+        common.get_device(arguments(), 0)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "4 ranks need as many GPUs, and this machine has 1" in line
+
+
+@pytest.mark.parametrize("free, kept", [(10 * 8 * (48 + 8), True), (10 * 8 * (48 + 8) - 1, False)])
+def test_a_dataset_leaves_nine_tenths_of_the_free_memory(free, kept, cuda, monkeypatch):
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: moved.append(tensor.nbytes) or tensor)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
+    monkeypatch.setattr(common.Images, "bytes_on_gpu", 0)
+    images, labels = torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8).long()
+    common.Images(images, labels, ["a"], 4).keep_on_gpu()
+    assert moved == ([8 * 48, 8 * 8] if kept else [])
+    assert common.Images.bytes_on_gpu == sum(moved)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0)])
+def test_tf32_is_used_where_it_is_there_and_asked_for(capability, monkeypatch):
+    fake = FakeCuda(capability)
+    fake.install(monkeypatch.setattr)
+    gpu, able = torch.device("cuda:0"), capability >= (8, 0)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    used = {"convolutions": able, "matrix_products": able}
+    assert result.used_tf32("float32", gpu) == used
+    assert not any(result.used_tf32("bfloat16", gpu).values())
+    assert not any(result.used_tf32("float32", torch.device("cpu")).values())
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert result.used_tf32("float32", gpu) == used | {"matrix_products": False}
+
+
+def test_what_is_not_deterministic_is_refused(capsys):
+    with torch.device("meta"):
+        models = {name: torchvision.models.get_model(name) for name in ("alexnet", "vgg11")}
+        classifiers.check_deterministic("resnet50", torchvision.models.resnet50())
+    for name, model in models.items():
+        with pytest.raises(SystemExit, match="2"):
+            classifiers.check_deterministic(name, model)
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"--deterministic: {name} has AdaptiveAvgPool2d" in line
