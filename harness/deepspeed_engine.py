@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -59,6 +60,9 @@ def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dic
         # It would compile an all-reduce through shared memory for half a minute, which only serves
         # inference. With no op in this list it does without, and needs no compiler.
         deepspeed.ops.__compatible_ops__ = {}
+    if (3, 11) <= sys.version_info < (3, 11, 4):  # would write it as a call, which is not trusted
+        stage = deepspeed.runtime.zero.config.ZeroStageEnum
+        stage.__reduce_ex__ = lambda member, protocol: (stage, (member.value,))
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes over the group
     try:
         deepspeed.DeepSpeedConfig(config)

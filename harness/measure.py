@@ -101,8 +101,9 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {"torchvision": importlib.metadata.version("torchvision"), "numpy": np.__version__}
     if torch.cuda.is_available():
-        found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
-        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        with contextlib.suppress(RuntimeError):  # of a GPU too old for it
+            found["cudnn"] = str(torch.backends.cudnn.version())
     return found
 
 

@@ -99,7 +99,7 @@ TECHNIQUES = [
     ),
     ("pytorch_auto_mixed_precision", "--double", ["--double", "bfloat16"]),
     ("pytorch_auto_mixed_precision", "--clip-grad 0", ["--clip-grad", "0", "more than 0"]),
-    ("pytorch_DP", "--dtype float16", ["--dtype", "float16", "bfloat16"]),
+    ("pytorch_DP", "--dtype float64", ["--dtype", "float64", "bfloat16"]),
     ("pytorch_FSDP", "--dtype bfloat16 --double", ["--double", "bfloat16"]),
     ("pytorch_FSDP", "--resume {0}/nowhere", ["--resume {0}/nowhere", "no such folder"]),
     ("pytorch_FSDP", "--resume {0}/run", ["{0}/run", "pytorch_SingleGPU.py", "--weights"]),
