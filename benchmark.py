@@ -92,7 +92,7 @@ def read_suite(name: str) -> dict:
     suite = json.loads((CONFIG / f"suite_{name}.json").read_text())
     gpus = torch.cuda.device_count()
     defaults = {"table": name, "reference": False, "timeout": suite.get("timeout", 900)}
-    defaults |= {"needs": [], "left_out": None}
+    defaults |= {"needs": []}
     rows = []
     for row in suite["rows"]:
         ranks = row.get("ranks", [None])
@@ -100,8 +100,7 @@ def read_suite(name: str) -> dict:
             ranks = sorted({1, max(1, gpus)})
         job = suite.get("jobs", {}).get(row.get("table"), suite.get("job", ""))
         for n in ranks:
-            words = shlex.split(row.get("command", "").replace("{ranks}", str(n)))
-            words += shlex.split(job if words else "")
+            words = shlex.split(f"{row['command'].replace('{ranks}', str(n))} {job}")
             label = row["name"] if n is None else f"{row['name']} x{n}"
             own = {key: row[key] for key in defaults if key in row}
             spelled = {**defaults, "name": label, "command": words, "ranks": n or 1, **own}
@@ -113,10 +112,8 @@ def reasons_against(row: dict) -> list[str]:
     """Why this machine would leave a row out."""
     flags = dict(itertools.pairwise(row["command"]))  # and what follows them
     ranks, gpus = row["ranks"], torch.cuda.device_count()
-    why = [row["left_out"]] if row["left_out"] else []
-    for package in row["needs"]:
-        if not importlib.util.find_spec(package):
-            why.append(f"{package} is not installed")
+    missing = [package for package in row["needs"] if not importlib.util.find_spec(package)]
+    why = [f"{package} is not installed" for package in missing]
     if flags.get("--device") == "cuda":
         if not gpus:
             why.append("this machine has no GPU")
@@ -195,7 +192,7 @@ def print_plan(suite: dict) -> None:
     for step in suite.get("steps", []):
         print(step.format(folder=(RUNS / suite["name"]).relative_to(ROOT)))
     for row in suite["rows"]:
-        print(f"{row['name']}: {shlex.join(row['command']) or 'no command'}")
+        print(f"{row['name']}: {shlex.join(row['command'])}")
         if row["left_out"]:
             print(f"    left out: {row['left_out']}")
 

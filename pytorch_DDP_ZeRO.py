@@ -61,6 +61,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
+    # ZeRO: weights in plain order, because it puts them in a row
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
         model,

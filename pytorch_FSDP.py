@@ -77,7 +77,7 @@ def main():
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     dcp.set_model_state_dict(model, weights, options=whole)  # FSDP: from rank 0, to each its shards
-    del weights
+    del weights  # FSDP: rank 0's are whole
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD

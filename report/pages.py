@@ -35,7 +35,6 @@ CELLS = {
     "training on one GPU": "在一个 GPU 上训练", "training on several GPUs": "在多个 GPU 上训练",
     "inference on a CPU": "在 CPU 上推理", "inference on a GPU": "在 GPU 上推理",
     "autocast with GradScaler": "autocast 加 GradScaler",
-    "left out: pytorch_DP.py has no GradScaler": "未测：pytorch_DP.py 没有 GradScaler",
     "left out: this CPU has no float16 arithmetic": "未测：这个 CPU 没有 float16 运算",
 }  # fmt: skip
 PHRASES = {  # in lines with a link, and where nothing was measured

@@ -401,19 +401,20 @@ def test_rows_left_out_are_not_run(checkout):
     suite = json.loads(path.read_text())
     command = "torchrun --nproc_per_node={ranks} pytorch_DDP_AMP.py"
     suite["rows"] += [{"name": "odd", "command": command, "ranks": [3]}]
-    suite["rows"] += [{"name": "none", "left_out": "there is no such script"}]
+    suite["rows"] += [{"name": "none", "command": "python none.py", "needs": ["none_such"]}]
     path.write_text(json.dumps(suite))
     finished = succeed("python benchmark.py --suite quick", cwd=checkout)
     assert "done: " in finished.lines[-1] and "left out: odd x3, none" in finished.lines[-1]
     assert "failed" not in finished.lines[-1]
-    assert "left out: there is no such script" in finished.stdout, "the table says it"
+    assert "left out: none_such is not installed" in finished.stdout, "the table says it"
     assert "left out: a batch of 16 cannot be divided into 3 parts" in finished.stdout
 
 
 @pytest.mark.parametrize("suite", ["cpu", "gpu"])
-def test_one_model_in_three_precisions(suite, gpus):
+def test_one_model_in_three_precisions(suite, gpus, monkeypatch):
     """Every technique in every precision, or why not."""
     gpus(2)
+    monkeypatch.setattr(benchmark, "computes_float16", lambda: False)
     rows = [row for row in benchmark.read_suite(suite)["rows"] if row["table"] == f"{suite}-amp"]
     names = {tuple(re.sub(r" x\d$", "", row["name"]).split(", ")) for row in rows}
     precisions = ("fp32", "autocast", "autocast with GradScaler")
@@ -425,6 +426,8 @@ def test_one_model_in_three_precisions(suite, gpus):
         row |= {"failed": None, "runs": [] if row["left_out"] else [run]}
     drawn = tables.amp_table(rows)
     assert "| SingleGPU | fp32 | 1 |" in drawn and "| 1.00 |" in drawn
+    why = "| DP | autocast with GradScaler |  | left out: this CPU has no float16 arithmetic"
+    assert (why in drawn) == (suite == "cpu")
 
 
 @pytest.mark.parametrize("loop", ["bare", "seed"])
