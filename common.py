@@ -229,12 +229,13 @@ def make_model(
     """A torchvision classifier with one output per class, on the CPU, with ``--weights``.
 
     Args:
-        channels_last: its weights in memory as its input: see :func:`to_input`.
+        channels_last: on a GPU its weights in memory as its input: see :func:`to_input`. On a CPU
+            that makes DDP's backward and the fused optimizers slower.
     """
     model = jobs.classifiers.make_model(args, classes)
     if args.deterministic and args.device == "cuda":
         jobs.classifiers.check_deterministic(args.model, model)
-    if channels_last:
+    if channels_last and args.device == "cuda":
         return model.to(memory_format=torch.channels_last)
     # DDP would say it of 1x1 convolutions, whose two orders are the same.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
