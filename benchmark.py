@@ -46,8 +46,9 @@ CONFIG, RESULTS, RUNS = ROOT / "config", ROOT / "results", ROOT / "runs" / "benc
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEPT = (  # of result.json, in each run of a row
     "technique", "command", "world_size", "devices", "device", "threads", "model", "precision",
-    "tf32", "dataset", "image_size", "global_batch_size", "optimizer", "train_samples", "steps",
-    "seconds_total", "images_per_second", "step_ms", "peak_memory_gib", "state_bytes",
+    "tf32", "dataset", "image_size", "context", "global_batch_size", "optimizer", "train_samples",
+    "steps", "seconds_total", "images_per_second", "samples_per_second", "tokens_per_second",
+    "first_step_seconds", "step_ms", "peak_memory_gib", "state_bytes",
 )  # fmt: skip
 
 
@@ -225,7 +226,10 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
             if row["table"] in references:
                 against = folder / slug(references[row["table"]]) / "model.pt"
             to = folder / slug(row["name"])
-            run, why = run_row(row["command"], to, row["timeout"], against)
+            limits = row["timeout"], suite.get("environment", {})
+            run, why = run_row(row["command"], to, *limits, against)
+            if run and suite.get("curves"):
+                run["curve"] = read_curve(to)
             if run:
                 entry["runs"].append(run)
             else:
@@ -284,8 +288,8 @@ def environment() -> dict[str, str]:
     return env | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}
 
 
-def run_row(words: list[str], folder: Path, timeout: float, against: Path | None):
-    """One run of a row, in processes of its own.
+def run_row(words: list[str], folder: Path, timeout: float, more: dict, against: Path | None):
+    """One run of a row, in processes of its own, which have ``more`` in their environment.
 
     Returns:
         Its figures and ``None``, or ``None`` and why there are none.
@@ -296,7 +300,7 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
         try:
             process = subprocess.Popen(
                 [*words, "--output-dir", os.path.relpath(folder, ROOT)], cwd=ROOT,
-                env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment() | more, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         except FileNotFoundError:
@@ -314,9 +318,10 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     if code or not (folder / "result.json").is_file():
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
-    run = {key: result[key] for key in KEPT}
+    run = {key: result[key] for key in KEPT if key in result}
     run["gpu"] = watch.summary(result["gpu_uuids"], result["trained_between"])
     run["eval_accuracy"], run["eval_samples"] = result["eval_accuracy"][-1], result["eval_samples"]
+    run["eval_loss"] = result["eval_loss"][-1]
     run["seconds_process"] = time.perf_counter() - started
     weights = folder / "model.pt"
     run["weights_difference"] = None
@@ -327,6 +332,16 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
             run["weights_difference"] = distance(state, torch.load(against, weights_only=True))
     shutil.rmtree(folder / "snapshots", ignore_errors=True)  # large; nobody goes on from here
     return run, None
+
+
+def read_curve(folder: Path) -> list[list[float]]:
+    """Steps and their losses, from TensorBoard's file; empty if there is none."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    found = reader.Scalars("step/loss") if "step/loss" in reader.Tags()["scalars"] else []
+    return [[point.step, round(point.value, 4)] for point in found]
 
 
 def end(process: subprocess.Popen) -> None:
@@ -342,7 +357,9 @@ def end(process: subprocess.Popen) -> None:
 
 
 def is_parameter(name: str) -> bool:
-    return not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    """And not what is counted, or the vocabulary of a GPT."""
+    buffers = ("running_mean", "running_var", "num_batches_tracked", "vocabulary")
+    return not name.endswith(buffers)
 
 
 def distance(ours: dict, theirs: dict) -> float | None:

@@ -5,8 +5,8 @@ and by nothing else:
 
     command line            flags, their defaults, what runs where
     device and seeds        which one, how many threads, which precision
-    datasets and loader     four datasets, one loader
-    model                   any torchvision classifier
+    datasets and loader     images or text, one loader
+    model                   any torchvision classifier, or a GPT
     optimizer and schedule  SGD or AdamW, warm-up and cosine
     evaluation              every sample counted once
     model.pt                plain, whatever the technique
@@ -22,7 +22,6 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -31,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-import jobs.classifiers
-import jobs.images
+import jobs.choice
 from harness import command_line, loaders, ranks, timeouts
 from harness.command_line import ArgumentParser, check_writable, fail, number
 from harness.files import load_file, save_file
@@ -48,15 +46,16 @@ from harness.ranks import (
 )
 from harness.run import Run, total_steps
 from jobs.classifiers import batch_norms, blocks_of
-from jobs.images import Images, ImagesOnDisk, UnreadableImage, make_datasets, to_input
+from jobs.images import Images, ImagesOnDisk, UnreadableImage
+from jobs.text import Text
 
 # What scripts use, in the order in which they do; some of it comes from below.
 # fmt: off
 __all__ = [
     "argument_parser", "number", "parse_args", "fail", "announce", "print0",
-    "get_device", "get_dtype", "seed_everything", "make_store",
+    "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
-    "make_optimizer", "optimizer_class", "make_scheduler", "Run", "evaluate",
+    "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler", "Run", "evaluate",
     "save_model", "load_file",
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
 ]
@@ -74,7 +73,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
         doc: the script's docstring, shown by ``--help``.
     """
     parser = command_line.make_parser(doc)
-    jobs.images.add_flags(parser)
+    jobs.choice.add_flags(parser)
     command_line.add_flags(parser)
     return parser
 
@@ -87,7 +86,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
     command_line.complete(args)
-    jobs.images.complete(args)
+    jobs.choice.complete(args)
     if getattr(args, "dtype", "") is None:
         args.dtype = HALF[args.device]
     if args.double and getattr(args, "dtype", "float32") != "float32":
@@ -111,14 +110,14 @@ def announce(args: argparse.Namespace, device: torch.device) -> None:
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
     batch = f"global batch {args.batch_size} = {WORLD_SIZE} x {args.batch_size // WORLD_SIZE}"
     print0(
-        f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} at "
-        f"{args.image_size}x{args.image_size}, dataset {args.dataset}, {batch} per rank"
+        f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} "
+        f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch} per rank"
     )
     overridden = getattr(args, "overridden", {})
     theirs = [f"--{name.replace('_', '-')}" for name in overridden]
     instead = f" ({', '.join(theirs)}: as in {next(iter(overridden.values()))})" if theirs else ""
     print0(f"settings: {shlex.join(command_line.settings(args))}{instead}")
-    jobs.classifiers.check_model_name(args.model)
+    jobs.choice.models_of(args).check_model_name(args.model)
 
 
 # ---------------------------------------------------------------------------- device and seeds
@@ -181,25 +180,31 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 # ------------------------------------------------------------------------- datasets and loader
 
 
+def make_datasets(args: argparse.Namespace) -> tuple[Images, Images] | tuple[Text, Text]:
+    """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
+    return jobs.choice.data_of(args).make_datasets(args)
+
+
 def make_loader(
     args: argparse.Namespace,
-    dataset: Images,
+    dataset: Images | Text,
     batch_size: int,
     sampler: Sampler | None = None,
     drop_last: bool = False,
 ) -> DataLoader:
     """A loader of batches, for :meth:`Run.batches` and :func:`evaluate`: of uint8 images
-    ``[batch_size, 3, side, side]`` and int64 labels, or of their numbers if a GPU holds them.
+    ``[batch_size, 3, side, side]`` and int64 labels; or of their numbers alone, of images that a
+    GPU holds and of text.
 
     Args:
         batch_size: of one rank.
-        sampler: the order; ``None`` takes the images as they come.
+        sampler: the order; ``None`` takes the samples as they come.
         drop_last: leave out an incomplete last batch, as training does.
     """
     if drop_last and len(dataset) < args.batch_size:
         fail(
-            f"--batch-size {args.batch_size} is more than the {len(dataset)} training images; "
-            "use a smaller one"
+            f"--batch-size {args.batch_size} is more than the {len(dataset)} training "
+            f"{dataset.units}; use a smaller one"
         )
     workers = args.workers
     if workers is None:
@@ -226,15 +231,18 @@ def make_loader(
 def make_model(
     args: argparse.Namespace, classes: list[str], channels_last: bool = True
 ) -> nn.Module:
-    """A torchvision classifier with one output per class, on the CPU, with ``--weights``.
+    """``--model``: a torchvision classifier with one output per class, or a GPT with one per
+    character, on the CPU, with ``--weights``.
 
     Args:
+        classes: or the vocabulary.
         channels_last: on a GPU its weights in memory as its input: see :func:`to_input`. On a CPU
             that makes DDP's backward and the fused optimizers slower.
     """
-    model = jobs.classifiers.make_model(args, classes)
+    models = jobs.choice.models_of(args)
+    model = models.make_model(args, classes)
     if args.deterministic and args.device == "cuda":
-        jobs.classifiers.check_deterministic(args.model, model)
+        models.check_deterministic(args.model, model)
     if channels_last and args.device == "cuda":
         return model.to(memory_format=torch.channels_last)
     # DDP would say it of 1x1 convolutions, whose two orders are the same.
@@ -246,16 +254,17 @@ def make_model(
 
 
 def make_optimizer(
-    args: argparse.Namespace, parameters: Iterable, fused: bool = True
+    args: argparse.Namespace, model: nn.Module, fused: bool = True
 ) -> torch.optim.Optimizer:
     """``--optimizer``.
 
     Args:
+        model: plain, wrapped or sharded.
         fused: in one kernel, on a CPU too. A GradScaler leaves a step of such an optimizer out
             without asking the device, and without its copies of all gradients.
     """
     kind, options = optimizer_class(args)
-    optimizer = kind(parameters, **options | {"fused": fused})
+    optimizer = kind(parameter_groups(args, model), **options | {"fused": fused})
     if fused and options.get("momentum"):
         # A first step that GradScaler leaves out would keep momentum that was never written.
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -271,15 +280,37 @@ def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimize
     return torch.optim.SGD, options | {"momentum": args.momentum}
 
 
+def parameter_groups(args: argparse.Namespace, model: nn.Module) -> list[dict]:
+    """What an optimizer takes: of a GPT, norms and embeddings apart, which do not decay."""
+    return jobs.choice.models_of(args).parameter_groups(model)
+
+
+class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """A tenth of the rate whenever two evaluations in a row were no better than the best before.
+    After a step there is nothing to do; :meth:`Run.report` tells it the loss of all ranks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer, factor=0.1, patience=1)
+
+    def step(self, loss: float | None = None) -> None:
+        if loss is not None:
+            super().step(loss)
+
+
 def make_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Linear warm-up (Goyal et al. 2017, arXiv:1706.02677), then half a cosine that reaches 0 after
-    the last step (Loshchilov and Hutter 2017, arXiv:1608.03983). Stepped after every step."""
+    """``--schedule``, stepped after every step. By default: linear warm-up (Goyal et al. 2017,
+    arXiv:1706.02677), then half a cosine that reaches 0 after the last step (Loshchilov and Hutter
+    2017, arXiv:1608.03983)."""
     total = total_steps(args, steps_per_epoch)
     warmup = total // 10 if args.warmup_steps is None else args.warmup_steps
+    if args.schedule == "plateau":
+        return Plateau(optimizer)
 
     def factor(step: int) -> float:
+        if args.schedule == "none":
+            return 1.0
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, total - warmup))
@@ -304,27 +335,28 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
 
     Returns:
-        ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, equal on all ranks.
+        ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, equal on all ranks. Of
+        text, a sample here is a character that was to be predicted.
     """
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
     seen = 0
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for batch in loaders.batches_of(loader):
-        images, labels = loader.dataset.to_device(batch, device)
-        images = to_input(images, loader.dataset.image_size)
-        logits = model(images.to(dtype)).double()
+        images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)
+        logits = model(images).double()
         numbers = RANK + WORLD_SIZE * torch.arange(seen, seen + len(labels), device=device)
-        real = numbers < len(loader.dataset)
+        real = (numbers < len(loader.dataset)).view(-1, *[1] * (labels.ndim - 1)) & (labels >= 0)
         losses = F.cross_entropy(logits, labels, reduction="none")
         correct = logits.argmax(1) == labels
-        sums += torch.stack([losses, correct, torch.ones_like(losses)]) @ real.double()
+        sums += torch.stack([losses * real, correct & real, real]).flatten(1).sum(1)
         seen += len(labels)
     if dist.is_initialized():
         dist.all_reduce(sums)
     loss, correct, samples = sums.tolist()
-    if samples != len(loader.dataset):
-        raise RuntimeError(f"evaluated {samples:.0f} samples instead of {len(loader.dataset)}")
+    expected = loader.dataset.count_labels()
+    if samples != expected:
+        raise RuntimeError(f"evaluated {samples:.0f} samples instead of {expected}")
     return {"loss": loss / samples, "accuracy": correct / samples, "samples": int(samples)}
 
 

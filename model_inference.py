@@ -2,6 +2,8 @@
 
 Predict     python model_inference.py --weights runs/pytorch_DDP/model.pt --input test
             IMAGE or FOLDER in the place of test prints the likeliest classes of each file.
+Write       python model_inference.py --weights runs/pytorch_DDP/model.pt --prompt "O God, O God!"
+            A GPT goes on from there, for --tokens more.
 Export      python model_inference.py --weights runs/pytorch_DDP/model.pt --export model.onnx
             One file that takes uint8 images, normalizes them itself and knows its classes.
 Run         python model_inference.py --weights model.onnx --input IMAGE
@@ -25,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 import common
+from inference import language
 from inference.classifier import load_classifier
 from inference.export import INPUT, compare, write_onnx
 from inference.images import batches, find_images, load_split, read_image
@@ -39,6 +42,8 @@ def main():
         benchmark(args)
     elif args.export:
         export(args)
+    elif args.prompt is not None:
+        write(args)
     else:
         sys.exit(predict(args))
 
@@ -57,7 +62,9 @@ def argument_parser() -> argparse.ArgumentParser:
                         help="a model.pt that a script wrote, or an .onnx that --export wrote")
     flag = parser.add_argument_group("what to do (one of these)").add_argument
     flag("--input", metavar="IMAGE|FOLDER|test",
-         help="predict these; test: the accuracy on the test split that training used")
+         help="predict these; test: the accuracy on the test split that training used, of a GPT "
+         "also its loss and perplexity")
+    flag("--prompt", metavar="TEXT", help="let a GPT go on from this text")
     flag("--export", type=Path, metavar="FILE", help="write the model as ONNX")
     flag("--benchmark", action="store_true", help="measure, and write --output-dir/inference.json")
     flag = parser.add_argument_group("how").add_argument
@@ -71,7 +78,13 @@ def argument_parser() -> argparse.ArgumentParser:
     flag("--batch-sizes", type=positive, nargs="+", default=[1, 8, 32, 128], metavar="N",
          help="of --benchmark (default: 1 8 32 128)")
     flag("--rounds", type=positive, default=3, metavar="N", help="of --benchmark (default: 3)")
-    flag("--top-k", type=positive, default=3, metavar="N", help="classes to show (default: 3)")
+    flag("--top-k", type=positive, metavar="N",
+         help="classes to show (default: 3); tokens to draw from (default: all)")
+    flag("--tokens", type=positive, default=200, metavar="N", help="to write (default: 200)")
+    flag("--temperature", type=common.number(float, 0), default=0.8, metavar="X",
+         help="0: always the likeliest token; 1: as the model expects them (default: 0.8)")
+    flag("--sample-seed", type=common.number(int, 0, 2**63), default=0, metavar="N",
+         help="of what is drawn (default: 0)")
     flag("--json", action="store_true", help="print one JSON document instead of lines")
     flag("--output-dir", type=Path, metavar="DIR",
          help="of --benchmark (default: beside the weights)")
@@ -79,7 +92,7 @@ def argument_parser() -> argparse.ArgumentParser:
     flag("--model", metavar="NAME")
     flag("--norm", choices=["batch", "group"])
     flag("--image-size", type=positive, metavar="PIXELS")
-    flag("--dataset", choices=["cifar10", "folder", "synthetic"])
+    flag("--dataset", choices=["cifar10", "folder", "shakespeare", "text", "synthetic"])
     flag("--data-dir", type=Path, metavar="DIR")
     flag("--eval-samples", type=positive, metavar="N")
     # fmt: on
@@ -93,13 +106,37 @@ def parse_args() -> argparse.Namespace:
     if args.onnx:
         args.session = make_session(args.weights, args.provider)
     complete_as_trained(args)
+    args.gpt = args.model.startswith("gpt")
+    check_gpt(args) if args.gpt else check_classifier(args)
     return args
+
+
+def check_gpt(args: argparse.Namespace) -> None:
+    """Report what is for classifiers."""
+    args.tokenizer, args.train_samples = args.tokenizer or "chars", None
+    if args.benchmark or args.runtime == "compile" or args.precision not in ("fp32", None):
+        common.fail(
+            f"--benchmark, --runtime compile and --precision are for classifiers, and {args.model} "
+            "writes text; leave them out"
+        )
+    if args.input and args.input != "test":
+        common.fail(f"--input {args.input}: {args.model} takes test, or a text by --prompt")
+
+
+def check_classifier(args: argparse.Namespace) -> None:
+    """Report what is for a GPT."""
+    if args.prompt is not None:
+        common.fail(f"--prompt is for a GPT, and {args.model} sees images; give --input")
+    args.norm = "group" if args.norm == "group" else "batch"  # sync has the same parameters
+    args.top_k = args.top_k or 3
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """Report what does not go together, and fill in the defaults that depend on other flags."""
-    if bool(args.input) + bool(args.export) + args.benchmark != 1:
-        common.fail("give one of --input, --export and --benchmark (--help lists the flags)")
+    if bool(args.input) + (args.prompt is not None) + bool(args.export) + args.benchmark != 1:
+        common.fail("give one of --input, --prompt, --export and --benchmark (--help: flags)")
+    if args.prompt == "":
+        common.fail("--prompt is empty; give at least one character")
     if not args.weights.is_file():
         common.fail(f"--weights {args.weights}: no such file; a training script writes a model.pt")
     args.onnx = args.weights.suffix == ".onnx"
@@ -134,6 +171,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def make_runner(args: argparse.Namespace) -> Runner:
     """``--weights``, loaded into the runtime and precision that were asked for."""
+    if args.gpt and args.runtime == "torch":
+        return TorchRunner(language.load_gpt(args), args.device)
     if args.runtime != "onnxruntime":
         classifier = load_classifier(args, args.precision)
         return TorchRunner(classifier, args.device, compiled=args.runtime == "compile")
@@ -141,7 +180,7 @@ def make_runner(args: argparse.Namespace) -> Runner:
         return OnnxRunner(args.session, args.device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
-        write_onnx(args, args.precision, path)
+        language.write_onnx(args, path) if args.gpt else write_onnx(args, args.precision, path)
         return OnnxRunner(make_session(path, args.provider), args.device)
 
 
@@ -191,6 +230,13 @@ def predict(args: argparse.Namespace) -> int:
 def print_accuracy(args: argparse.Namespace) -> None:
     """Print the accuracy on the test split that training used."""
     runner = make_runner(args)
+    if args.gpt:
+        found = {"weights": str(args.weights), **language.measure(args, runner)}
+        print(json.dumps(found) if args.json else (
+            f"loss {found['loss']:.4f}, perplexity {found['perplexity']:.2f}, accuracy "
+            f"{found['accuracy']:.2%} of {found['tokens']:,} ({args.dataset}, {args.runtime})"
+        ))  # fmt: skip
+        return
     images = load_split(args, "eval")
     correct = sum(
         (runner(pixels).argmax(1) == labels).sum().item()
@@ -203,6 +249,12 @@ def print_accuracy(args: argparse.Namespace) -> None:
         print(f"accuracy {accuracy:.2%} of {n:,} ({args.dataset}, {args.runtime})")
 
 
+def write(args: argparse.Namespace) -> None:
+    """Print ``--prompt`` and how the GPT goes on."""
+    text = language.continue_text(args, make_runner(args))
+    print(json.dumps({"weights": str(args.weights), "text": text}) if args.json else text)
+
+
 # ---------------------------------------------------------------------------------------- export
 
 
@@ -211,17 +263,27 @@ def export(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     temporary = args.export.with_name(f".{args.export.name}.part")
     try:
-        write_onnx(args, args.precision, temporary)
-        print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
-        if args.precision == "bf16" and args.provider == PROVIDERS["cpu"]:
-            print("not compared: ONNX Runtime computes bfloat16 on GPUs only")
+        if args.gpt:
+            language.write_onnx(args, temporary)
+            print(f"{args.export}: {args.model}, {language.INPUT}")
+            language.compare(args, temporary)
         else:
-            compare(args, temporary)
+            export_classifier(args, temporary)
         os.replace(temporary, args.export)
     finally:
         temporary.unlink(missing_ok=True)
     size, seconds = args.export.stat().st_size / 2**20, time.perf_counter() - started
     print(f"done: {size:.1f} MiB, {seconds:.0f} s")
+
+
+def export_classifier(args: argparse.Namespace, path: Path) -> None:
+    """Write it in the precision that was asked for, and compare it where that can be computed."""
+    write_onnx(args, args.precision, path)
+    print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
+    if args.precision == "bf16" and args.provider == PROVIDERS["cpu"]:
+        print("not compared: ONNX Runtime computes bfloat16 on GPUs only")
+    else:
+        compare(args, path)
 
 
 # --------------------------------------------------------------------------------------- measure

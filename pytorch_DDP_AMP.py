@@ -31,7 +31,6 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # AMP: (default: by device)
-    parser.add_argument("--clip-grad", type=common.number(float, 0, above=0), metavar="NORM")
     args = common.parse_args(parser)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -71,7 +70,7 @@ def main():
     model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
     # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -74,13 +75,13 @@ def main():
     optimizer_class, options = common.optimizer_class(args)
     if args.use_zero:
         optimizer = ZeroRedundancyOptimizer(  # ZeRO: deals the tensors out, about 1/N to each rank
-            model.parameters(),
+            common.parameter_groups(args, model),
             optimizer_class,
             parameters_as_bucket_view=True,  # ZeRO: in a row, and sent as one message per rank
             **options,
         )
     else:
-        optimizer = optimizer_class(model.parameters(), **options)
+        optimizer = optimizer_class(common.parameter_groups(args, model), **options)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
@@ -94,6 +95,8 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # fetched only when it is printed

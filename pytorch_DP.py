@@ -33,7 +33,7 @@ class Replica(nn.Module):
         autocast = self.dtype != torch.float32
         with torch.autocast(images.device.type, self.dtype if autocast else None, enabled=autocast):
             logits = self.model(images)
-        return logits.to(images.dtype)  # DP: the softmax needs fp32's digits
+        return logits.to(torch.get_default_dtype())  # DP: the softmax needs fp32's digits
 
 
 def main():
@@ -62,7 +62,7 @@ def main():
     common.print0(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
     run = common.Run(args, device, train_loader, gpus)  # DP: whose memory counts, too
@@ -77,6 +77,9 @@ def main():
             logits = parallel(images)  # DP: deals out, copies the weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # DP: adds up the replicas' gradients on the first GPU
+            if args.clip_grad:
+                scaler.unscale_(optimizer)  # DP: the limit is for true gradients
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()

@@ -81,7 +81,7 @@ def main():
     scheduler = partial(common.make_scheduler, args, steps_per_epoch=len(train_loader))
     model, _, _, _ = deepspeed.initialize(  # DeepSpeed: sends rank 0's weights to all
         model=model,
-        model_parameters=model.parameters(),
+        model_parameters=common.parameter_groups(args, model),
         # DeepSpeed: calls these two, or makes what the file names
         optimizer=None if "optimizer" in config else partial(optimizer_class, **options),
         lr_scheduler=None if "scheduler" in config else scheduler,
@@ -95,8 +95,8 @@ def main():
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
-            logits = model(images.to(dtype)).float()  # DeepSpeed: stage 3 gathers layer by layer
+        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in it
+            logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
             loss = F.cross_entropy(logits, labels)
             model.backward(loss)  # DeepSpeed: averages the gradients, bucket by bucket
             model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients

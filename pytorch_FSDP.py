@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -81,7 +82,7 @@ def main():
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
-    optimizer = common.make_optimizer(args, model.parameters(), fused)
+    optimizer = common.make_optimizer(args, model, fused)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
@@ -92,9 +93,11 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images).to(images.dtype)  # FSDP: gathers a block, computes, frees it
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # fetched only when it is printed

@@ -9,6 +9,7 @@ Sends       nothing.
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import RandomSampler
 
 import common
@@ -33,7 +34,7 @@ def main():
     model = common.make_model(args, train_set.classes).to(device)
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
@@ -47,6 +48,8 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # fetched only when it is printed

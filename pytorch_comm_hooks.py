@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
@@ -83,7 +84,7 @@ def main():
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
@@ -97,6 +98,8 @@ def main():
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # fetched only when it is printed

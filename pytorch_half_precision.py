@@ -55,7 +55,7 @@ def main():
         half_model, loss_scale, pairs = model.to(dtype), 1, []  # half: one and the same
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model.parameters())
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
@@ -68,13 +68,15 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         half_model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for images, labels in run.batches(train_loader, epoch, dtype):  # half: in it
             half_model.zero_grad()  # gradients would add up otherwise
-            logits = half_model(images.to(dtype)).float()  # half: the softmax needs fp32's digits
+            logits = half_model(images).float()  # half: the softmax needs fp32's digits
             loss = F.cross_entropy(logits, labels)
             (loss * loss_scale).backward()  # half: lifts gradients that float16 would round to 0
             for weight, half in pairs:
                 weight.grad = half.grad.float().div_(loss_scale)
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             with torch.no_grad():

@@ -29,6 +29,7 @@ class StepClock:
         self.ticks, self.seconds = [], []  # of this process
         self.before = []  # settled steps of the processes before, from the snapshot
         self.epoch_seconds = 0.0
+        self.first_step = None  # seconds: of this process, with what is compiled or tried in it
         self.peak_memory = {}  # GiB by kind: see peak_memory_gib()
         self.paused = False
         self.spans = []  # when this process trained: from and to, in Unix time
@@ -69,6 +70,7 @@ class StepClock:
             seconds = [b - a for a, b in itertools.pairwise(self.ticks)]
         self.ticks = self.ticks[-1:]
         self.seconds += seconds
+        self.first_step = self.seconds[0]
         self.epoch_seconds += sum(seconds)
         self.spans[-1][1] = time.time()
 

@@ -46,7 +46,8 @@ def read_config(args: argparse.Namespace) -> dict:
     overridden = OPTIMIZER_FLAGS if "optimizer" in config else ()
     overridden += ("lr", "warmup_steps") if "scheduler" in config else ()
     args.overridden = dict.fromkeys(overridden, str(path))
-    return {"log_level": "error"} | config | sizes
+    clip = {"gradient_clipping": args.clip_grad} if args.clip_grad else {}
+    return {"log_level": "error"} | config | clip | sizes
 
 
 def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dict):

@@ -10,8 +10,8 @@ from harness.ranks import RANK, print0
 class Display:
     """Rank 0 shows; on other ranks all of this does nothing."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.writer, self.bar = folder, None, None
+    def __init__(self, folder: Path, unit: str):
+        self.folder, self.unit, self.writer, self.bar = folder, unit, None, None
 
     def open(self, first_step: int) -> None:
         """Open TensorBoard's file; curves that reach beyond the first step are cut off there."""
@@ -21,12 +21,12 @@ class Display:
             self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
 
     def start_epoch(self, title: str, done: int, total: int) -> None:
-        """A bar for the images of an epoch, of which some may be done already."""
+        """A bar for the samples of an epoch, of which some may be done already."""
         self.bar = tqdm(
             desc=title,
             initial=done,
             total=total,
-            unit="img",
+            unit=self.unit,
             unit_scale=True,
             leave=False,
             disable=None if RANK == 0 else True,  # None: shown if there is a terminal

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from harness.command_line import fail
 
@@ -42,3 +43,16 @@ def load_file(path: Path | str, flag: str) -> dict:
     if not isinstance(state, dict):
         fail(f"{flag} {path} holds a {type(state).__name__}, not a dict; give another")
     return state
+
+
+def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
+    """Make sure that weights have a model's names and shapes.
+
+    Args:
+        complaint: what to say if not; an entry that differs is named after it.
+    """
+    shapes = {name: t.shape for name, t in model.state_dict().items()}
+    theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
+    wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
+    if wrong:
+        fail(f"{complaint}: entries such as {wrong[0]} differ; give its own settings")

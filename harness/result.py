@@ -98,7 +98,8 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict, gpus: lis
         "seconds_total": run.read_wall_clock(),
         "seconds_train": sum(run.history["seconds"]),
         "trained_between": run.clock.spans,
-        "images_per_second": args.batch_size / statistics.median(seconds),
+        **run.train_set.rates(args.batch_size / statistics.median(seconds)),
+        "first_step_seconds": run.clock.first_step,
         "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
         "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
         "state_bytes": state_bytes,
@@ -111,12 +112,20 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict, gpus: lis
     return result
 
 
+def rate_of(result: dict) -> str:
+    """The entry that says how fast it was: tokens_per_second, if it has one."""
+    return next(name for name in ("tokens_per_second", "images_per_second") if name in result)
+
+
 def in_a_line(result: dict) -> str:
     """What is said when a run ends."""
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
+    unit, loss = rate_of(result).removesuffix("_per_second"), ""
+    if unit == "tokens":
+        loss = f"loss {result['eval_loss'][-1]:.4f}, "
     return (
-        f"done: accuracy {result['eval_accuracy'][-1]:.2%} of {result['eval_samples']:,}, "
-        f"median {result['images_per_second']:,.0f} images/s, peak memory {', '.join(memory)}"
+        f"done: {loss}accuracy {result['eval_accuracy'][-1]:.2%} of {result['eval_samples']:,}, "
+        f"median {result[rate_of(result)]:,.0f} {unit}/s, peak memory {', '.join(memory)}"
     )
 
 
@@ -127,7 +136,7 @@ def add_hparams(writer, args, result: dict) -> None:
     hparams.pop("local_rank", None)
     metrics = {
         "final/accuracy": result["eval_accuracy"][-1],
-        "final/images_per_second": result["images_per_second"],
+        f"final/{rate_of(result)}": result[rate_of(result)],
         "final/memory": result["peak_memory_gib"]["process"],
     }
     writer.add_hparams(hparams, metrics, run_name=".")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from harness import checkpoint, result
@@ -50,7 +51,7 @@ class Run:
         self.seconds, self.since = 0.0, STARTED
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu)
-        self.display = Display(args.output_dir)
+        self.display = Display(args.output_dir, self.train_set.unit)
         self.store = SnapshotStore(args)
         self.guard = Guard(args, self.store.newest)
         self.stop = StopRequest(device)
@@ -128,7 +129,7 @@ class Run:
         if snapshot:
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {path} at {'the end' if done else at}")
-        self.optimizer = optimizer
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.guard.attach(self, model, optimizer, **skips_by)
         if RANK == 0:
             if snapshot:
@@ -139,9 +140,9 @@ class Run:
 
     # ---------------------------------------------------------------------------------- steps
 
-    def batches(self, loader: DataLoader, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, loader: DataLoader, epoch: int, dtype=None) -> Iterator[tuple]:
         """This rank's batches of an epoch, on its device, as ``prepare`` of the dataset makes
-        them: of images, cropped, flipped and normalized."""
+        them: of images, cropped, flipped and normalized, in the default dtype or another."""
         args = self.args
         begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
@@ -154,7 +155,7 @@ class Run:
             self.step += 1
             self.batch = len(batch[-1])
             self.lr = self.optimizer.param_groups[0]["lr"]
-            yield self.train_set.prepare(batch, self.device, args.seed, epoch, index)
+            yield self.train_set.prepare(batch, self.device, args.seed, epoch, index, dtype)
             self.clock.tick()
             self.display.bar.update(args.batch_size)
         self.display.bar.close()
@@ -181,7 +182,7 @@ class Run:
         if images:  # else all of these steps were left out
             mean, speed = (self.shown[0] - loss_sum) / images, images / (self.shown[3] - then)
             self.guard.check_loss(mean)
-            figures = {"images_per_second": speed, "learning_rate": self.lr}
+            figures = {**self.train_set.rates(speed), "learning_rate": self.lr}
             self.display.step(self.step, loss=mean, **figures)
 
     def totals(self, pace: float = 0.0) -> tuple[float, float]:
@@ -209,7 +210,9 @@ class Run:
         loss_sum, images = self.totals()
         if images:
             self.guard.check_loss(loss_sum / images)
-        self.evaluated = self.step
+        self.evaluated, self.eval_samples = self.step, metrics["samples"]
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(metrics["loss"])
         epoch = {
             "train_loss": loss_sum / images if images else math.nan,
             "eval_loss": metrics["loss"],
@@ -218,7 +221,6 @@ class Run:
         }
         for name, value in epoch.items():
             self.history[name].append(value)
-        self.eval_samples = metrics["samples"]
         self.display.epoch(f"epoch {len(self.history['seconds'])}/{self.epochs}", self.step, epoch)
         if self.step % self.steps_per_epoch == 0:  # and not cut short by --max-steps
             self.loss_sum, self.images = torch.zeros_like(self.loss_sum), 0

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import json
-import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from inference.classifier import load_classifier
 from inference.images import batches, load_split
 from inference.runtimes import OnnxRunner, TorchRunner, make_session
+from inference.trained import make_metadata
 from jobs.images import Images
 
 INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
@@ -50,19 +49,9 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
     model = onnx.load(path)
     if precision == "bf16":
         to_bfloat16(model)
-    onnx.helper.set_model_props(model, make_metadata(args, precision))
+    onnx.helper.set_model_props(model, make_metadata(args, precision, INPUT))
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
-
-
-def make_metadata(args: argparse.Namespace, precision: str) -> dict[str, str]:
-    """What the file says of itself, so that it can be used and tested without ``result.json``."""
-    settings = f"--model {args.model} --norm {args.norm} --image-size {args.image_size}"
-    settings += f" --dataset {args.dataset} --data-dir {shlex.quote(str(args.data_dir))}"
-    settings += f" --seed {args.seed}"
-    settings += f" --eval-samples {args.eval_samples}" if args.eval_samples else ""
-    classes = json.dumps(args.classes)
-    return {"classes": classes, "input": INPUT, "settings": settings, "precision": precision}
 
 
 def quantize(args: argparse.Namespace, path: Path) -> None:

@@ -39,7 +39,7 @@ class TorchRunner(Runner):
 
     def put(self, images: Tensor) -> Tensor:
         images = images.to(self.device)
-        if self.device.type == "cuda":  # there, as the GPU rearranges them faster
+        if self.device.type == "cuda" and images.ndim == 4:  # there: a GPU rearranges them faster
             images = images.contiguous(memory_format=torch.channels_last)
         return images
 
@@ -69,13 +69,15 @@ class OnnxRunner(Runner):
 
     def __init__(self, session, device: str):
         self.session, self.device = session, torch.device(device)
+        self.input = session.get_inputs()[0].name  # images or tokens
 
     def put(self, images: Tensor):
         if self.device.type == "cpu":
-            return {"images": images.numpy()}
+            return {self.input: images.numpy()}
         images = images.to(self.device).contiguous()
+        kind = np.int64 if images.dtype == torch.int64 else np.uint8
         binding = self.session.io_binding()
-        binding.bind_input("images", "cuda", 0, np.uint8, tuple(images.shape), images.data_ptr())
+        binding.bind_input(self.input, "cuda", 0, kind, tuple(images.shape), images.data_ptr())
         binding.bind_output("logits", "cuda")
         torch.cuda.synchronize()  # ONNX Runtime has a stream of its own
         return binding, images

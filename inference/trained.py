@@ -7,17 +7,35 @@ import shlex
 from common import argument_parser
 from harness.command_line import fail
 
+# Settings of the run that say what the weights are, and what they were tested on
+NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]
+NAMES += ["eval_samples"]
+
+
+def make_metadata(args: argparse.Namespace, precision: str, what: str) -> dict[str, str]:
+    """What an ONNX file says of itself, so that it can be used and tested without ``result.json``.
+
+    Args:
+        what: it takes.
+    """
+    words = ["--seed", str(args.seed)]
+    for name in NAMES:
+        value = getattr(args, name, None)
+        if value:
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    classes, settings = json.dumps(args.classes), shlex.join(words)
+    return {"classes": classes, "input": what, "settings": settings, "precision": precision}
+
 
 def complete_as_trained(args: argparse.Namespace) -> None:
     """Classes and seed of the run that wrote ``--weights``, and its settings where no flag is
     given."""
     settings, args.classes = read_metadata(args) if args.onnx else read_result(args)
     run = vars(argument_parser("").parse_known_args(shlex.split(settings))[0])
-    for name in ("model", "norm", "image_size", "dataset", "data_dir", "eval_samples"):
-        if getattr(args, name) is None:
+    for name in NAMES:
+        if getattr(args, name, None) is None:
             setattr(args, name, run[name])
     args.seed = run["seed"]
-    args.norm = "batch" if args.norm == "sync" else args.norm  # which has the same parameters
 
 
 def read_metadata(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -35,10 +53,10 @@ def read_result(args: argparse.Namespace) -> tuple[str, list[str] | None]:
         result = json.loads(path.read_text())
         return f"{result['settings']} --dataset {result['dataset']}", result["classes"]
     except FileNotFoundError:
-        if args.model and args.image_size:
+        if args.model and (args.image_size or args.model.startswith("gpt")):
             return "", None
         fail(f"{path} is missing, which says what the weights are of; "
-             "give --model and --image-size")  # fmt: skip
+             "give --model and, of a classifier, --image-size")  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(f"{path} cannot be used ({type(error).__name__}: {error}); "
              "remove it, and give --model and --image-size")  # fmt: skip

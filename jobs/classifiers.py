@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.command_line import fail
-from harness.files import load_file
+from harness.files import check_weights, load_file
 from harness.ranks import WORLD_SIZE, is_first_here, max_over_ranks
 
 # torchvision is imported where it is used, as in jobs/images.py.
@@ -87,6 +87,11 @@ def check_input(args: argparse.Namespace, model: nn.Module) -> None:
         )
 
 
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """What an optimizer takes: all of them alike."""
+    return [{"params": list(model.parameters())}]
+
+
 def check_deterministic(name: str, model: nn.Module) -> None:
     """Refuse what has no deterministic backward on a GPU: of torchvision's classifiers the pooling
     of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
@@ -106,14 +111,9 @@ def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
         weights = expected | {k: v for k, v in weights.items() if v.shape == expected[k].shape}
     else:
         weights = load_file(args.weights, "--weights")
-    shapes = {name: t.shape for name, t in expected.items()}
-    theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
-    wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
-    if wrong:
-        fail(
-            f"--weights {args.weights} does not fit --model {args.model} --norm {args.norm} with "
-            f"this dataset's classes: entries such as {wrong[0]} differ; give its own settings"
-        )
+    flags = f"--model {args.model} --norm {args.norm}"
+    complaint = f"--weights {args.weights} does not fit {flags} with this dataset's classes"
+    check_weights(model, weights, complaint)
     if not next(model.parameters()).is_meta:  # else it has shapes alone
         model.load_state_dict(weights)
 

@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import functools
 import tarfile
-import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +16,9 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from harness.command_line import fail, positive
+from harness.download import fetch
 from harness.loaders import Unreadable
-from harness.ranks import (
-    LOCAL_WORLD_SIZE,
-    RANK,
-    WORLD_SIZE,
-    is_first_here,
-    max_over_ranks,
-    print0,
-)
+from harness.ranks import LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, print0
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
 # and a run should show its first line before that.
@@ -39,26 +31,17 @@ DEFAULTS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which images, and which model."""
+    """The flags that only images have."""
     # fmt: off
-    flag = parser.add_argument_group("the job").add_argument
-    flag("--dataset", choices=["auto", "cifar10", "folder", "synthetic"], default="auto",
-         help="auto (default): CIFAR-10 if present or downloadable, else synthetic")
-    flag("--data-dir", type=Path, default=Path("data"), metavar="DIR",
-         help="of CIFAR-10; of a folder dataset: holds train/ and test/ or val/ (default: data)")
-    flag("--train-samples", type=positive, metavar="N",
-         help="use the first N (default: all; 2048 on a CPU, except of a folder)")
-    flag("--eval-samples", type=positive, metavar="N",
-         help="use the first N (default: all; 1000 on a CPU, except of a folder)")
-    flag("--model", metavar="NAME",
-         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU)")
-    flag("--norm", choices=["batch", "group", "sync"], default="batch",
-         help="keep the model's BatchNorm (default), or put another norm in its place")
-    flag("--weights", default="none", metavar="none|imagenet|PATH",
-         help="start from these weights (default: none)")
+    flag = parser.add_argument_group("of images").add_argument
+    flag("--norm", choices=["batch", "group", "sync"],
+         help="keep the model's BatchNorm (default: batch), or put another norm in its place")
     flag("--image-size", type=positive, metavar="PIXELS",
          help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
     # fmt: on
+
+
+FLAGS = ["norm", "image_size"]
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -66,19 +49,21 @@ def complete(args: argparse.Namespace) -> None:
 
     ``None`` is left where it means "all of it".
     """
-    for name, value in DEFAULTS[args.device].items():
+    for name, value in (DEFAULTS[args.device] | {"norm": "batch", "optimizer": "sgd"}).items():
         whole_folder = args.dataset == "folder" and name.endswith("_samples")
         if getattr(args, name) is None and not whole_folder:
             setattr(args, name, value)
     if args.lr is None:
         plain = args.model.startswith(("alexnet", "squeezenet", "vgg"))
         args.lr = 0.001 if args.optimizer == "adamw" else 0.01 if plain else 0.05
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if args.optimizer == "adamw" else 0.0005
     if args.norm == "sync" and args.device == "cpu":
         fail("--norm sync: SyncBatchNorm runs on GPUs only; use --norm batch or --norm group")
-    if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
-        fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
-    if Path(args.weights).resolve() == (args.output_dir / "model.pt").resolve():
-        fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
+
+
+def describe(args: argparse.Namespace) -> str:
+    return f"at {args.image_size}x{args.image_size}"
 
 
 # ---------------------------------------------------------------------------------------- data
@@ -103,6 +88,7 @@ class Images(Dataset):
         self.images, self.labels = images, labels
         self.classes, self.image_size = classes, image_size
 
+    unit, units = "img", "images"
     bytes_on_gpu = 0  # of all sets of this process
 
     def keep_on_gpu(self) -> None:
@@ -136,25 +122,37 @@ class Images(Dataset):
         images, labels = batch
         return images, labels
 
-    def prepare(self, batch, device, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch, device, seed: int, epoch: int, step: int, dtype=None):
         """This rank's batch as the model takes it, cropped, flipped and normalized on the device.
 
         Args:
             batch: as :meth:`__getitems__` returns it.
+            dtype: of the images, the default one if it is ``None``.
 
         Returns:
-            images ``[n, 3, image_size, image_size]`` of the default dtype, and labels int64
-            ``[n]``.
+            images ``[n, 3, image_size, image_size]``, and labels int64 ``[n]``.
         """
         images, labels = self.to_device(batch, device)
         crops = draw_crops(seed, epoch, step, len(labels) * WORLD_SIZE, images.shape[-1])
         crops = crops[RANK::WORLD_SIZE].to(device, non_blocking=True)
-        return to_input(crop_and_flip(images, crops), self.image_size), labels
+        return to_input(crop_and_flip(images, crops), self.image_size, dtype), labels
+
+    def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
+        """The same of a batch as it is."""
+        images, labels = self.to_device(batch, device)
+        return to_input(images, self.image_size, dtype), labels
+
+    def count_labels(self) -> int:
+        return len(self)
 
     def example(self, n: int) -> Tensor:
         """n inputs of the model, all zeros."""
         images = torch.zeros(n, 3, self.image_size, self.image_size)
         return images.contiguous(memory_format=torch.channels_last)
+
+    def rates(self, samples_per_second: float) -> dict[str, float]:
+        """How fast that is, in the unit in which it is reported."""
+        return {"images_per_second": samples_per_second}
 
     def describe(self) -> dict:
         """What ``result.json`` says of the data."""
@@ -243,41 +241,15 @@ def how_many(args: argparse.Namespace, split: str, available: int) -> int:
 
 
 def fetch_cifar10(data_dir: Path) -> str | None:
-    """Download CIFAR-10 if it is missing: one attempt, by one rank of a machine. Others wait.
-
-    Returns:
-        ``None`` where every rank finds it, else the reason, on every rank.
-    """
+    """Download CIFAR-10 if it is missing; see :func:`harness.download.fetch`."""
     from torchvision.datasets import CIFAR10
 
-    batches, why = data_dir / CIFAR10.base_folder, ""
-    first = is_first_here()
-    if first and not batches.is_dir():
-        answers = ["no answer within 5 s"]
+    def download():
+        if hasattr(tarfile, "data_filter"):  # nothing is extracted to outside of the folder
+            tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
+        CIFAR10(data_dir, download=True)
 
-        def ask_for_headers():
-            request = urllib.request.Request(CIFAR10.url, method="HEAD")
-            try:
-                urllib.request.urlopen(request, timeout=10).close()
-                answers.append("")
-            except Exception as error:  # of urllib, http.client, ssl or socket
-                answers.append(str(error))
-
-        # A thread, because looking up a host obeys no timeout; it may be left behind.
-        thread = threading.Thread(target=ask_for_headers, daemon=True)
-        thread.start()
-        thread.join(timeout=5)
-        why = answers[-1]
-        if not why:
-            if hasattr(tarfile, "data_filter"):  # nothing is extracted to outside of the folder
-                tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
-            try:
-                CIFAR10(data_dir, download=True)
-            except Exception as error:  # the same, or of a damaged archive
-                why = str(error)
-    # Only those who downloaded vote: the others may be looking at a folder that is half there.
-    failed = max_over_ranks([first and not batches.is_dir()])[0]
-    return (why or "it failed on another machine") if failed else None
+    return fetch(CIFAR10.url, (data_dir / CIFAR10.base_folder).is_dir, download)
 
 
 def cifar10(args: argparse.Namespace, split: str) -> Images:
@@ -390,9 +362,9 @@ def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
     return torch.where(flips.bool()[:, None, None, None], images.flip(3), images)
 
 
-def to_input(images: Tensor, image_size: int) -> Tensor:
-    """uint8 ``[n, 3, side, side]`` to what the model takes: normalized, of the default dtype and
-    ``[n, 3, image_size, image_size]``.
+def to_input(images: Tensor, image_size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """uint8 ``[n, 3, side, side]`` to what the model takes: normalized, in the default dtype and
+    then in ``dtype``, if it is given, and ``[n, 3, image_size, image_size]``.
 
     In memory the channels of a pixel come together (channels last), as convolutions are fastest on
     GPUs and on CPUs; all that a network makes of such a tensor has that order.
@@ -402,7 +374,7 @@ def to_input(images: Tensor, image_size: int) -> Tensor:
     if images.shape[-1] != image_size:
         shrinks = images.shape[-1] > image_size
         images = F.interpolate(images, size=image_size, mode="bilinear", antialias=shrinks)
-    return images.contiguous(memory_format=torch.channels_last)
+    return images.to(dtype or mean.dtype).contiguous(memory_format=torch.channels_last)
 
 
 @functools.cache  # copying them to the GPU at every step would make the CPU wait for the GPU

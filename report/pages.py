@@ -10,16 +10,18 @@ import re
 from pathlib import Path
 
 from report import plots, stale, tables
-from report.results import ROOT, Unusable, read_results
+from report.results import ROOT, Unusable, read_results, size_of
 
-SUITES = ("cpu", "gpu")  # that are rendered
+SUITES = ("gpt", "shakespeare", "cpu", "gpu")  # that are rendered
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HEADS = {  # of the tables, in Chinese
     "technique": "技术", "ranks": "进程数", "precision": "精度",
-    "images/s (min–max)": "图像/秒（最小–最大）",
+    "images/s (min–max)": "图像/秒（最小–最大）", "tokens/s (min–max)": "token/秒（最小–最大）",
+    "first step s": "首步秒数",
     "step ms (p95)": "每步毫秒（p95）", "epoch s": "每轮秒数", "peak GiB": "峰值内存 GiB",
     "peak GiB (reserved)": "峰值显存 GiB（保留）", "GPU %": "GPU %",
     "kept (theory)": "每参数字节（理论）", "weights": "权重差", "accuracy": "准确率",
+    "loss": "损失",
     "against one process": "与单进程相比", "loop": "训练循环", "of the bare loop": "相对裸循环",
     "script": "脚本", "loss in fp32": "fp32 损失", "its loss": "它的损失", "difference": "差",
     "SGD with momentum": "带动量的 SGD", "1 rank": "1 进程", "2 ranks": "2 进程",
@@ -104,7 +106,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     proof = json.loads((folder / "proof.json").read_text())
     inference = json.loads((folder / "inference.json").read_text())
     blocks = {name: getattr(tables, f"{name}_table")(proof[name]) + proof_note(root, proof, name)
-              for name in ("parity", "bytes", "sent", "loss")}  # fmt: skip
+              for name in ("parity", "parity_gpt", "bytes", "sent", "loss")}  # fmt: skip
     since = stale.note(root, inference["git_commit"], [inference["command"]])
     blocks["inference"] = tables.inference_table(inference) + since
     blocks["hardware"] = tables.hardware_table(results, inference)
@@ -112,7 +114,8 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
     for name in SUITES:
         suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
-        for table in [*suite["tables"], *(["front"] if "front" in suite else [])]:
+        front = ["front" if name == "cpu" else f"front-{name}"] if "front" in suite else []
+        for table in [*suite["tables"], *front]:
             block = name in results and suite_block(root, results[name], table, proof, suite)
             blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
     return blocks | {name: technique_block(root, name, results) for name in tables.PARENTS}
@@ -121,7 +124,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
 def suite_block(root: Path, found: dict, table: str, proof: dict, suite: dict) -> str:
     """One of a suite's tables, with what has changed since its rows were measured; empty if it has
     none."""
-    if table == "front":
+    if table.startswith("front"):
         rows = [row for row in found["rows"] if row["name"] in suite["front"]]
         drawn = tables.front_table(found, proof, suite["front"])
     else:
@@ -150,7 +153,7 @@ def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
         if rows:
             run = rows[0]["runs"][0]
-            job = f"{run['model']}, {run['image_size']}×{run['image_size']}, {run['device']}:"
+            job = f"{run['model']}, {size_of(run)}, {run['device']}:"
             parts += [job, tables.techniques_table(rows)]
     old, new = (
         (root / f"{which}.py").read_text().split('"""\n', 1)[1].splitlines()

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from report.results import middle, name_of, of_all
+from report.results import middle, name_of, speeds_of
 
 GREY = "#7d8590"  # which light and dark pages can bear
 COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d288bd", "#8d8d8d"]
@@ -26,7 +26,7 @@ def plot_data(results: dict) -> dict[str, dict]:
         memory, epochs, scaling = {}, {}, {}
         for row in rows:
             run, title = row["runs"][0], row["name"]
-            speed = middle(of_all(row["runs"], "images_per_second"))
+            speed = middle(speeds_of(row["runs"]))
             epochs[title] = round(run["train_samples"] / speed, 2)
             scaling.setdefault(name_of(row), {})[str(run["world_size"])] = round(speed, 1)
             if "offload" not in title:  # whose bytes are counted, but not on the device
@@ -41,7 +41,19 @@ def plot_data(results: dict) -> dict[str, dict]:
                 run = rows[0]["runs"][0]
                 job = f"{run['model']} at {run['image_size']}, {run['device']}"
                 plots[name] = {"unit": f"{unit} ({job})", "values": values}
-    return plots
+    return plots | curves(results.get("shakespeare", {"rows": []})["rows"])
+
+
+def curves(rows: list[dict]) -> dict[str, dict]:
+    """The loss of a text against the tokens seen."""
+    values = {}
+    for row in rows:
+        for run in row["runs"][:1]:
+            tokens = run["global_batch_size"] * run.get("context", 0)
+            values[row["name"]] = {str(step * tokens): loss for step, loss in run["curve"]}
+    values = {title: points for title, points in values.items() if points}
+    model = rows[0]["runs"][0]["model"] if values else ""
+    return {"loss": {"unit": f"training loss ({model})", "values": values}} if values else {}
 
 
 def memory_parts(run: dict) -> dict[str, float]:
@@ -81,9 +93,9 @@ def draw(path: Path, data: dict) -> None:
         "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
     })  # fmt: skip
     values = data["values"]
-    if path.stem == "scaling":
+    if path.stem in ("scaling", "loss"):
         figure, axes = plt.subplots(figsize=(8, 4))
-        draw_lines(axes, values, data["unit"])
+        (draw_lines if path.stem == "scaling" else draw_curves)(axes, values, data["unit"])
     else:
         figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
         (draw_parts if path.stem == "memory" else draw_bars)(axes, values)
@@ -107,6 +119,16 @@ def draw_lines(axes, values: dict[str, dict[str, float]], unit: str) -> None:
     axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
     axes.set_xticks(sorted({int(n) for speeds in values.values() for n in speeds}))
     axes.legend(frameon=False, fontsize=9, bbox_to_anchor=(1, 1), loc="upper left")
+
+
+def draw_curves(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+    """By tokens; thinner from one to the next, as they lie on top of each other."""
+    for i, (title, losses) in enumerate(values.items()):
+        tokens = [int(n) / 1e6 for n in losses]
+        width = 1 + 2 * (len(values) - 1 - i)
+        axes.plot(tokens, list(losses.values()), label=title, linewidth=width)
+    axes.set(xlabel="million tokens", ylabel=unit)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:

@@ -42,6 +42,23 @@ def of_all(runs: list[dict], *keys: str) -> list:
     return values
 
 
+def speeds_of(runs: list[dict]) -> list[float]:
+    """Tokens per second, or images."""
+    return [run.get("tokens_per_second") or run["images_per_second"] for run in runs]
+
+
+def unit_of(run: dict) -> str:
+    """Of :func:`speeds_of`."""
+    return "tokens/s" if "tokens_per_second" in run else "images/s"
+
+
+def size_of(run: dict) -> str:
+    """Of what a model sees at once."""
+    if "context" in run:
+        return f"context {run['context']}"
+    return f"{run['image_size']}×{run['image_size']}"
+
+
 def middle(values: list) -> float | None:
     """The median of those that there are."""
     values = [value for value in values if value is not None]

@@ -5,7 +5,15 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from report.results import Unusable, devices_of, middle, name_of, of_all
+from report.results import (
+    Unusable,
+    devices_of,
+    middle,
+    name_of,
+    of_all,
+    speeds_of,
+    unit_of,
+)
 from report.theory import kept_bytes
 
 PARENTS = {  # each script, and the one that it is a diff against
@@ -20,6 +28,10 @@ PARENTS = {  # each script, and the one that it is a diff against
     "DDP_AMP": "torchrun_DDP",
     "gradient_accumulation": "torchrun_DDP",
     "comm_hooks": "torchrun_DDP",
+    "activation_checkpointing": "torchrun_DDP",
+    "compile": "torchrun_DDP",
+    "HSDP": "FSDP",
+    "FSDP_offload": "FSDP",
 }
 
 
@@ -66,7 +78,7 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
         names: of the rows to show.
     """
     rows = {row["name"]: row for row in found["rows"]}
-    lines = []
+    lines, unit = [], unit_of(next(run for row in found["rows"] for run in row["runs"]))
     for name in names:
         title = name_of({"name": name})
         section = title.split()[0]
@@ -81,25 +93,25 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
             [
                 link,
                 ranks_cell(run),
-                spread(of_all(row["runs"], "images_per_second")),
+                spread(speeds_of(row["runs"])),
                 f"{peak_memory(row['runs']):.2f}",
                 f"{digits(kept)} ({digits(expected)})",
-                against_one_process(f"pytorch_{title}", proof),
+                against_one_process(f"pytorch_{title}", proof, unit),
             ]
         )
-    header = ["technique", ranks_head(rows.values()), "images/s (min–max)", "peak GiB"]
+    header = ["technique", ranks_head(rows.values()), f"{unit} (min–max)", "peak GiB"]
     table = markdown([*header, "kept (theory)", "against one process"], lines)
     return f"{table}\n\n{measured_where(found, list(rows.values()))}"
 
 
-def against_one_process(script: str, proof: dict) -> str:
+def against_one_process(script: str, proof: dict, unit: str) -> str:
     """The weights' largest difference with SGD; the loss's, of a technique that rounds."""
-    weights = [
-        r["value"] for r in proof["parity"] if (r["script"], r["optimizer"]) == (script, "sgd")
-    ]
+    rows = proof["parity" if unit == "images/s" else "parity_gpt"]
+    weights = [r["value"] for r in rows if (r["script"], r["optimizer"]) == (script, "sgd")]
     if weights:
         return f"weights {max(weights):.0e}".replace(" 0e+00", " 0")
     losses = [row["value"] / row["fp32"] - 1 for row in proof["loss"] if row["script"] == script]
+    losses = losses if unit == "images/s" else []
     return f"loss {max(losses, key=abs):+.2%}" if losses else ""
 
 
@@ -140,17 +152,18 @@ def spread(values: list[float]) -> str:
 
 
 def techniques_table(rows: list[dict]) -> str:
+    unit = unit_of(next((run for row in rows for run in row["runs"]), {}))
     gpu = any(run["peak_memory_gib"]["allocated"] is not None for r in rows for run in r["runs"])
     header = [
         "technique",
         ranks_head(rows),
         "precision",
-        "images/s (min–max)",
+        f"{unit} (min–max)",
         "step ms (p95)",
-        "epoch s",
+        "first step s" if unit == "tokens/s" else "epoch s",
     ]
     header += ["peak GiB (reserved)", "GPU %"] if gpu else ["peak GiB"]
-    header += ["kept (theory)", "weights", "accuracy"]
+    header += ["kept (theory)", "weights", "loss" if unit == "tokens/s" else "accuracy"]
     lines = []
     for row in rows:
         if row["runs"]:
@@ -168,11 +181,14 @@ def technique_cells(row: dict, gpu: bool) -> list:
     name = f"`{name_of(row)}`"
     if row["failed"]:
         name += f" ({len(runs)} runs; then {row['failed']})"
-    speeds = of_all(runs, "images_per_second")
+    speeds = speeds_of(runs)
     p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
     cells = [name, ranks_cell(run), precision_cell(run), spread(speeds)]
     cells.append(f"{p50:.0f} ({p95:.0f})")
-    cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
+    if unit_of(run) == "tokens/s":  # a text has no epoch to speak of, but may be compiled
+        cells.append(f"{middle(of_all(runs, 'first_step_seconds')):,.1f}")
+    else:
+        cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
     kinds = ("allocated", "reserved", "process")
     memory = {kind: middle(of_all(runs, "peak_memory_gib", kind)) for kind in kinds}
     if gpu:
@@ -187,8 +203,11 @@ def technique_cells(row: dict, gpu: bool) -> list:
     else:  # a peer's
         cells.append("")
     apart = middle(of_all(runs, "weights_difference"))
-    accuracy = middle(of_all(runs, "eval_accuracy"))
     cells.append("" if apart is None else f"{apart:.0e}")
+    if unit_of(run) == "tokens/s":
+        loss = middle(of_all(runs, "eval_loss"))
+        return [*cells, "" if loss is None else f"{loss:.4f}"]
+    accuracy = middle(of_all(runs, "eval_accuracy"))
     return [*cells, "" if accuracy is None else f"{accuracy:.1%}"]
 
 
@@ -199,7 +218,7 @@ def peers_table(rows: list[dict]) -> str:
         if not row["runs"]:
             lines.append([row["name"], why_empty(row), "", ""])
             continue
-        speeds, precision = of_all(row["runs"], "images_per_second"), row["runs"][0]["precision"]
+        speeds, precision = speeds_of(row["runs"]), row["runs"][0]["precision"]
         if row["name"].startswith("bare loop"):
             bare[precision] = statistics.median(speeds)
         part = f"{statistics.median(speeds) / bare[precision]:.2f}" if precision in bare else ""
@@ -217,7 +236,7 @@ def amp_table(rows: list[dict]) -> str:
             ranks = re.search(r" x(\d+)$", row["name"])
             lines.append([technique, precision, ranks[1] if ranks else "", why_empty(row), "", ""])
             continue
-        ranks, speeds = ranks_cell(row["runs"][0]), of_all(row["runs"], "images_per_second")
+        ranks, speeds = ranks_cell(row["runs"][0]), speeds_of(row["runs"])
         if precision == "fp32":
             full[technique, ranks] = statistics.median(speeds)
         part = ""
@@ -323,6 +342,9 @@ def parity_table(rows: list[dict]) -> str:
             cells.append(f"{max(values):.0e}" if values else "")
         lines.append(cells)
     return markdown(["script", "ranks", "SGD with momentum", "AdamW"], lines)
+
+
+parity_gpt_table = parity_table  # of the language model
 
 
 def digits(value: float) -> str:

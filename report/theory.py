@@ -23,8 +23,9 @@ def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
         kept = {"parameters": 2, "gradients": 2, "optimizer": k / 2}
         if "--master-weights" in words:
             kept |= {"optimizer": k, "master_weights": 4}
-    if script == "pytorch_FSDP":
-        kept = {name: value / ranks for name, value in kept.items()}
+    if script in ("pytorch_FSDP", "pytorch_FSDP_offload", "pytorch_HSDP"):
+        shards = int(words[words.index("--shard") + 1]) if "--shard" in words else ranks
+        kept = {name: value / shards for name, value in kept.items()}
     if script == "pytorch_DDP_ZeRO" and {"--use_zero", "--use-zero"} & set(words):
         kept["optimizer"] /= ranks
     if script == "pytorch_DeepSpeed":

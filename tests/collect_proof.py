@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from harness.measure import git_commit  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
-TABLES = ("parity", "bytes", "sent", "loss")
+TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss")
 
 
 def read_measured(paths):

@@ -52,25 +52,30 @@ class CountSent(TorchDispatchMode):
         self.calls, self.sent = collections.Counter(), collections.Counter()
         self.counts = False
 
-    def count(self, kind, tensors):
+    def count(self, kind, tensors, ranks):
         size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if torch.is_tensor(t))
-        world_size = dist.get_world_size()
         self.calls[kind] += 1
-        self.sent[kind] += SHARES[kind] * size * (world_size - 1) / world_size
+        self.sent[kind] += SHARES[kind] * size * (ranks - 1) / ranks
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.counts and func.namespace == "c10d" and "barrier" not in func.__name__:
             kind = next(kind for kind in SHARES if kind in func.__name__)
-            self.count(kind, args[1] if kind == "reduce_scatter" else args[0])
+            [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
+            tensors = args[1] if kind == "reduce_scatter" else args[0]
+            self.count(kind, tensors, dist.ProcessGroup.unbox(group).size())
         return func(*args, **(kwargs or {}))
+
+
+def is_group(value):
+    return "ProcessGroup" in str(value._type())
 
 
 def main():
     counter = CountSent()
     batches, all_reduce = common.Run.batches, dist.all_reduce
 
-    def counted_batches(run, loader, epoch):
-        for batch in batches(run, loader, epoch):
+    def counted_batches(run, loader, epoch, *dtype):
+        for batch in batches(run, loader, epoch, *dtype):
             if run.step < run.total_steps:
                 yield batch
                 continue
@@ -82,7 +87,7 @@ def main():
     def counted_all_reduce(tensor, *args, **kwargs):
         in_callback = threading.current_thread() is not threading.main_thread()
         if counter.counts and in_callback:  # PowerSGD's: the mode is of the main thread
-            counter.count("allreduce", tensor)
+            counter.count("allreduce", tensor, dist.get_world_size())
         return all_reduce(tensor, *args, **kwargs)
 
     def uncounted(method):  # what the record of a run costs is not the technique's

@@ -50,10 +50,10 @@ def count(name):
 batches = run.Run.batches
 
 
-def counted_batches(run, loader, epoch):
+def counted_batches(run, loader, epoch, *dtype):
     global step
     with SeeDispatched():
-        for batch in batches(run, loader, epoch):
+        for batch in batches(run, loader, epoch, *dtype):
             step = run.step
             waits[step].update()
             if run.device.type == "cuda":

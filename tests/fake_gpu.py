@@ -350,9 +350,9 @@ def main():
         cuda.note("model", *sorted(kinds))
         start(run, model, *args, **kwargs)
 
-    def watched_batches(run, loader, epoch):
+    def watched_batches(run, loader, epoch, *dtype):
         cuda.note("epoch")
-        for images, labels in batches(run, loader, epoch):
+        for images, labels in batches(run, loader, epoch, *dtype):
             last = images.is_contiguous(memory_format=torch.channels_last)
             cuda.note("step", images.device, images.dtype, f"channels last: {last}", labels.device)
             yield images, labels

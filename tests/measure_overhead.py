@@ -15,7 +15,6 @@ import statistics
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +31,7 @@ def main():
     batches = common.Run.batches
     script_seconds, bare_seconds = [], []
 
-    def interleaved(run, loader, epoch):
+    def interleaved(run, loader, epoch, *dtype):
         args = run.args
         model = common.make_model(args, run.train_set.classes).to(run.device).train()
         if dist.is_initialized():
@@ -42,14 +41,14 @@ def main():
                 gradient_as_bucket_view=True,
             )
             model.broadcast_buffers = False
-        optimizer = common.make_optimizer(args, model.parameters())
+        optimizer = common.make_optimizer(args, model)
         batch_size = args.batch_size // common.WORLD_SIZE
-        images = torch.randn_like(run.train_set.example(batch_size)).to(run.device)
-        labels = torch.randint(len(run.train_set.classes), [batch_size], device=run.device)
+        batch = run.train_set.__getitems__(list(range(batch_size)))
+        images, labels = run.train_set.prepare(batch, run.device, args.seed, 0, 0)
 
         clock = StepClock([run.device])
         clock.start()
-        for batch in batches(run, loader, epoch):
+        for batch in batches(run, loader, epoch, *dtype):
             yield batch
             clock.tick()
             optimizer.zero_grad()

@@ -66,10 +66,9 @@ def main():
     common.seed_everything(args.seed, args.deterministic)
     train_set, _ = common.make_datasets(args)
     model = common.make_model(args, train_set.classes).to(device).train()
-    optimizer = common.make_optimizer(args, model.parameters())
-    images = torch.randn_like(train_set.example(args.batch_size)).to(device)
-    labels = torch.randint(len(train_set.classes), [args.batch_size], device=device)
-    loader = itertools.repeat((images, labels))
+    optimizer = common.make_optimizer(args, model)
+    batch = train_set.__getitems__(list(range(args.batch_size)))
+    loader = itertools.repeat(train_set.prepare(batch, device, args.seed, 0, 0))
     if args.loop != "bare":
         loader = DataLoader(
             Pictures(train_set, args.image_size), args.batch_size, shuffle=True, drop_last=True,
@@ -127,16 +126,16 @@ def main():
         "threads": torch.get_num_threads(),
         "model": args.model, "dataset": args.dataset, "precision": args.dtype,
         "tf32": used_tf32(args.dtype, device),
-        "image_size": args.image_size, "global_batch_size": args.batch_size,
-        "optimizer": args.optimizer, "train_samples": len(train_set), "steps": len(clock.seconds),
-        "seconds_total": time.perf_counter() - started, "images_per_second": speed,
+        **train_set.describe(), "global_batch_size": args.batch_size,
+        "optimizer": args.optimizer, "steps": len(clock.seconds),
+        "seconds_total": time.perf_counter() - started, **train_set.rates(speed),
         "step_ms": {f"p{p}": milliseconds.quantile(p / 100).item() for p in (50, 95)},
         "peak_memory_gib": {"allocated": None, "reserved": None} | clock.peak_memory,
-        "state_bytes": None, "eval_accuracy": [None], "eval_samples": 0,
+        "state_bytes": None, "eval_loss": [None], "eval_accuracy": [None], "eval_samples": 0,
     }  # fmt: skip
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{args.loop}: median {speed:,.1f} images/s")
+    print(f"{args.loop}: median {speed:,.1f} {train_set.units}/s")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ batches, cross_entropy = run.Run.batches, F.cross_entropy
 poisoned = False  # the present step
 
 
-def poisoned_batches(run, loader, epoch):
+def poisoned_batches(run, loader, epoch, *dtype):
     global poisoned
-    for images, labels in batches(run, loader, epoch):
+    for images, labels in batches(run, loader, epoch, *dtype):
         poisoned = int(FIRST) <= run.step <= int(LAST) and ranks.RANK == int(RANK)
         yield images * float("nan") if poisoned and WHAT == "input" else images, labels
         poisoned = False

@@ -22,8 +22,8 @@ def main():
 
     batches = common.Run.batches
 
-    def recorded(run, loader, epoch):
-        for images, labels in batches(run, loader, epoch):
+    def recorded(run, loader, epoch, *dtype):
+        for images, labels in batches(run, loader, epoch, *dtype):
             path = folder / f"step{run.step}-rank{os.environ.get('RANK', 0)}.pt"
             torch.save((images.clone(), labels.clone()), path)
             yield images, labels

@@ -18,7 +18,7 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed
 
 import benchmark
-from report import pages, stale, tables
+from report import pages, plots, stale, tables
 from report.results import Unusable, read_results
 from report.theory import kept_bytes, theory
 
@@ -377,7 +377,7 @@ def test_suites_train_on_visible_gpus_alone():
         assert not [command for command in commands if command.startswith("deepspeed")], path
 
 
-@pytest.mark.parametrize("suite", ["cpu", "gpu", "inference", "quick"])
+@pytest.mark.parametrize("suite", ["cpu", "gpt", "gpu", "inference", "quick", "shakespeare"])
 def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     def start(*words, **options):
         raise AssertionError(f"started {words}")
@@ -437,9 +437,28 @@ def test_peers_have_the_scripts_clock(loop, tmp_path):
     command = f"python tests/peers.py --loop {loop} --dataset synthetic {flags}"
     succeed(f"{command} --output-dir {tmp_path}", forked=True)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert set(benchmark.KEPT) <= result.keys() and result["devices"] == 1
+    of_text = {"context", "samples_per_second", "tokens_per_second", "first_step_seconds"}
+    assert set(benchmark.KEPT) - of_text <= result.keys() and result["devices"] == 1
     [[begin, end]] = result["trained_between"]
     assert 0 < end - begin < 60 and result["gpu_uuids"] == []
     for name in ("peers", "measure_overhead"):
         text = (ROOT / f"tests/{name}.py").read_text()
         assert "StepClock(" in text and "synchronize(" not in text
+
+
+def test_a_suite_of_text(checkout):
+    """Tokens, the curve of the loss, and what the suite sets in the environment."""
+    job = "--device cpu --model gpt-1x2x16 --context 8 --dataset synthetic --train-samples 32 "
+    job += "--eval-samples 4 --batch-size 8 --epochs 1 --print-freq 2"
+    rows = [{"name": "SingleGPU", "command": "python pytorch_SingleGPU.py"}]
+    suite = {"about": "a test", "job": job, "repeats": 1, "tables": ["quick"], "rows": rows}
+    suite |= {"curves": True, "environment": {"OMP_NUM_THREADS": "3"}}
+    (checkout / "config/suite_quick.json").write_text(json.dumps(suite))
+    finished = run(checkout, "--suite quick")
+    assert "tokens/s (min–max)" in finished.stdout and "| loss |" in finished.stdout
+    found = json.loads((checkout / "results/quick.json").read_text())
+    [measured] = found["rows"][0]["runs"]
+    assert measured["threads"] == 3 and measured["context"] == 8
+    assert [step for step, _ in measured["curve"]] == [2, 4]
+    drawn = plots.curves(found["rows"])["loss"]
+    assert list(drawn["values"]["SingleGPU"]) == ["128", "256"]

@@ -20,6 +20,9 @@ KEPT = {
     "pytorch_FSDP": lambda n: {"parameters": 4 / n, "gradients": 4 / n, "state": 1 / n},
     "pytorch_DDP_ZeRO --use_zero": lambda n: PLAIN | {"state": 1 / n},
     "pytorch_gradient_accumulation --accumulate 4": lambda n: PLAIN,
+    "pytorch_activation_checkpointing": lambda n: PLAIN,
+    "pytorch_HSDP --shard 2": lambda n: {"parameters": 2, "gradients": 2, "state": 1 / 2},
+    "pytorch_FSDP_offload": lambda n: {"parameters": 4 / n, "gradients": 4 / n, "state": 1 / n},
     "pytorch_auto_mixed_precision --dtype bfloat16": lambda n: PLAIN,
     "pytorch_half_precision --dtype bfloat16": lambda n: {
         "parameters": 2,
@@ -39,6 +42,9 @@ WORLD_SIZES = {  # three ranks, where shares are uneven, only where there are sh
     "pytorch_FSDP": (1, 2, 3, 4),
     "pytorch_DDP_ZeRO --use_zero": (1, 2, 3, 4),
     "pytorch_gradient_accumulation --accumulate 4": (1, 2, 4),
+    "pytorch_activation_checkpointing": (2,),
+    "pytorch_HSDP --shard 2": (2, 4),
+    "pytorch_FSDP_offload": (2, 4),
 }
 RUNS = [(script, n) for script in KEPT for n in WORLD_SIZES.get(script, [1])]
 # Bytes per parameter that a rank sends in a step, in units of (N - 1) / N; by collective
@@ -55,6 +61,12 @@ SENT = [
     ("pytorch_FSDP", 2, {"allgather": 8, "reduce_scatter": 4}),
     ("pytorch_FSDP", 4, {"allgather": 8, "reduce_scatter": 4}),
     ("pytorch_FSDP --dtype bfloat16", 2, {"allgather": 4, "reduce_scatter": 4}),
+    # two rows of two ranks: 4 and 2 within a row, and 2 between them
+    (
+        "pytorch_HSDP --shard 2",
+        4,
+        {"allgather": 16 / 3, "reduce_scatter": 8 / 3, "allreduce": 8 / 3},
+    ),
     ("pytorch_comm_hooks --comm-hook fp16", 2, {"allreduce": 4}),
     ("pytorch_comm_hooks --comm-hook bf16", 4, {"allreduce": 4}),
 ]

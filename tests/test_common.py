@@ -58,7 +58,7 @@ def test_evaluate_refuses_to_report_a_wrong_count():
 def test_schedule():
     args = arguments("--epochs", "4", "--lr", "1")
     args.lr = 1.0
-    optimizer = common.make_optimizer(args, [torch.zeros(1, requires_grad=True)])
+    optimizer = common.make_optimizer(args, torch.nn.Linear(1, 1))
     scheduler = common.make_scheduler(args, optimizer, steps_per_epoch=25)
     rates = []
     for _ in range(100):
@@ -75,7 +75,7 @@ def test_schedule():
 @pytest.mark.parametrize("flag, kind", [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
 def test_optimizer(flag, kind):
     args = arguments(optimizer=flag, weight_decay=0.25)
-    optimizer = common.make_optimizer(args, [torch.zeros(1, requires_grad=True)])
+    optimizer = common.make_optimizer(args, torch.nn.Linear(1, 1))
     assert type(optimizer) is kind
     assert optimizer.defaults["lr"] == 0.1 and optimizer.defaults["weight_decay"] == 0.25
 

@@ -42,6 +42,8 @@ SCRIPTS = [  # with what they compute convolutions in
     ("pytorch_comm_hooks --comm-hook bf16", FP32),
     ("pytorch_comm_hooks --comm-hook powersgd", FP32),
     ("pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json", FP32),
+    ("pytorch_activation_checkpointing", FP32),
+    ("pytorch_HSDP --shard 2", FP32),
 ]
 
 
@@ -101,7 +103,8 @@ def check_tensors(seen, script, dtype, gpus, gpu):
     [model] = [entry[1:] for entry in seen.log if entry[0] == "model"]
     assert model == [f"{weights} on {gpu}"]
     batches = [entry[1:] for entry in seen.log if entry[0] == "step"]
-    assert batches == 16 * [[gpu, "torch.float32", "channels last: True", gpu]]
+    kind = dtype if "half_precision" in script else FP32
+    assert batches == 16 * [[gpu, f"torch.{kind}", "channels last: True", gpu]]
     of = {name: set() for name, *_ in seen.computed}
     for name, where, kind, _ in seen.computed:
         of[name].add((where, kind))
@@ -118,7 +121,7 @@ def check_tensors(seen, script, dtype, gpus, gpu):
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
     if script.endswith("adamw"):
         assert steps == {"_fused_adamw_": {(gpu, FP32)}}
-    elif "FSDP" in script or "DeepSpeed" in script:  # none for DTensors; DeepSpeed's never comes
+    elif "SDP" in script or "DeepSpeed" in script:  # none for DTensors; DeepSpeed's never comes
         assert steps == {}
     else:
         assert steps == {"_fused_sgd_": {(gpu, weights)}}

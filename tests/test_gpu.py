@@ -51,7 +51,13 @@ SCRIPTS = [
     "pytorch_gradient_accumulation",
     "pytorch_comm_hooks --comm-hook fp16",
     "pytorch_comm_hooks --comm-hook powersgd",
+    "pytorch_activation_checkpointing",
+    "pytorch_activation_checkpointing --selective",
+    "pytorch_compile",
+    "pytorch_compile --blocks",
+    "pytorch_HSDP",
 ]
+OFFLOAD = "pytorch_FSDP_offload"  # whose steps wait for the CPU's optimizer
 DEEPSPEED = [
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_offload_config.json",
@@ -60,7 +66,7 @@ DEEPSPEED = [
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-@pytest.mark.parametrize("script", SCRIPTS + DEEPSPEED)
+@pytest.mark.parametrize("script", [*SCRIPTS, OFFLOAD, *DEEPSPEED])
 def test_one_gpu(script, tmp_path):
     _, result = train(script, 1, "--model resnet18 --epochs 2", tmp_path)
     assert result["device"] == torch.cuda.get_device_name(0)
@@ -71,6 +77,17 @@ def test_one_gpu(script, tmp_path):
     assert result["images_per_second"] > 0 and result["eval_samples"] == 101
     full = result["precision"] == "float32" and torch.cuda.get_device_capability() >= (8, 0)
     assert result["tf32"] == {"convolutions": full, "matrix_products": full}
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("script", [*SCRIPTS, OFFLOAD, *DEEPSPEED])
+def test_a_language_model(script, tmp_path):
+    flags = "--model gpt-2x2x64 --context 32 --epochs 4"
+    job = JOB.replace(" --image-size 64", "")
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", VISIBLE)}
+    succeed(f"{start(script)} {job} {flags} --output-dir {tmp_path}", **env)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["eval_loss"][-1] < 3.2 and result["tokens_per_second"] > 0
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")

@@ -31,6 +31,9 @@ SCRIPTS = [  # ranks, and what --on-nan stop names when a gradient is infinite
     ("pytorch_DDP_AMP --dtype bfloat16", 2, GRADIENT),
     ("pytorch_gradient_accumulation", 2, GRADIENT),
     ("pytorch_comm_hooks", 2, GRADIENT),
+    ("pytorch_activation_checkpointing", 2, GRADIENT),
+    ("pytorch_HSDP", 2, GRADIENT),
+    ("pytorch_FSDP_offload", 2, GRADIENT),
 ]
 IDS = [script for script, _, _ in SCRIPTS]
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing

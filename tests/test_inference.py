@@ -41,6 +41,9 @@ OTHER_SCRIPTS = [
     "pytorch_DDP_AMP --dtype bfloat16",
     "pytorch_gradient_accumulation",
     "pytorch_comm_hooks --comm-hook fp16",
+    "pytorch_activation_checkpointing",
+    "pytorch_HSDP",
+    "pytorch_FSDP_offload",
 ]
 IN_STOCK_ORT = """
 import json, sys, numpy, onnxruntime
@@ -341,7 +344,7 @@ def mistakes(trained, exported, pictures, tmp_path):
     image = pictures / "0.png"
     size = "--model resnet18 --image-size 32"
     return {
-        f"--weights {weights}": "--input, --export and --benchmark",
+        f"--weights {weights}": "--input, --prompt, --export and --benchmark",
         f"--weights {tmp_path}/none.pt --input {image}": "none.pt: no such file",
         f"--weights {lonely} --input {image}": "result.json is missing",
         f"--weights {weights} --model resnet34 --input {image}": "--model resnet34",

@@ -15,8 +15,12 @@ SCRIPTS = [
     "pytorch_FSDP",
     "pytorch_DDP_ZeRO --use_zero",
     "pytorch_gradient_accumulation --accumulate 4",
+    "pytorch_activation_checkpointing",
+    "pytorch_FSDP_offload",
 ]
 TECHNIQUES = [("pytorch_DP", 1)] + [(script, n) for script in SCRIPTS for n in range(1, 5)]
+TECHNIQUES += [("pytorch_activation_checkpointing --selective", 2)]
+TECHNIQUES += [("pytorch_HSDP --shard 2", 2), ("pytorch_HSDP --shard 2", 4)]
 IDS = [f"{script.partition(' ')[0]}-{n}" for script, n in TECHNIQUES]
 IN_DOUBLE = {  # optimizer: flags, and how closely the weights agree
     # SGD: to rounding. AdamW divides by the root of a small number, which enlarges it.
@@ -75,3 +79,13 @@ def test_the_comparison_can_fail(train):
         for flags in ("", "--batch-size 48")
     )
     assert distance(one, two) > 1e-4
+
+
+@pytest.mark.parametrize("flags", ["", "--selective"])
+def test_checkpointing_changes_no_bit(flags, train):
+    """Nor BatchNorm's statistics, though a block is computed twice."""
+    job = "--norm batch --max-steps 3"
+    expected, _ = train("pytorch_torchrun_DDP", 2, job)
+    weights, _ = train(f"pytorch_activation_checkpointing {flags}".strip(), 2, job)
+    assert any("num_batches_tracked" in name for name in expected)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

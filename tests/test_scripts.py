@@ -47,7 +47,7 @@ def run(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def eval_set():
     args = common.argument_parser("").parse_args(shlex.split(JOB))
-    args.image_size = 32
+    args.image_size, args.device = 32, "cpu"
     return images.synthetic(args, "eval")
 
 
@@ -77,6 +77,12 @@ def test_screen(run):
         max_steps=None,
         optimizer="sgd",
         lr=0.05,
+        schedule="cosine",
+        clip_grad=None,
+        context=None,
+        tokenizer=None,
+        dropout=None,
+        tie=None,
         momentum=0.9,
         weight_decay=0.0005,
         warmup_steps=None,

@@ -21,6 +21,9 @@ SCRIPTS = [
     ("pytorch_DDP_AMP --dtype float16 --clip-grad 1", 2),
     ("pytorch_gradient_accumulation", 2),
     ("pytorch_comm_hooks --comm-hook bf16", 2),
+    ("pytorch_activation_checkpointing --selective", 2),
+    ("pytorch_HSDP --shard 2 --clip-grad 1", 2),
+    ("pytorch_FSDP_offload", 2),
 ]
 
 

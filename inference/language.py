@@ -1,0 +1,150 @@
+"""A trained GPT: it goes on from a prompt, tells its loss on a text, and becomes an ONNX file."""
+
+import argparse
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import jobs.text
+from harness.command_line import fail
+from harness.files import load_file
+from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
+from inference.trained import make_metadata
+from jobs.gpt import GPT, make_model
+
+INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
+
+
+def load_gpt(args: argparse.Namespace) -> GPT:
+    """``--weights``, in evaluation mode on the CPU. Context and vocabulary are in the file."""
+    state = load_file(args.weights, "--weights")
+    if not {"vocabulary", "position.weight"} <= state.keys():
+        fail(f"--weights {args.weights} is no {args.model}; give the model.pt of a GPT")
+    args.context = len(state["position.weight"])
+    args.classes = [chr(point) for point in state["vocabulary"].tolist()]
+    args.dropout = 0.0
+    return make_model(args, args.classes).eval()
+
+
+# ------------------------------------------------------------------------------------ text, tokens
+
+
+def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
+    """A prompt as ``[1, time]``, if the model has seen all of its characters."""
+    if args.tokenizer == "bytes":
+        return torch.tensor([list(text.encode())])
+    numbers = {character: number for number, character in enumerate(args.classes)}
+    unknown = sorted(set(text) - numbers.keys())
+    if unknown:
+        known = "".join(character for character in args.classes if character.isprintable())
+        unknown = " ".join(map(repr, unknown))
+        fail(f"--prompt: the model never saw {unknown}; it knows {known.strip()}")
+    return torch.tensor([[numbers[character] for character in text]])
+
+
+def to_text(args: argparse.Namespace, tokens: list[int]) -> str:
+    text = "".join(args.classes[token] for token in tokens)
+    return text.encode("latin-1").decode(errors="replace") if args.tokenizer == "bytes" else text
+
+
+# ------------------------------------------------------------------------------------------ sample
+
+
+def continue_text(args: argparse.Namespace, runner: Runner) -> str:
+    """``--prompt`` and ``--tokens`` more, each drawn from what the model expects next."""
+    generator = torch.Generator().manual_seed(args.sample_seed)
+    tokens = to_tokens(args, args.prompt)
+    for _ in tqdm(range(args.tokens), "tokens", leave=False, disable=None):
+        logits = runner(tokens[:, -args.context :].contiguous())[:, :, -1]
+        tokens = torch.cat([tokens, draw(logits, args.temperature, args.top_k, generator)], 1)
+    return to_text(args, tokens[0].tolist())
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
+    """One token for each row of ``[batch, vocabulary]``: ``[batch, 1]``. At temperature 0 it is the
+    likeliest."""
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
+
+
+# -------------------------------------------------------------------------------------- test split
+
+
+def windows(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels of the test split, each position once, with a bar on a terminal."""
+    if args.dataset == "auto":
+        fail("--dataset: which one the weights were trained on is not known; give it")
+    _, text, _ = jobs.text.load(args)
+    if text.classes != args.classes:
+        fail(f"--dataset {args.dataset} has other characters than the weights; give their own")
+    starts = range(0, len(text), args.batch_size)
+    for start in tqdm(starts, "test", leave=False, disable=None):
+        numbers = torch.arange(start, min(start + args.batch_size, len(text)))
+        yield text.prepare_evaluation((numbers,), "cpu")
+
+
+def measure(args: argparse.Namespace, runner: Runner) -> dict[str, float]:
+    """Loss (mean cross-entropy), perplexity and accuracy over the test split."""
+    loss = correct = n = 0
+    for tokens, labels in windows(args):
+        logits = runner(tokens).double()
+        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+        correct += (logits.argmax(1) == labels).sum().item()
+        n += (labels >= 0).sum().item()
+    loss /= n
+    return {"loss": loss, "perplexity": math.exp(loss), "accuracy": correct / n, "tokens": n}
+
+
+# ------------------------------------------------------------------------------------------ export
+
+
+def write_onnx(args: argparse.Namespace, path: Path) -> None:
+    """Export in fp32 for any batch and any time up to the context, add the metadata, check."""
+    import onnx
+
+    model = load_gpt(args)
+    tokens = torch.zeros(2, args.context, dtype=torch.int64)
+    shapes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time", max=args.context)}
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")  # of PyTorch's own code while it traces
+        program = torch.onnx.export(
+            model, (tokens,), dynamo=True, verbose=False, input_names=["tokens"],
+            output_names=["logits"], dynamic_shapes={"tokens": shapes},
+        )  # fmt: skip
+    program.save(path, external_data=False)
+    exported = onnx.load(path)
+    onnx.helper.set_model_props(exported, make_metadata(args, "fp32", INPUT))
+    onnx.checker.check_model(exported, full_check=True)
+    onnx.save(exported, path)
+
+
+def compare(args: argparse.Namespace, path: Path) -> None:
+    """The file in ONNX Runtime against the model in PyTorch: logits must be within 1e-4 of the
+    largest at several batch sizes and times."""
+    exact = {"use_tf32": False}  # in neither: it rounds to ten bits
+    onnx_runner = OnnxRunner(make_session(path, args.provider, **exact), args.device)
+    torch_runner = TorchRunner(load_gpt(args), args.device, **exact)
+    difference = 0.0
+    for batch, time in ((1, 1), (3, args.context), (16, max(1, args.context // 2))):
+        tokens = torch.randint(len(args.classes), (batch, time))
+        ours, theirs = onnx_runner(tokens), torch_runner(tokens)
+        difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
+    line = f"compared with PyTorch: logits within {difference:.1e}"
+    if args.dataset != "auto":
+        loss, other = (measure(args, r)["loss"] for r in (torch_runner, onnx_runner))
+        line += f", loss {loss:.4f} -> {other:.4f}"
+    print(line)
+    if difference > 1e-4:
+        raise RuntimeError("the exported model does not compute the same")

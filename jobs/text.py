@@ -1,0 +1,292 @@
+"""Text: tiny Shakespeare, files of one's own, a made-up language; tokens and windows."""
+
+import argparse
+import hashlib
+import os
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import jobs.gpt
+from harness.command_line import fail, number, positive
+from harness.download import fetch
+from harness.ranks import RANK, WORLD_SIZE, print0
+
+MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
+AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that only a GPT has."""
+    # fmt: off
+    flag = parser.add_argument_group("of a GPT").add_argument
+    flag("--context", type=positive, metavar="N",
+         help="tokens of a sample (default: gpt-nano 64, gpt-mini 256, gpt2 1024, others 256)")
+    flag("--tokenizer", choices=["chars", "bytes"],
+         help="what a token is: a character of the text (default), or a byte of any file")
+    flag("--dropout", type=number(float, 0, 1), metavar="P",
+         help="(default: gpt-mini 0.2, gpt2 0.1, others 0)")
+    flag("--tie", action="store_true", default=None,
+         help="one matrix for embedding and head")
+    # fmt: on
+
+
+FLAGS = ["context", "tokenizer", "dropout", "tie"]
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what depends on the device and the model, and check what needs no data."""
+    if args.model == "gpt":
+        args.model = MODELS[args.device]
+    *_, context, dropout = jobs.gpt.size_of(args.model)
+    defaults = {"context": context, "dropout": dropout, "tokenizer": "chars", "optimizer": "adamw"}
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.context > context and args.model in jobs.gpt.SIZES:
+        fail(
+            f"--context {args.context}: {args.model} looks back at {context} at most; use no more "
+            "than that, or a model of the form gpt-LxHxD"
+        )
+    if args.lr is None:
+        args.lr = 0.001 if args.optimizer == "adamw" else 0.1
+    if args.weight_decay is None:
+        args.weight_decay = 0.1 if args.optimizer == "adamw" else 0.0005
+    if args.weights == "imagenet":
+        fail(f"--weights imagenet is not for {args.model}; give none or a model.pt")
+
+
+def describe(args: argparse.Namespace) -> str:
+    return f"of {args.context} {'bytes' if args.tokenizer == 'bytes' else 'characters'}"
+
+
+class Text(Dataset):
+    """A text as one tensor of tokens. Sample i is a window that begins near ``i * context``: its
+    tokens, and as labels those that follow each of them.
+
+    Args:
+        tokens: ``[n]``, of a small integer type.
+        vocabulary: the character that each token stands for; of bytes, U+0000 to U+00FF.
+        context: tokens of a window.
+    """
+
+    unit, units = "win", "windows"
+
+    def __init__(self, tokens: Tensor, vocabulary: list[str], context: int):
+        self.tokens, self.classes, self.context = tokens, vocabulary, context
+
+    bytes_on_gpu = 0  # of all texts of this process
+
+    def keep_on_gpu(self) -> None:
+        """Move the text to the current GPU if it leaves nine tenths of its free memory."""
+        free, _ = torch.cuda.mem_get_info()
+        if not self.tokens.is_cuda and self.tokens.nbytes <= free / 10:
+            self.tokens = self.tokens.cuda()
+            Text.bytes_on_gpu += self.tokens.nbytes
+
+    def __len__(self) -> int:
+        return -(-self.count_labels() // self.context)
+
+    def count_labels(self) -> int:
+        """All tokens but the first follow another one."""
+        return len(self.tokens) - 1
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
+        """What a DataLoader calls for a batch: the numbers of the samples, ``[batch]``."""
+        return (torch.tensor(indices),)
+
+    def prepare(self, batch, device, seed: int, epoch: int, step: int, dtype=None):
+        """This rank's batch of windows that begin up to ``context - 1`` tokens later than at
+        ``i * context``, by how much is drawn anew for each: a function of (seed, epoch, step), the
+        same at every world size and after a resume, as the crops of images are.
+
+        Args:
+            dtype: of images; tokens stay what they are.
+
+        Returns:
+            tokens and labels, int64 ``[n, context]``.
+        """
+        [index] = batch
+        rng = np.random.default_rng((seed, epoch, step))
+        later = torch.from_numpy(rng.integers(self.context, size=len(index) * WORLD_SIZE))
+        starts = index * self.context + later[RANK::WORLD_SIZE]
+        last = self.count_labels() - self.context
+        return self.windows(starts.clamp(max=last), device)
+
+    def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
+        """Windows one after the other, so that each position is looked at once. Where the last one
+        reaches beyond the end, its labels are -100, which ``F.cross_entropy`` ignores."""
+        [index] = batch
+        return self.windows(index * self.context, device)
+
+    def windows(self, starts: Tensor, device) -> tuple[Tensor, Tensor]:
+        """``context`` tokens from each place on, and their labels, gathered where the text is."""
+        places = starts[:, None] + torch.arange(self.context + 1)
+        places, end = places.to(self.tokens.device, non_blocking=True), len(self.tokens)
+        tokens = self.tokens[places.clamp(max=end - 1)].long()
+        labels = tokens[:, 1:].masked_fill(places[:, 1:] >= end, -100)
+        tokens = tokens[:, :-1].contiguous()
+        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    def example(self, n: int) -> Tensor:
+        """n inputs of the model, all zeros."""
+        return torch.zeros(n, self.context, dtype=torch.int64)
+
+    def rates(self, samples_per_second: float) -> dict[str, float]:
+        """How fast that is, in the units in which it is reported."""
+        tokens = samples_per_second * self.context
+        return {"samples_per_second": samples_per_second, "tokens_per_second": tokens}
+
+    def describe(self) -> dict:
+        """What ``result.json`` says of the data."""
+        return {
+            "train_samples": len(self),
+            "train_tokens": len(self.tokens),
+            "classes": self.classes,
+            "context": self.context,
+        }
+
+
+# ---------------------------------------------------------------------------------------- texts
+
+
+def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
+    """The training and the evaluation text, of the same vocabulary. Settles what ``auto`` means."""
+    train_set, eval_set, why = load(args)
+    because = f" ({SHAKESPEARE} is not in {args.data_dir} and could not be downloaded: {why})"
+    print0(
+        f"data: {args.dataset}{because if why else ''}, {len(train_set.tokens):,} training and "
+        f"{len(eval_set.tokens):,} evaluation tokens in windows of {args.context}, "
+        f"{len(train_set.classes)} different ones"
+    )
+    return train_set, eval_set
+
+
+def load(args: argparse.Namespace) -> tuple[Text, Text, str | None]:
+    """The same without a word, and why it was not downloaded, if it is not what was wanted."""
+    why = None
+    if args.dataset in ("auto", "shakespeare"):
+        why = fetch_shakespeare(args.data_dir)
+        if why and args.dataset == "shakespeare":
+            fail(
+                f"--dataset shakespeare: {SHAKESPEARE} is not in {args.data_dir}, and could not be "
+                f"downloaded ({why}); put it there, or use --dataset synthetic"
+            )
+        args.dataset = "synthetic" if why else "shakespeare"
+    if args.dataset == "synthetic":
+        texts = [made_up(args.seed, split).encode() for split in ("train", "eval")]
+    else:
+        texts = split_text(read_shakespeare(args) if args.dataset == "shakespeare" else read(args))
+    tokens, vocabulary = encode(args, *texts)
+    train_set, eval_set = (
+        cut(args, of_split, vocabulary, split)
+        for of_split, split in zip(tokens, ("train", "eval"), strict=True)
+    )
+    return train_set, eval_set, why
+
+
+SHAKESPEARE = "tinyshakespeare.txt"
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def fetch_shakespeare(data_dir: Path) -> str | None:
+    """Download a million characters of Shakespeare (Karpathy 2015) if they are missing; see
+    :func:`harness.download.fetch`."""
+    path = data_dir / SHAKESPEARE
+
+    def download():
+        data_dir.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        with urllib.request.urlopen(URL, timeout=10) as answer:
+            part.write_bytes(answer.read())
+        os.replace(part, path)
+
+    return fetch(URL, path.is_file, download)
+
+
+def read_shakespeare(args: argparse.Namespace) -> bytes:
+    path = args.data_dir / SHAKESPEARE
+    text = path.read_bytes()
+    if hashlib.sha256(text).hexdigest() != SHA256:
+        fail(f"{path} is damaged; remove it and start again")
+    return text
+
+
+def read(args: argparse.Namespace) -> bytes:
+    """The file that ``--data-dir`` names, or all files in that folder and below, one after the
+    other in the order of their names; without hidden ones."""
+    folder = args.data_dir
+    paths = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
+    paths = [path for path in paths if not path.name.startswith(".")]
+    if not paths:
+        fail(f"--data-dir {folder}: there is no file in it; give a text file, or a folder of them")
+    texts = [path.read_bytes() for path in paths]
+    for path, text in zip(paths, texts, strict=True):
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            if args.tokenizer != "bytes":
+                fail(
+                    f"--data-dir {folder}: {path} is not UTF-8 ({error.reason} at byte "
+                    f"{error.start}); convert or remove it, or use --tokenizer bytes"
+                )
+    return b"\n".join(texts)
+
+
+def split_text(text: bytes) -> list[bytes]:
+    """The last tenth is for evaluation. A character is not cut in two."""
+    middle = len(text) * 9 // 10
+    while 0x80 <= text[middle : middle + 1].ljust(1)[0] < 0xC0:  # UTF-8's continuation bytes
+        middle += 1
+    return [text[:middle], text[middle:]]
+
+
+def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[str]]:
+    """Texts as tokens, and what each token stands for."""
+    if args.tokenizer == "bytes":
+        tokens = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
+        return tokens, [chr(byte) for byte in range(256)]
+    points = [np.frombuffer(text.decode().encode("utf-32-le"), dtype=np.uint32) for text in texts]
+    known = np.unique(np.concatenate(points))
+    kind = np.uint8 if len(known) <= 256 else np.int32
+    tokens = [torch.from_numpy(np.searchsorted(known, p).astype(kind)) for p in points]
+    return tokens, [chr(point) for point in known]
+
+
+def cut(args: argparse.Namespace, tokens: Tensor, vocabulary: list[str], split: str) -> Text:
+    """``--train-samples`` or ``--eval-samples`` windows, where it is given, of a text."""
+    whole = Text(tokens, vocabulary, args.context)
+    least = args.context if split == "train" else 1
+    if whole.count_labels() < least:
+        which = {"train": "first nine tenths", "eval": "last tenth"}[split]
+        fail(
+            f"--dataset {args.dataset}: the {which} have {len(tokens)} tokens, and --context "
+            f"{args.context} needs {least + 1}; give a longer text, or a smaller --context"
+        )
+    wanted = getattr(args, f"{split}_samples")
+    if wanted is None:
+        few = args.device == "cpu" and args.dataset != "text"
+        wanted = min(len(whole), AT_MOST[split]) if few else len(whole)
+    if wanted > len(whole):
+        fail(f"--{split}-samples {wanted}: there are {len(whole)}; ask for no more than that")
+    return Text(tokens[: wanted * args.context + 1], vocabulary, args.context)
+
+
+def made_up(seed: int, split: str) -> str:
+    """A language drawn from the seed: a hundred words, each of which eight may follow. It needs no
+    file and no network, and a small model learns it."""
+    rng = np.random.default_rng((seed, 0))
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    words = ["".join(rng.choice(letters, size=rng.integers(2, 8))) for _ in range(100)]
+    follow = rng.integers(100, size=(100, 8)).tolist()
+    rng = np.random.default_rng((seed, {"train": 1, "eval": 2}[split]))
+    word, said = 0, []
+    for choice in rng.integers(8, size={"train": 200_000, "eval": 20_000}[split]).tolist():
+        word = follow[word][choice]
+        said.append(words[word])
+    return " ".join(said)

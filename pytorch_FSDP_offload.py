@@ -1,0 +1,133 @@
+"""Train on several devices with fully_shard, and keep the shards in the memory of the CPU.
+
+Differs     from pytorch_FSDP.py: parameters, gradients and optimizer stay on the CPU, which also
+            updates them. A block is copied to the GPU and gathered to compute, and its gradients
+            are copied back. Lines tagged "# offload:".
+Command:    torchrun --nproc_per_node=4 pytorch_FSDP_offload.py
+            torchrun --nproc_per_node=4 pytorch_FSDP_offload.py --dtype bfloat16
+Use it      when the shards of pytorch_FSDP.py do not fit the GPUs that you have. Not otherwise:
+            each step waits for copies over PCIe and for the CPU's optimizer. Without a GPU it shows
+            the code, and changes nothing.
+Holds       on the GPU one or two whole blocks while they compute, and activations. In the CPU's
+            memory per parameter what pytorch_FSDP.py holds: 4/N bytes, 4/N for its gradient, and
+            4/N (SGD with momentum) or 8/N (AdamW) for the optimizer.
+Sends       what pytorch_FSDP.py sends, and between CPU and GPU 2 * 4/N bytes per parameter to the
+            GPU, for forward and for backward, and 4/N back.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        # offload: gloo, too, for what is on the CPU: the length of the gradients, and snapshots
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    with torch.device("cpu" if rank == 0 else "meta"):  # FSDP: weights on rank 0, shapes elsewhere
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    weights = model.state_dict()
+    mesh = init_device_mesh(device.type, (world_size,))
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # offload: to copy in background
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if norms := common.batch_norms(model):  # FSDP: a unit in fp32, as their statistics are
+            fully_shard(norms, mesh=mesh, offload_policy=offload)
+    for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # FSDP: what is in no block
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to_empty(device="cpu")  # FSDP: memory for this rank's shards
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=whole)  # FSDP: from rank 0, to each its shards
+    del weights  # FSDP: rank 0's are whole
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))  # offload: they are not sharded, and stay
+
+    # 4. Optimizer and schedule
+    fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
+    optimizer = common.make_optimizer(args, model, fused)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+    # 7. Save and report
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
+    if rank == 0:
+        common.save_model(weights, args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

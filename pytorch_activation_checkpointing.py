@@ -1,0 +1,150 @@
+"""Train on several devices with DDP, and compute activations twice instead of keeping them.
+
+Differs     from pytorch_torchrun_DDP.py: of each block only the input is kept (Chen et al. 2016,
+            arXiv:1604.06174), and backward computes the block again. --selective also keeps the
+            results that are slow to compute. Lines tagged "# checkpointing:".
+Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
+            torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --selective
+Use it      when the activations are what does not fit: a large batch, a long context, a deep model.
+            Not when parameters and optimizer are: shard those with pytorch_FSDP.py. A step takes up
+            to a third longer, because forward is computed twice.
+Holds       per parameter what DDP holds. Activations: the input of each block, and all of one block
+            while backward is in it.
+Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
+"""
+
+import contextlib
+import os
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DistributedSampler
+
+import common
+
+SLOW = [  # checkpointing: whose results --selective keeps, on CPUs and on GPUs
+    torch.ops.aten.mm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--selective", action="store_true", help="keep what is slow to compute")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    for block in common.blocks_of(model):  # checkpointing: forward keeps the input of each alone
+        around = partial(contexts_of, block, args.selective)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=around)
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+def contexts_of(block: nn.Module, selective: bool):
+    """checkpointing: around a block as forward computes it, and as backward does again."""
+    forward = again = contextlib.nullcontext()
+    if selective:
+        forward, again = create_selective_checkpoint_contexts(SLOW)
+    return forward, counted_once(block, again)
+
+
+@contextlib.contextmanager
+def counted_once(block: nn.Module, again):
+    """checkpointing: BatchNorm's statistics have seen this batch already."""
+    norms = common.batch_norms(block)
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0  # with which they stay as they are
+    try:
+        with again:
+            yield
+    finally:  # PyTorch stops computing by an exception, as soon as it has what it needs
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(batches)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Train on several devices with DDP, and compile the model to faster code.
+
+Differs     from pytorch_torchrun_DDP.py: torch.compile turns forward and backward into few fused
+            kernels, for a GPU by Triton, for a CPU in C++. --blocks compiles block by block: blocks
+            that are alike are compiled once, so that it starts earlier. Lines tagged "# compile:".
+Command:    torchrun --nproc_per_node=4 pytorch_compile.py
+            torchrun --nproc_per_node=4 pytorch_compile.py --blocks
+Use it      when a job runs for longer than the compiler, which takes from seconds to minutes. Not
+            while you change the model, or where shapes change from step to step: each new one is
+            compiled again.
+Holds       per parameter what DDP holds. Activations: fewer, as fused operations keep none between.
+Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
+"""
+
+import os
+import shutil
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--blocks", action="store_true", help="compile block by block")
+    args = common.parse_args(parser)
+    compiler = os.environ.get("CXX", "c++")
+    if args.device == "cpu" and not shutil.which(compiler):  # compile: it writes C++ for a CPU
+        common.fail(f"no C++ compiler ({compiler}) is installed; install g++ or clang, or set CXX")
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    if args.blocks:
+        for block in common.blocks_of(model):
+            block.compile()  # compile: in its place; wrapped, its parameters would be renamed
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    if not args.blocks:
+        model.compile()  # compile: DDP's wrapper, to cut where a bucket of gradients is full
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""From a GPT's weights to text: sample, test, export, sample again from the ONNX file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import environment, launcher, succeed
+from test_inference import infer
+
+from inference import language
+
+JOB = (
+    "--model gpt-2x2x32 --context 16 --dataset synthetic --train-samples 960 --eval-samples 100 "
+    "-b 32 --epochs 2 --lr 0.01"
+)
+IN_STOCK_ORT = """
+import json, sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+vocabulary = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+tokens = [vocabulary.index(character) for character in sys.argv[2]]
+for _ in range(8):
+    [logits] = session.run(None, {"tokens": numpy.array([tokens[-16:]])})
+    tokens.append(int(logits[0, :, -1].argmax()))
+print("".join(vocabulary[token] for token in tokens))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt")
+    succeed(f"{launcher('pytorch_FSDP', 2)} {JOB} --output-dir {folder}", forked=True)
+    return folder / "model.pt"
+
+
+@pytest.fixture(scope="module")
+def exported(trained):
+    path = trained.with_name("model.onnx")
+    finished = infer(f"--weights {trained} --export {path}")
+    assert finished.code == 0 and "compared with PyTorch: logits within" in finished.stdout
+    return path
+
+
+def read_json(flags):
+    finished = infer(f"{flags} --json")
+    assert finished.code == 0, str(finished)
+    return json.loads(finished.stdout)
+
+
+def test_the_test_split_is_what_training_evaluated(trained, exported):
+    result = json.loads(trained.with_name("result.json").read_text())
+    for path in (trained, exported):
+        found = read_json(f"--weights {path} --input test")
+        assert found["loss"] == pytest.approx(result["eval_loss"][-1], rel=1e-5)
+        assert found["accuracy"] == pytest.approx(result["eval_accuracy"][-1], abs=2e-3)
+        assert found["tokens"] == result["eval_samples"] == 1600
+
+
+def test_sampling(trained, exported):
+    """A seed's text is the same every time, and in ONNX Runtime; it goes on from the prompt, also
+    from one that is longer than the context."""
+    prompt = "a long prompt with more characters than the context has"
+    prompt = "".join(c for c in prompt if c in vocabulary(trained))
+    flags = f"--prompt '{prompt}' --tokens 30"
+    first = read_json(f"--weights {trained} {flags}")["text"]
+    assert first.startswith(prompt) and len(first) == len(prompt) + 30
+    assert first == read_json(f"--weights {trained} {flags}")["text"]
+    assert first == read_json(f"--weights {exported} {flags}")["text"]
+    assert first != read_json(f"--weights {trained} {flags} --sample-seed 1")["text"]
+    likeliest = read_json(f"--weights {trained} {flags} --temperature 0")["text"]
+    assert likeliest == read_json(f"--weights {trained} {flags} --top-k 1")["text"] != first
+
+
+def vocabulary(path):
+    return json.loads(path.with_name("result.json").read_text())["classes"]
+
+
+def test_stock_onnxruntime_writes_the_same(trained, exported):
+    prompt = vocabulary(trained)[1]
+    command = [sys.executable, "-c", IN_STOCK_ORT, exported, prompt]
+    written = subprocess.run(command, capture_output=True, text=True, env=environment())
+    flags = f"--prompt {prompt} --tokens 8 --temperature 0"
+    assert written.stdout.strip("\n") == read_json(f"--weights {trained} {flags}")["text"]
+
+
+def test_weights_without_their_result(trained, tmp_path):
+    """Context and vocabulary are in the file."""
+    (tmp_path / "model.pt").write_bytes(trained.read_bytes())
+    prompt = f"--prompt {vocabulary(trained)[1]} --tokens 5"
+    flags = f"--weights {tmp_path}/model.pt --model gpt-2x2x32"
+    assert (
+        read_json(f"{flags} {prompt}")["text"] == read_json(f"--weights {trained} {prompt}")["text"]
+    )
+
+
+def test_drawing():
+    """As often as the model says, and none that --top-k leaves out."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(20_000, 1)
+    generator = torch.Generator().manual_seed(0)
+    for temperature, top_k in ((1.0, None), (0.5, 3)):
+        drawn = language.draw(logits, temperature, top_k, generator).flatten().bincount(minlength=4)
+        kept = logits[0].clone()
+        kept[top_k or 4 :] = -torch.inf
+        assert drawn / 20_000 == pytest.approx((kept / temperature).softmax(0), abs=0.015)
+
+
+MISTAKES = {
+    "--prompt 'ÜÄ'": "never saw 'Ä' 'Ü'",
+    "--prompt ''": "--prompt is empty",
+    "--prompt a --input test": "give one of",
+    "--benchmark": "are for classifiers",
+    "--prompt a --precision int8 --runtime onnxruntime": "are for classifiers",
+    "--input picture.jpg": "takes test",
+    "--prompt a --tokens 0": "out of range",
+    "--input test --dataset shakespeare --data-dir /nowhere": "could not be downloaded",
+}
+
+
+@pytest.mark.parametrize("flags, words", MISTAKES.items())
+def test_mistakes(flags, words, trained):
+    finished = infer(f"--weights {trained} {flags}")
+    assert finished.code == 2 and len(finished.errors) == 1 and words in finished.errors[0]

@@ -1,0 +1,323 @@
+"""The language model: its data, its mistakes, and that all scripts train it alike."""
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, launch, launcher, succeed
+from test_parity import relative_difference
+
+import common
+from jobs import gpt, text
+
+JOB = (
+    "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
+    "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
+)
+RANKS = {
+    "pytorch_DP": [1],
+    "pytorch_DDP": [3],
+    "pytorch_torchrun_DDP": [1, 2, 3, 4],
+    "pytorch_FSDP": [1, 2, 3, 4],
+    "pytorch_DDP_ZeRO --use_zero": [1, 2, 3, 4],
+    "pytorch_gradient_accumulation --accumulate 4": [2],
+    "pytorch_activation_checkpointing": [1, 2],
+    "pytorch_activation_checkpointing --selective": [2],
+    "pytorch_HSDP --shard 2": [2, 4],
+    "pytorch_FSDP_offload": [1, 2],
+}
+TECHNIQUES = [(script, n) for script, ranks in RANKS.items() for n in ranks]
+
+
+def settled(flags, device="cpu"):
+    """A command line, completed as a script would do it."""
+    args = common.argument_parser("").parse_args(shlex.split(flags))
+    args.device = device
+    common.jobs.choice.complete(args)
+    return args
+
+
+# ------------------------------------------------------------------------------------------ parity
+
+
+@pytest.mark.parametrize("optimizer, tolerance", [("sgd", 1e-12), ("adamw", 1e-9)])
+@pytest.mark.parametrize("script, n", TECHNIQUES, ids=[f"{s}-{n}" for s, n in TECHNIQUES])
+def test_twelve_steps_in_double(script, n, optimizer, tolerance, train, measured):
+    flags = f"--double --max-steps 12 --optimizer {optimizer}"
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    weights, result = train(script, n, flags)
+    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
+    difference = relative_difference(weights, expected)
+    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
+    assert difference < tolerance
+    for name in ("train_loss", "eval_loss", "eval_accuracy"):
+        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("flags", ["", "--selective"])
+def test_checkpointing_draws_dropout_once(flags, train):
+    job = "--max-steps 4 --dropout 0.2"
+    expected, _ = train("pytorch_torchrun_DDP", 2, job)
+    weights, _ = train(f"pytorch_activation_checkpointing {flags}".strip(), 2, job)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    undropped, _ = train("pytorch_torchrun_DDP", 2, "--max-steps 4")
+    assert not torch.equal(undropped["head.weight"], expected["head.weight"])
+
+
+def test_checkpointing_keeps_less(monkeypatch):
+    """Bytes that a forward leaves for backward, without the parameters."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    import pytorch_activation_checkpointing as script
+
+    def kept(selective):
+        torch.manual_seed(0)
+        model = gpt.GPT([chr(i) for i in range(65)], 64, 4, 4, 128)
+        for block in common.blocks_of(model) if selective is not None else ():
+            around = partial(script.contexts_of, block, selective)
+            block.forward = partial(
+                script.checkpoint, block.forward, use_reentrant=False, context_fn=around
+            )
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randint(65, (8, 64))).sum()
+        return sum(size for size, _ in found.values())
+
+    assert kept(False) < 0.5 * kept(None)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("script", ["pytorch_compile", "pytorch_compile --blocks"])
+def test_compiled(script, train, measured):
+    """Of one block, as compiling takes most of the time. Compiled code adds up in another order."""
+    flags = "--model gpt-1x2x16 --double --max-steps 12 --optimizer sgd"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    weights, result = train(script, 2, flags)
+    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
+    difference = relative_difference(weights, expected)
+    measured("parity_gpt", script=script, ranks=2, optimizer="sgd", value=difference)
+    assert difference < 1e-11
+    assert result["first_step_seconds"] > 100 * result["step_ms"]["p50"] / 1e3
+
+
+@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DDP_ZeRO"])
+def test_one_matrix_for_embedding_and_head(script, train):
+    flags = "--double --max-steps 4 --tie"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    weights, _ = train(script, 2, flags)
+    assert torch.equal(weights["token.weight"], weights["head.weight"])
+    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
+    assert relative_difference(weights, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["pytorch_half_precision --dtype bfloat16 --master-weights",
+     "pytorch_auto_mixed_precision --dtype bfloat16", "pytorch_DeepSpeed",
+     "pytorch_DDP_AMP --dtype bfloat16", "pytorch_comm_hooks --comm-hook bf16"],
+)  # fmt: skip
+def test_those_that_round_learn_as_well(script, train):
+    _, plain = train("pytorch_SingleGPU", 1, "--max-steps 30 --lr 0.01")
+    ranks = (
+        1 if script.split()[0] in ("pytorch_half_precision", "pytorch_auto_mixed_precision") else 2
+    )
+    _, result = train(script, ranks, "--max-steps 30 --lr 0.01")
+    assert result["eval_loss"][-1] == pytest.approx(plain["eval_loss"][-1], rel=0.02)
+    assert plain["eval_loss"][-1] < plain["eval_loss"][0] - 0.1
+    assert {"samples_per_second", "tokens_per_second"} <= result.keys()
+    assert result["tokens_per_second"] == pytest.approx(16 * result["samples_per_second"])
+
+
+# -------------------------------------------------------------------------------------------- data
+
+
+def test_each_position_is_evaluated_once():
+    tokens = torch.arange(50, dtype=torch.uint8)
+    data = text.Text(tokens, [chr(i) for i in range(50)], 8)
+    inputs, labels = data.prepare_evaluation((torch.arange(len(data)),), "cpu")
+    assert inputs.shape == labels.shape == (7, 8) and data.count_labels() == 49
+    seen = labels[labels >= 0]
+    assert seen.tolist() == list(range(1, 50))
+    assert torch.equal(inputs.flatten()[:49], torch.arange(49))
+    logits = torch.zeros(7, 50, 8)
+    assert F.cross_entropy(logits, labels).item() == pytest.approx(math.log(50))
+
+
+def test_windows_are_a_function_of_seed_epoch_and_step():
+    data = text.Text(torch.arange(200, dtype=torch.uint8), [chr(i) for i in range(200)], 8)
+    batch = (torch.arange(len(data)),)
+    first = data.prepare(batch, "cpu", 0, 0, 0)
+    assert all(map(torch.equal, first, data.prepare(batch, "cpu", 0, 0, 0)))
+    for others in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        assert not torch.equal(first[0], data.prepare(batch, "cpu", *others)[0])
+    inputs, labels = first
+    assert torch.equal(inputs[:, 1:], labels[:, :-1]), "a label is the next token"
+    later = inputs[:, 0] - 8 * torch.arange(len(data))
+    assert later[:-1].min() >= 0 and later.max() < 8 and later[:-1].unique().numel() > 3
+    assert labels.max() < 200
+
+
+def test_ranks_share_out_the_windows(monkeypatch):
+    data = text.Text(torch.arange(250, dtype=torch.uint8), [chr(i) for i in range(250)], 8)
+    whole, _ = data.prepare((torch.arange(12),), "cpu", 0, 0, 0)
+    for rank in range(3):
+        monkeypatch.setattr(text, "WORLD_SIZE", 3)
+        monkeypatch.setattr(text, "RANK", rank)
+        part, _ = data.prepare((torch.arange(12)[rank::3],), "cpu", 0, 0, 0)
+        assert torch.equal(part, whole[rank::3])
+
+
+@pytest.mark.parametrize("tokenizer, vocabulary", [("chars", 7), ("bytes", 256)])
+def test_files_of_ones_own(tokenizer, vocabulary, tmp_path):
+    (tmp_path / "b.txt").write_text("süß€" * 10)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("ab" * 10)
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    flags = f"--model gpt-1x1x8 --context 4 --dataset text --data-dir {tmp_path}"
+    args = settled(f"{flags} --tokenizer {tokenizer}")
+    train_set, eval_set = text.make_datasets(args)
+    assert train_set.classes == eval_set.classes and len(train_set.classes) == vocabulary
+    codes = torch.cat([train_set.tokens, eval_set.tokens]).tolist()
+    found = "".join(train_set.classes[code] for code in codes)
+    if tokenizer == "bytes":
+        found = found.encode("latin-1").decode()
+    assert found == "süß€" * 10 + "\n" + "ab" * 10
+
+
+def test_characters_beyond_256(tmp_path):
+    (tmp_path / "a").write_text("".join(chr(0x4E00 + i) for i in range(400)))
+    args = settled(f"--model gpt-1x1x8 --context 4 --dataset text --data-dir {tmp_path}")
+    train_set, _ = text.make_datasets(args)
+    assert train_set.tokens.tolist() == list(range(360)) and len(train_set.classes) == 400
+
+
+def test_synthetic_text_is_drawn_from_the_seed():
+    first, again, other = (text.made_up(seed, "eval") for seed in (0, 0, 1))
+    assert first == again != other and len(first) > 50_000
+
+
+# ------------------------------------------------------------------------------------------- model
+
+
+def test_sizes():
+    """nanoGPT's table says 0.80 M and 10.65 M; and GPT-2's blocks have 85 M."""
+    for name, millions in {"gpt-nano": 0.80, "gpt-mini": 10.77, "gpt2": 85.9}.items():
+        layers, heads, width, context, _ = gpt.size_of(name)
+        with torch.device("meta"):
+            model = gpt.GPT([chr(i) for i in range(65)], context, layers, heads, width)
+        count = sum(p.numel() for p in model.parameters())
+        assert count / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_nothing_sees_the_future():
+    torch.manual_seed(0)
+    model = gpt.GPT([chr(i) for i in range(11)], 12, 2, 2, 16).double().eval()
+    tokens = torch.randint(11, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 11
+    ours, theirs = model(tokens), model(changed)
+    assert ours.shape == (2, 11, 12)
+    assert torch.equal(ours[..., :7], theirs[..., :7])
+    assert not torch.allclose(ours[..., 7:], theirs[..., 7:])
+
+
+def test_norms_and_embeddings_do_not_decay():
+    model = gpt.GPT([chr(i) for i in range(11)], 12, 2, 2, 16)
+    decayed, others = gpt.parameter_groups(model)
+    assert others["weight_decay"] == 0
+    names = {id(p): name for name, p in model.named_parameters()}
+    kept = ("attention_norm", "mlp_norm", "norm", "token", "position")
+    assert {names[id(p)].split(".")[-2] for p in others["params"]} == set(kept)
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_plateau():
+    """Two evaluations in a row that are no better: a tenth of the rate."""
+    args = argparse.Namespace(schedule="plateau", epochs=9, max_steps=None, warmup_steps=None)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = common.make_scheduler(args, optimizer, 10)
+    rates = []
+    for loss in (3.0, 2.0, 2.5, 2.5, 1.0):
+        optimizer.step()
+        scheduler.step()
+        scheduler.step(loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1, 1, 1, 0.1, 0.1])
+
+
+def test_plateau_goes_on_after_a_resume(tmp_path):
+    """Decided from what all ranks have lost, kept in the snapshot."""
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {JOB} --schedule plateau --optimizer sgd "
+    command += f"--lr 1e-6 --output-dir {tmp_path} --epochs "
+    succeed(f"{command}2", forked=True)
+    succeed(f"{command}4 --resume auto", forked=True)
+    snapshot = max((tmp_path / "snapshots").glob("step-*")) / "state.pt"
+    scheduler = torch.load(snapshot, weights_only=True)["scheduler"]
+    assert scheduler["_last_lr"][0] == pytest.approx(1e-7) and scheduler["num_bad_epochs"] <= 1
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+
+def mistakes(folder):
+    (folder / "short").write_text("0123456789")
+    (folder / "latin").write_bytes("süß".encode("latin-1") * 99)
+    small = "--max-steps 1 --dataset synthetic --train-samples 48 --eval-samples 4 -b 8"
+    return {
+        f"--dataset text --data-dir {folder}/short": "need",
+        f"--dataset text --data-dir {folder}/latin": "is not UTF-8",
+        f"--dataset text --data-dir {folder}/none": "there is no file",
+        f"--dataset shakespeare --data-dir {folder}": "could not be downloaded",
+        "--dataset cifar10": "--dataset cifar10 is not for --model gpt-nano",
+        "--norm group": "--norm is for images",
+        "--image-size 32": "--image-size is for images",
+        "--context 65": "looks back at 64 at most",
+        "--weights imagenet": "--weights imagenet is not for gpt-nano",
+        "--model gpt-2x3x16": "3 heads cannot share a width of 16",
+        "--model gpt-large": "--model gpt-large is no GPT",
+        "--model resnet18 --context 8": "--context is for a GPT",
+        "--model resnet18 --dataset shakespeare": "is not for --model resnet18",
+        f"--weights {folder}/resnet.pt {small}": "does not fit",
+    }
+
+
+def test_mistakes(tmp_path):
+    import torchvision
+
+    state = torchvision.models.resnet18(num_classes=10).state_dict()
+    torch.save(state, tmp_path / "resnet.pt")
+    for flags, words in mistakes(tmp_path).items():
+        command = f"python pytorch_SingleGPU.py --model gpt-nano {flags} --output-dir {tmp_path}/o"
+        finished = launch(command, forked=True)
+        assert finished.code == 2, str(finished)
+        assert len(finished.errors) == 1 and words in finished.errors[0], str(finished)
+        assert "Traceback" not in finished.stderr
+
+
+def test_weights_know_their_characters(tmp_path):
+    """Another text has other characters, or as many, which shapes would not tell."""
+    for name, letters in {"ab": "ab", "cd": "cd"}.items():
+        (tmp_path / name).write_text(letters * 200)
+    command = "python pytorch_SingleGPU.py --model gpt-1x1x8 --context 8 --dataset text -b 8 "
+    command += "--max-steps 1 --data-dir "
+    succeed(f"{command}{tmp_path}/ab --output-dir {tmp_path}/1", forked=True)
+    again = f"--weights {tmp_path}/1/model.pt --output-dir {tmp_path}/2"
+    succeed(f"{command}{tmp_path}/ab {again}", forked=True)
+    finished = launch(f"{command}{tmp_path}/cd {again}", forked=True)
+    assert finished.code == 2 and "knows other characters" in finished.errors[0]
+    result = json.loads((tmp_path / "1/result.json").read_text())
+    assert result["classes"] == ["a", "b"] and result["context"] == 8
