@@ -130,8 +130,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--lr", type=number(float, 0, above=0), metavar="X",
          help="peak learning rate (default: sgd 0.05, without BatchNorm 0.01; adamw 0.001)")
     flag("--schedule", choices=["cosine", "plateau", "none"], default="cosine",
-         help="of the rate: warm-up, then down to 0 (default); a tenth of it whenever the loss of "
-         "two evaluations in a row was no better than before; or none")
+         help="of the rate. cosine (default): warm-up, then down to 0; plateau: a tenth of it "
+         "whenever two evaluations in a row were no better than the best before; none: as it is")
     flag("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
          help="of sgd (default: 0.9)")
     flag("--weight-decay", type=number(float, 0), metavar="X",

@@ -63,8 +63,10 @@ def complete(args: argparse.Namespace) -> None:
     model = args.model or "a classifier"
     for name in other.FLAGS:
         if getattr(args, name) is not None:
-            kind = "images, and" if ours is jobs.text else "a GPT, and --model"
-            fail(f"--{name.replace('_', '-')} is for {kind} {model} is none; leave it out")
+            flag = f"--{name.replace('_', '-')}"
+            if ours is jobs.text:
+                fail(f"{flag} is for images, and {model} reads text; leave it out")
+            fail(f"{flag} is for a GPT; add --model gpt-nano, or leave it out")
     if args.dataset not in DATASETS[ours]:
         fail(
             f"--dataset {args.dataset} is not for --model {model}; "

@@ -225,23 +225,26 @@ def read(args: argparse.Namespace) -> bytes:
     paths = [path for path in paths if not path.name.startswith(".")]
     if not paths:
         fail(f"--data-dir {folder}: there is no file in it; give a text file, or a folder of them")
-    texts = [path.read_bytes() for path in paths]
-    for path, text in zip(paths, texts, strict=True):
+    texts = []
+    for path in paths:
         try:
-            text.decode()
-        except UnicodeDecodeError as error:
+            texts.append(path.read_bytes())
             if args.tokenizer != "bytes":
-                fail(
-                    f"--data-dir {folder}: {path} is not UTF-8 ({error.reason} at byte "
-                    f"{error.start}); convert or remove it, or use --tokenizer bytes"
-                )
+                texts[-1].decode()
+        except OSError as error:
+            fail(f"--data-dir {folder}: {path} cannot be read ({error.strerror}); remove it")
+        except UnicodeDecodeError as error:
+            fail(
+                f"--data-dir {folder}: {path} is not UTF-8 ({error.reason} at byte "
+                f"{error.start}); convert or remove it, or use --tokenizer bytes"
+            )
     return b"\n".join(texts)
 
 
 def split_text(text: bytes) -> list[bytes]:
     """The last tenth is for evaluation. A character is not cut in two."""
     middle = len(text) * 9 // 10
-    while 0x80 <= text[middle : middle + 1].ljust(1)[0] < 0xC0:  # UTF-8's continuation bytes
+    while middle < len(text) and 0x80 <= text[middle] < 0xC0:  # UTF-8's continuation bytes
         middle += 1
     return [text[:middle], text[middle:]]
 
@@ -249,7 +252,7 @@ def split_text(text: bytes) -> list[bytes]:
 def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[str]]:
     """Texts as tokens, and what each token stands for."""
     if args.tokenizer == "bytes":
-        tokens = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
+        tokens = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
         return tokens, [chr(byte) for byte in range(256)]
     points = [np.frombuffer(text.decode().encode("utf-32-le"), dtype=np.uint32) for text in texts]
     known = np.unique(np.concatenate(points))
