@@ -41,6 +41,7 @@ CELLS = {
 }  # fmt: skip
 PHRASES = {  # in lines with a link, and where nothing was measured
     "not measured yet": "尚未测量", " cores": " 核", "runs of each": "次重复",
+    "1 run of each": "各运行一次",
     "median (least–most)": "中位数（最小–最大）", "| weights ": "| 权重 ", "| loss ": "| 损失 ",
     "(docs/techniques.md": "(docs/techniques.zh-CN.md",
     "measured on uncommitted changes": "在未提交的改动上测得",

@@ -58,7 +58,8 @@ def measured_where(found: dict, rows: list[dict]) -> str:
     """The line below a table: machine, version, repeats, file."""
     on_cpu = all(run["device"] == "cpu" for row in rows for run in row["runs"])
     about = f"{machine_line(found['hardware'], on_cpu)}; torch {found['versions']['torch']}; "
-    about += f"{found['repeats']} runs of each, median (least–most); "
+    one = found["repeats"] == 1
+    about += "1 run of each; " if one else f"{found['repeats']} runs of each, median (least–most); "
     return f"{about}[results/{found['suite']}.json](results/{found['suite']}.json)"
 
 
@@ -148,6 +149,8 @@ def spread(values: list[float]) -> str:
     """Median, and least and most; as many digits as three repeats are worth."""
     low, mid, high = min(values), statistics.median(values), max(values)
     digits = 0 if mid >= 100 else 1
+    if len(values) == 1:
+        return f"{mid:,.{digits}f}"
     return f"{mid:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
 
 
@@ -186,7 +189,8 @@ def technique_cells(row: dict, gpu: bool) -> list:
     cells = [name, ranks_cell(run), precision_cell(run), spread(speeds)]
     cells.append(f"{p50:.0f} ({p95:.0f})")
     if unit_of(run) == "tokens/s":  # a text has no epoch to speak of, but may be compiled
-        cells.append(f"{middle(of_all(runs, 'first_step_seconds')):,.1f}")
+        first = middle([run.get("first_step_seconds") for run in runs])  # a peer's has none
+        cells.append("" if first is None else f"{first:,.1f}")
     else:
         cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
     kinds = ("allocated", "reserved", "process")
