@@ -1,9 +1,10 @@
 """Measure the scripts side by side on the same work, and render what was measured.
 
 Measure     python benchmark.py --suite cpu
-            The suites are files in config/: quick, cpu, gpu and inference. Each row is run in
-            fresh processes by its own launch command, the rows taking turns (A B C, A B C, ...);
-            results/SUITE.json gathers the figures. A row that fails says why, the others go on.
+            The suites are files in config/: quick, gpt, shakespeare (which needs its text in
+            data/), cpu, gpu and inference. Each row is run in fresh processes by its own launch
+            command, the rows taking turns (A B C, A B C, ...); results/SUITE.json gathers the
+            figures. A row that fails says why, the others go on.
 Look first  python benchmark.py --suite gpu --dry-run
             Starts nothing: prints each row's command, and why this machine would leave it out.
 Continue    the same command again: what was stopped goes on where it was.

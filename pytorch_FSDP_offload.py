@@ -81,7 +81,7 @@ def main():
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # FSDP: what is in no block
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    model.to_empty(device="cpu")  # FSDP: memory for this rank's shards
+    model.to_empty(device="cpu")  # offload: memory for this rank's shards
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     dcp.set_model_state_dict(model, weights, options=whole)  # FSDP: from rank 0, to each its shards
     del weights  # FSDP: rank 0's are whole

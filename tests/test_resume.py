@@ -187,6 +187,9 @@ def test_a_damaged_snapshot_is_named(tmp_path):
         ("pytorch_FSDP", 2, 3),  # sharded in two, read in three
         ("pytorch_DDP_ZeRO --use_zero", 2, 2),
         ("pytorch_gradient_accumulation", 2, 1),
+        ("pytorch_activation_checkpointing", 2, 1),
+        ("pytorch_HSDP --shard 2", 4, 2),  # two rows, then one
+        ("pytorch_FSDP_offload", 1, 2),
     ],
 )
 def test_sharded_state_goes_on(script, before, after, tmp_path):

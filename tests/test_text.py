@@ -141,6 +141,24 @@ def test_those_that_round_learn_as_well(script, train):
     assert result["tokens_per_second"] == pytest.approx(16 * result["samples_per_second"])
 
 
+SHARDED = [("pytorch_FSDP", 2, 3), ("pytorch_HSDP --shard 2", 4, 2)]
+SHARDED += [("pytorch_DDP_ZeRO --use_zero", 2, 2)]
+
+
+@pytest.mark.parametrize("script, before, after", SHARDED)
+def test_two_groups_of_parameters_go_on(script, before, after, train, tmp_path):
+    """Those that decay and those that do not, on some ranks in one epoch and on others later."""
+    flags = "--double --epochs 2 --warmup-steps 20"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    for n, more in ((before, "--max-steps 6"), (after, "--resume auto")):
+        command = f"{launcher(script, n)} {JOB} {flags} {more} --output-dir {tmp_path}"
+        finished = succeed(command, forked=True)
+    assert "resumed from" in finished.stdout
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
+    assert relative_difference(weights, expected) < 1e-9
+
+
 # -------------------------------------------------------------------------------------------- data
 
 
