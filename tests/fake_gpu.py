@@ -113,6 +113,8 @@ class FakeCuda:
 
 
 class Stream:
+    stream_id, device_index, device_type = 0, 0, 1  # which FSDP hands on: PyTorch 2.15
+
     def __init__(self, cuda, device, kind):
         self.cuda, self.name = cuda, f"{kind} stream of {device}"
 
@@ -290,8 +292,9 @@ def stand_in_for_drivers(fake, harness):
             if node and node not in seen:
                 seen.add(node)
                 nodes += [following for following, _ in node.next_functions]
-                if hasattr(node, "variable") and node.variable.grad is None:
-                    node.variable.grad = torch.zeros_like(node.variable)
+                weight = getattr(node, "variable", None)
+                if weight is not None and weight.grad is None:
+                    weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
         ddp = getattr(DistributedDataParallel, "wrapper", None)
         if ddp and ddp.require_backward_grad_sync:  # its reducer would call the hooks
             parameters = list(ddp.parameters())
@@ -304,7 +307,9 @@ def stand_in_for_drivers(fake, harness):
             for hook, state in ddp._comm_hooks:
                 hook(state, SimpleNamespace(**answers)).wait()
         if hasattr(fake.model, "_get_fsdp_state"):  # reduce-scatters them, where hooks have not
-            fake.model._get_fsdp_state()._root_post_backward_final_callback()
+            state = fake.model._get_fsdp_state()
+            state._state_ctx.manual_backward_finalization_active = False  # PyTorch 2.15 asks
+            state._root_post_backward_final_callback()
 
     def broadcast_coalesced(tensors, gpus, buffer_size=None):
         return [[tensor.to(f"cuda:{gpu}") for tensor in tensors] for gpu in gpus]
