@@ -205,20 +205,22 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
     for row in suite["rows"]:
         if row["name"] not in by_name:
             entry = {"name": row["name"], "table": row["table"], "failed": None, "runs": []}
+            entry |= {"memory": None} if "memory" in suite else {}
             entry |= {"left_out": row["left_out"]} if row["left_out"] else {}
             by_name[row["name"]] = entry
             found["rows"].append(entry)
+    possible = [row for row in suite["rows"] if not row["left_out"]]
     todo = [
-        (repeat, row)
+        (row, "")
         for repeat in range(found["repeats"])
-        for row in suite["rows"]
-        if len(by_name[row["name"]]["runs"]) <= repeat
-        and not by_name[row["name"]]["failed"]
-        and not row["left_out"]
+        for row in possible
+        if len(by_name[row["name"]]["runs"]) <= repeat and not by_name[row["name"]]["failed"]
     ]
+    if "memory" in suite:
+        todo += [(row, suite["memory"]) for row in possible if not by_name[row["name"]]["memory"]]
     references = {row["table"]: row["name"] for row in suite["rows"] if row["reference"]}
     with tqdm(todo, suite["name"], unit="run", disable=None) as bar:
-        for _, row in bar:
+        for row, flags in bar:
             entry = by_name[row["name"]]
             if entry["failed"]:
                 continue
@@ -227,11 +229,14 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
             if row["table"] in references:
                 against = folder / slug(references[row["table"]]) / "model.pt"
             to = folder / slug(row["name"])
-            limits = row["timeout"], suite.get("environment", {})
-            run, why = run_row(row["command"], to, *limits, against)
+            run, why = run_row(row["command"] + shlex.split(flags), to, row["timeout"], against)
             if run and suite.get("curves"):
                 run["curve"] = read_curve(to)
-            if run:
+            if run and flags:  # of memory alone: what the others say of it is less
+                entry["memory"] = {key: run[key] for key in ("command", "peak_memory_gib")}
+                for timed in entry["runs"]:
+                    timed["peak_memory_gib"] = run["peak_memory_gib"]
+            elif run:
                 entry["runs"].append(run)
             else:
                 entry["failed"] = why
@@ -289,8 +294,8 @@ def environment() -> dict[str, str]:
     return env | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}
 
 
-def run_row(words: list[str], folder: Path, timeout: float, more: dict, against: Path | None):
-    """One run of a row, in processes of its own, which have ``more`` in their environment.
+def run_row(words: list[str], folder: Path, timeout: float, against: Path | None):
+    """One run of a row, in processes of its own.
 
     Returns:
         Its figures and ``None``, or ``None`` and why there are none.
@@ -301,7 +306,7 @@ def run_row(words: list[str], folder: Path, timeout: float, more: dict, against:
         try:
             process = subprocess.Popen(
                 [*words, "--output-dir", os.path.relpath(folder, ROOT)], cwd=ROOT,
-                env=environment() | more, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         except FileNotFoundError:

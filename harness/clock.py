@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from harness.cpu_memory import AllocatorProfile
 from harness.measure import peak_memory_gib, reset_peak_memory
 
 WARMUP_STEPS = 10  # left out of speed and memory: allocator, autotuner and caches are settling
@@ -32,6 +33,7 @@ class StepClock:
         self.first_step = None  # seconds: of this process, with what is compiled or tried in it
         self.peak_memory = {}  # GiB by kind: see peak_memory_gib()
         self.paused = False
+        self.profile = None  # of a last step on a CPU that counts what tensors take
         self.spans = []  # when this process trained: from and to, in Unix time
 
     def start(self) -> None:
@@ -42,6 +44,10 @@ class StepClock:
 
     def tick(self) -> None:
         """A step has ended, and the next one starts."""
+        if self.profile:
+            self.peak_memory["allocated"] = self.profile.peak_bytes() / 2**30
+            self.profile, self.ticks = None, []
+            return
         self.ticks.append(self.now())
         steps = len(self.seconds) + len(self.ticks) - 1
         if steps == WARMUP_STEPS:
@@ -50,6 +56,14 @@ class StepClock:
             self.peak_memory = {}  # there are others: forget what cuDNN tried in the warm-up
         if self.paused:
             self.reset_memory()
+
+    def profile_step(self) -> None:
+        """Count what tensors take in the step that begins, on a CPU. It is the last one, and not
+        among the steps that are timed; so it is not counted where it is the only one."""
+        if not self.on_gpu and len(self.seconds) + len(self.ticks) > 1:
+            self.read()
+            self.pause()
+            self.profile = AllocatorProfile()
 
     def now(self):
         """On a GPU an event in its queue, for which nobody waits."""

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 
+from harness.cpu_memory import keep_no_free_memory
 from harness.ranks import (
     RANK,
     RESTARTS,
@@ -151,6 +152,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N", help="(default: 0)")
     flag("--deterministic", action="store_true", help="the same bits in every run, more slowly")
     flag("--double", action="store_true", help="compute in float64, to compare techniques")
+    flag("--profile-memory", action="store_true",
+         help="on a CPU, count what tensors take in the last step, and keep no freed memory, which "
+         "makes steps slower (a GPU's memory is always counted)")
     flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
          help="the longest wait of a rank for the others, a download included (default: 1800)")
     flag = parser.add_argument_group("the files").add_argument
@@ -179,6 +183,8 @@ def complete(args: argparse.Namespace) -> None:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.profile_memory and args.device == "cpu":
+        keep_no_free_memory()
     if args.batch_size % WORLD_SIZE:
         near = max(args.batch_size // WORLD_SIZE, 1) * WORLD_SIZE
         fail(

@@ -42,10 +42,9 @@ class Run:
         self.steps_per_epoch = len(train_loader)
         self.total_steps = total_steps(args, self.steps_per_epoch)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
-        self.start_epoch = self.step = 0  # step: the optimizer's steps, over all epochs
+        self.start_epoch = self.eval_samples = self.step = 0  # step: the optimizer's steps, over all epochs
         self.evaluated = 0  # the step after which the model was last evaluated
         self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
-        self.eval_samples = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
         self.images = 0  # of this epoch and rank
         self.seconds, self.since = 0.0, STARTED
@@ -153,8 +152,9 @@ class Run:
         self.clock.start()
         for index, batch in zip(range(begin, end), batches_of(loader), strict=False):
             self.step += 1
-            self.batch = len(batch[-1])
-            self.lr = self.optimizer.param_groups[0]["lr"]
+            self.batch, self.lr = len(batch[-1]), self.optimizer.param_groups[0]["lr"]
+            if args.profile_memory and self.step == self.total_steps:
+                self.clock.profile_step()
             yield self.train_set.prepare(batch, self.device, args.seed, epoch, index, dtype)
             self.clock.tick()
             self.display.bar.update(args.batch_size)
@@ -237,8 +237,8 @@ class Run:
         state_bytes = result.count_state_bytes(model, optimizer, **held)
         memory, gpus = result.peak_memory(self.clock), result.uuids_of_all(self.clock.devices)
         if RANK == 0:
-            precision = result.precision_of(self.args, model)
-            written = result.write_result(self, precision, state_bytes, memory, gpus)
+            of_model = result.precision_of(self.args, model), state_bytes
+            written = result.write_result(self, *of_model, memory, gpus)
             result.add_hparams(self.display.writer, self.args, written)
             self.display.close()
             print0(f"{result.in_a_line(written)}, files in {self.args.output_dir}")

@@ -120,7 +120,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token(tokens) + self.position(positions))
-        return self.head(self.norm(self.blocks(x))).transpose(1, 2)
+        # A copy, which the loss would make of a view; and FSDP warns of views.
+        return self.head(self.norm(self.blocks(x))).transpose(1, 2).contiguous()
 
 
 def make_model(args: argparse.Namespace, vocabulary: list[str]) -> GPT:

@@ -20,6 +20,7 @@ HEADS = {  # of the tables, in Chinese
     "first step s": "首步秒数",
     "step ms (p95)": "每步毫秒（p95）", "epoch s": "每轮秒数", "peak GiB": "峰值内存 GiB",
     "peak GiB (reserved)": "峰值显存 GiB（保留）", "GPU %": "GPU %",
+    "peak GiB (allocated)": "峰值内存 GiB（已分配）",
     "kept (theory)": "每参数字节（理论）", "weights": "权重差", "accuracy": "准确率",
     "loss": "损失",
     "against one process": "与单进程相比", "loop": "训练循环", "of the bare loop": "相对裸循环",

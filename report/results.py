@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,27 @@ def middle(values: list) -> float | None:
     """The median of those that there are."""
     values = [value for value in values if value is not None]
     return statistics.median(values) if values else None
+
+
+# What is said of memory on a GPU, on a CPU with --profile-memory, and without it: first, and in
+# brackets.
+MEMORY = {
+    "reserved": ("allocated", "reserved"),
+    "allocated": ("process", "allocated"),
+    "process": ("process",),
+}
+
+
+def kind_of_memory(runs: Iterable[dict]) -> str:
+    """Which of ``MEMORY`` these runs measured."""
+    found = [run["peak_memory_gib"] for run in runs]
+    known = {kind for memory in found for kind, gib in memory.items() if gib is not None}
+    return next((kind for kind in MEMORY if kind in known), "process")
+
+
+def peak_memory(runs: list[dict]) -> float:
+    """GiB: what PyTorch handed out on a GPU, or else the process."""
+    return middle(of_all(runs, "peak_memory_gib", MEMORY[kind_of_memory(runs)][0]))
 
 
 def devices_of(run: dict) -> int:

@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from report.results import (
+    MEMORY,
     Unusable,
     devices_of,
+    kind_of_memory,
     middle,
     name_of,
     of_all,
+    peak_memory,
     speeds_of,
     unit_of,
 )
@@ -95,12 +98,13 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
                 link,
                 ranks_cell(run),
                 spread(speeds_of(row["runs"])),
-                f"{peak_memory(row['runs']):.2f}",
+                memory_cell(row["runs"]),
                 f"{digits(kept)} ({digits(expected)})",
                 against_one_process(f"pytorch_{title}", proof, unit),
             ]
         )
-    header = ["technique", ranks_head(rows.values()), f"{unit} (min–max)", "peak GiB"]
+    shown = [rows[name] for name in names if name in rows]
+    header = ["technique", ranks_head(shown), f"{unit} (min–max)", memory_head(shown)]
     table = markdown([*header, "kept (theory)", "against one process"], lines)
     return f"{table}\n\n{measured_where(found, list(rows.values()))}"
 
@@ -134,10 +138,15 @@ def precision_cell(run: dict) -> str:
     return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
 
 
-def peak_memory(runs: list[dict]) -> float:
-    """GiB: what PyTorch handed out on a GPU, or else the process."""
-    memory = middle(of_all(runs, "peak_memory_gib", "allocated"))
-    return memory or middle(of_all(runs, "peak_memory_gib", "process"))
+def memory_head(rows: Iterable[dict]) -> str:
+    kind = kind_of_memory(run for row in rows for run in row["runs"])
+    return "peak GiB" if kind == "process" else f"peak GiB ({kind})"
+
+
+def memory_cell(runs: list[dict]) -> str:
+    kinds = MEMORY[kind_of_memory(runs)]
+    first, *more = [f"{middle(of_all(runs, 'peak_memory_gib', kind)):.2f}" for kind in kinds]
+    return f"{first} ({more[0]})" if more else first
 
 
 def why_empty(row: dict) -> str:
@@ -156,7 +165,7 @@ def spread(values: list[float]) -> str:
 
 def techniques_table(rows: list[dict]) -> str:
     unit = unit_of(next((run for row in rows for run in row["runs"]), {}))
-    gpu = any(run["peak_memory_gib"]["allocated"] is not None for r in rows for run in r["runs"])
+    gpu = any(run["device"] != "cpu" for row in rows for run in row["runs"])
     header = [
         "technique",
         ranks_head(rows),
@@ -165,7 +174,7 @@ def techniques_table(rows: list[dict]) -> str:
         "step ms (p95)",
         "first step s" if unit == "tokens/s" else "epoch s",
     ]
-    header += ["peak GiB (reserved)", "GPU %"] if gpu else ["peak GiB"]
+    header += [memory_head(rows), "GPU %"] if gpu else [memory_head(rows)]
     header += ["kept (theory)", "weights", "loss" if unit == "tokens/s" else "accuracy"]
     lines = []
     for row in rows:
@@ -193,14 +202,10 @@ def technique_cells(row: dict, gpu: bool) -> list:
         cells.append("" if first is None else f"{first:,.1f}")
     else:
         cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
-    kinds = ("allocated", "reserved", "process")
-    memory = {kind: middle(of_all(runs, "peak_memory_gib", kind)) for kind in kinds}
+    cells.append(memory_cell(runs))
     if gpu:
-        cells.append(f"{memory['allocated']:.2f} ({memory['reserved']:.2f})")
         used = middle(of_all(runs, "gpu", "utilization_percent"))
         cells.append("" if used is None else f"{used:.0f}")
-    else:
-        cells.append(f"{memory['process']:.2f}")
     if run["state_bytes"]:
         kept, expected = kept_bytes(run)
         cells.append(f"{kept:.2f} ({expected:.2f})")

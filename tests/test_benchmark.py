@@ -447,18 +447,23 @@ def test_peers_have_the_scripts_clock(loop, tmp_path):
 
 
 def test_a_suite_of_text(checkout):
-    """Tokens, the curve of the loss, and what the suite sets in the environment."""
+    """Tokens, the curve of the loss, and memory from a run of its own."""
     job = "--device cpu --model gpt-1x2x16 --context 8 --dataset synthetic --train-samples 32 "
     job += "--eval-samples 4 --batch-size 8 --epochs 1 --print-freq 2"
     rows = [{"name": "SingleGPU", "command": "python pytorch_SingleGPU.py"}]
     suite = {"about": "a test", "job": job, "repeats": 1, "tables": ["quick"], "rows": rows}
-    suite |= {"curves": True, "environment": {"OMP_NUM_THREADS": "2"}}
+    suite |= {"curves": True, "memory": "--profile-memory --max-steps 3"}
     (checkout / "config/suite_quick.json").write_text(json.dumps(suite))
     finished = run(checkout, "--suite quick")
     assert "tokens/s (min–max)" in finished.stdout and "| loss |" in finished.stdout
     found = json.loads((checkout / "results/quick.json").read_text())
-    [measured] = found["rows"][0]["runs"]
-    assert measured["threads"] == 2 and measured["context"] == 8
+    [row] = found["rows"]
+    [measured] = row["runs"]
+    assert measured["steps"] == 4 and measured["context"] == 8
+    assert "--profile-memory --max-steps 3" in row["memory"]["command"]
+    memory = row["memory"]["peak_memory_gib"]
+    assert measured["peak_memory_gib"] == memory and 0 < memory["allocated"] < memory["process"]
+    assert "| peak GiB (allocated) |" in finished.stdout
     assert [step for step, _ in measured["curve"]] == [2, 4]
     drawn = plots.curves(found["rows"])["loss"]
     assert list(drawn["values"]["SingleGPU"]) == ["128", "256"]

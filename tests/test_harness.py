@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, started, wait_for
 
-from harness import clock, command_line, ranks, stop
+from harness import clock, command_line, cpu_memory, ranks, stop
 
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 
@@ -52,6 +52,22 @@ def test_the_peak_is_that_of_the_steps():
 
 
 # ------------------------------------------------------------------------------------- launchers
+
+
+def test_what_tensors_take_on_a_cpu():
+    """At most, and of those from before only what is there at the end; no dataset."""
+    mib = 2**20
+    kept = torch.zeros(4 * mib, dtype=torch.uint8)
+    data = torch.utils.data.TensorDataset(torch.zeros(64 * mib, dtype=torch.uint8))
+    data.images = data.tensors[0]
+    before = cpu_memory.bytes_of_tensors()
+    assert kept.nbytes <= before < data.images.nbytes
+    profile = cpu_memory.AllocatorProfile()
+    most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
+    del most
+    grown = torch.zeros(2 * mib, dtype=torch.uint8)
+    assert profile.peak_bytes() == before + 24 * mib
+    assert cpu_memory.bytes_of_tensors() == before + grown.nbytes
 
 
 def alone(flags="", **env):

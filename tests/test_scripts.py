@@ -92,6 +92,7 @@ def test_screen(run):
         seed=5,
         deterministic=False,
         double=False,
+        profile_memory=False,
         timeout=1800,
         output_dir=output,
         resume="none",
