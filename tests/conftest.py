@@ -188,6 +188,13 @@ def as_typed(words, env):
     return " ".join([*shown, shlex.join(words)])
 
 
+def cases(rows, usual):
+    """Parameters of a test. Those that are not `usual(*row)` run when all are asked for: -m ''."""
+    names = ["-".join(map(str, row)) for row in rows]
+    marks = [[] if usual(*row) else pytest.mark.full for row in rows]
+    return [pytest.param(*r, marks=m, id=n) for r, m, n in zip(rows, marks, names, strict=True)]
+
+
 def pytest_collection_modifyitems(items):
     """A worker that has a test of a minute left while the others have none would be waited for."""
     items.sort(key=lambda item: item.path.stem not in LONG)

@@ -95,13 +95,13 @@ DEEPSPEED = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.jso
     [
         ("pytorch_SingleGPU", 1, False),
         ("pytorch_auto_mixed_precision --dtype bfloat16", 1, True),
-        ("pytorch_DDP", 2, True),
+        pytest.param("pytorch_DDP", 2, True, marks=pytest.mark.full),
         ("pytorch_torchrun_DDP", 2, False),
         ("pytorch_FSDP", 2, True),
         ("pytorch_DDP_ZeRO --use_zero --optimizer adamw", 2, True),
-        ("pytorch_DDP_AMP --dtype bfloat16", 2, True),
+        pytest.param("pytorch_DDP_AMP --dtype bfloat16", 2, True, marks=pytest.mark.full),
         ("pytorch_gradient_accumulation --accumulate 2", 2, True),
-        (DEEPSPEED(2), 2, False),
+        pytest.param(DEEPSPEED(2), 2, False, marks=pytest.mark.full),
         (DEEPSPEED(3), 2, True),
     ],
 )

@@ -26,7 +26,8 @@ def run_tool(command, **env):
 @pytest.mark.parametrize(
     "script, trials, how",
     [
-        ("pytorch_torchrun_DDP.py", 20, "--forked"),
+        ("pytorch_torchrun_DDP.py", 6, "--forked"),
+        pytest.param("pytorch_torchrun_DDP.py", 20, "--forked", marks=pytest.mark.full),
         ("pytorch_torchrun_DDP.py", 1, ""),
         ("pytorch_FSDP.py", 2, "--forked"),
         ("pytorch_DDP_ZeRO.py --use_zero --optimizer adamw", 2, "--forked"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import distance
+from conftest import cases, distance
 
 JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
@@ -21,12 +21,17 @@ SCRIPTS = [
 TECHNIQUES = [("pytorch_DP", 1)] + [(script, n) for script in SCRIPTS for n in range(1, 5)]
 TECHNIQUES += [("pytorch_activation_checkpointing --selective", 2)]
 TECHNIQUES += [("pytorch_HSDP --shard 2", 2), ("pytorch_HSDP --shard 2", 4)]
-IDS = [f"{script.partition(' ')[0]}-{n}" for script, n in TECHNIQUES]
 IN_DOUBLE = {  # optimizer: flags, and how closely the weights agree
     # SGD: to rounding. AdamW divides by the root of a small number, which enlarges it.
     "sgd": ("--double --max-steps 12", 1e-12),
     "adamw": ("--double --max-steps 12 --optimizer adamw", 1e-9),
 }
+SHARDED = ("pytorch_FSDP", "pytorch_HSDP --shard 2", "pytorch_DDP_ZeRO --use_zero")
+
+
+def is_usual(script, n, optimizer):
+    """Two ranks, and those that shard with SGD also at three and four: shares are uneven."""
+    return n == 2 or script == "pytorch_DP" or (script in SHARDED and n > 2 and optimizer == "sgd")
 
 
 def relative_difference(ours, theirs):
@@ -38,8 +43,10 @@ def relative_difference(ours, theirs):
     )
 
 
-@pytest.mark.parametrize("optimizer", IN_DOUBLE)
-@pytest.mark.parametrize("script, world_size", TECHNIQUES, ids=IDS)
+@pytest.mark.parametrize(
+    "script, world_size, optimizer",
+    cases([(*row, optimizer) for row in TECHNIQUES for optimizer in IN_DOUBLE], is_usual),
+)
 def test_twelve_steps_in_double(script, world_size, optimizer, train, measured):
     flags, tolerance = IN_DOUBLE[optimizer]
     expected, expected_result = train("pytorch_SingleGPU", 1, flags)
@@ -53,7 +60,10 @@ def test_twelve_steps_in_double(script, world_size, optimizer, train, measured):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 
 
-@pytest.mark.parametrize("script", ["pytorch_DP", *SCRIPTS])
+@pytest.mark.parametrize(
+    "script",
+    cases([("pytorch_DP",), *zip(SCRIPTS, strict=True)], lambda script: "torchrun" in script),
+)
 def test_three_steps_of_the_real_resnet(script, train):
     flags, tolerance = "--double --max-steps 3 --model resnet18 --batch-size 8", 1e-12
     expected, _ = train("pytorch_SingleGPU", 1, flags)
