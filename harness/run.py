@@ -42,7 +42,7 @@ class Run:
         self.steps_per_epoch = len(train_loader)
         self.total_steps = total_steps(args, self.steps_per_epoch)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
-        self.start_epoch = self.eval_samples = self.step = 0  # step: the optimizer's steps, over all epochs
+        self.start_epoch = self.eval_samples = self.step = 0  # step: of the optimizer, in all
         self.evaluated = 0  # the step after which the model was last evaluated
         self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
