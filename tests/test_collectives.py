@@ -1,0 +1,112 @@
+"""pytorch_collectives.py: what it says every rank has, how it times, and the mistakes it shows."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, launch, succeed
+
+COMMAND = "torchrun --standalone --nproc_per_node={} pytorch_collectives.py"
+
+
+def expected(n):
+    """What each rank has after each of them, by their definitions: `before[r]` is rank r's."""
+    k = 4 if 4 % n == 0 else n
+    before = torch.arange(1, k + 1) + 10 * torch.arange(n)[:, None]
+    total, first = before.sum(0), before[:1]
+    return before, {
+        "broadcast": first.expand(n, k),
+        "reduce": [total, *[None] * (n - 1)],
+        "all_reduce": total.expand(n, k),
+        "gather": [before.flatten(), *[None] * (n - 1)],
+        "scatter": first.view(n, -1),
+        "all_gather": before.view(1, -1).expand(n, -1),
+        "reduce_scatter": total.view(n, -1),
+        "all_to_all": before.view(n, n, -1).transpose(0, 1).reshape(n, k),
+        "send_and_receive": before[[0, 0, *range(2, n)][:n]],
+        "asynchronous": total.expand(n, k),
+    }
+
+
+def numbers(text):
+    return None if text == "nothing" else [int(number) for number in text.strip("[]").split()]
+
+
+@pytest.mark.parametrize("n, forked", [(1, True), (2, False), (3, True), (4, True), (8, True)])
+def test_each_is_what_it_says(n, forked):
+    finished = succeed(COMMAND.format(n), forked=forked)
+    assert finished.lines[0] == f"pytorch_collectives: {n} x cpu (gloo)"
+    assert ("One rank alone sends nothing" in finished.stdout) == (n == 1)
+    shown = re.findall(r"^(\w+): .*\n((?:    rank .*\n)+)", finished.stdout, re.MULTILINE)
+    before, after = expected(n)
+    names = [name for name in after if n > 1 or name != "send_and_receive"]
+    assert [name for name, _ in shown] == names
+    for name, lines in shown:
+        rows = re.findall(r"rank (\d+)   (\[.*\])  ->  (.*)", lines)
+        assert [int(rank) for rank, _, _ in rows] == list(range(n))
+        assert [numbers(text) for _, text, _ in rows] == before.tolist()
+        rights = [None if right is None else right.tolist() for right in after[name]]
+        assert [numbers(text) for _, _, text in rows] == rights, name
+
+
+def test_sweep(tmp_path):
+    flags = f"--sweep --largest 256 --output-dir {tmp_path}"
+    finished = succeed(f"{COMMAND.format(2)} {flags}", forked=True)
+    found = json.loads((tmp_path / "collectives.json").read_text())
+    assert found["ranks"] == 2 and found["backend"] == "gloo" and len(found["operations"]) == 6
+    factors = {"broadcast": 1, "send and receive": 1, "all_reduce": 1}  # 2 (n - 1) / n
+    for name, operation in found["operations"].items():
+        assert [row["bytes"] // 1024 for row in operation["rows"]] == [4, 16, 64, 256]
+        for row in operation["rows"]:
+            assert row["algorithm"] == pytest.approx(row["bytes"] / row["seconds"])
+            assert row["bus"] == pytest.approx(factors.get(name, 0.5) * row["algorithm"])
+        assert f"{name:16} latency {1e6 * operation['latency']:,.0f} us" in finished.stdout
+
+
+def test_fit(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from pytorch_collectives import fit
+
+    sizes = [4096 * 4**i for i in range(8)]
+    latency, bandwidth = fit(sizes, [2e-4 + size / 3e9 for size in sizes])
+    assert latency == pytest.approx(2e-4) and bandwidth == pytest.approx(3e9)
+
+
+SAID = {  # by rank, or by all
+    "alone": {0: "RuntimeError after 2 s: .*Timed out"},
+    "order": {0: "RuntimeError after 2 s: .*Timed out", 1: "RuntimeError after 2 s: .*Timed out"},
+    "wait": {rank: r"after it \[12, 14, 16, 18\]" for rank in (0, 1)},
+}
+
+
+@pytest.mark.parametrize("mistake", SAID)
+def test_mistakes_end_by_themselves(mistake):
+    command = f"{COMMAND.format(2)} --break {mistake} --timeout 2"
+    finished = succeed(command, forked=True)
+    for rank, words in SAID[mistake].items():
+        assert re.search(rf"rank {rank}   {words}", finished.stdout)
+
+
+@pytest.mark.parametrize("mistake", ["order", "shape"])
+def test_pytorch_finds_them_when_asked_to(mistake):
+    command = f"{COMMAND.format(2)} --break {mistake} --timeout 10"
+    finished = succeed(command, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert finished.stdout.count("RuntimeError after 0 s: Detected mismatch between coll") == 2
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--sweep", "--sweep needs two ranks or more; start torchrun"),
+        ("--break order", "--break needs two ranks or more; start torchrun"),
+        ("--break nothing", "invalid choice: 'nothing'"),
+        ("--sweep --break order", "not allowed with argument"),
+        ("--device cuda", "this machine has 0"),
+        ("--largest 0", "0 is out of range"),
+    ],
+)
+def test_what_it_cannot_do(flags, words):
+    finished = launch(f"python pytorch_collectives.py {flags}", forked=True)
+    assert finished.code == 2 and words in finished.errors[0] and len(finished.errors) == 1
+    assert "Traceback" not in finished.stderr
