@@ -139,7 +139,10 @@ def test_checkpointing_keeps_less(monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
-@pytest.mark.parametrize("script", ["pytorch_compile", "pytorch_compile --blocks"])
+@pytest.mark.parametrize(
+    "script",
+    ["pytorch_compile", pytest.param("pytorch_compile --blocks", marks=pytest.mark.full)],
+)
 def test_compiled(script, train, measured):
     """Of one block, as compiling takes most of the time. Compiled code adds up in another order."""
     flags = "--model gpt-1x2x16 --double --max-steps 12 --optimizer sgd"
@@ -182,6 +185,7 @@ def test_those_that_round_learn_as_well(script, train):
 
 SHARDED = [("pytorch_FSDP", 2, 3), ("pytorch_HSDP --shard 2", 4, 2)]
 SHARDED += [("pytorch_DDP_ZeRO --use_zero", 2, 2)]
+SHARDED += [pytest.param("pytorch_compile --blocks", 2, 2, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("script, before, after", SHARDED)
