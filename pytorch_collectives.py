@@ -162,14 +162,15 @@ def operations(whole: Tensor, part: Tensor) -> dict:
 
 def seconds_of(operation, repeats: int, device: torch.device) -> float:
     """Median of several, of the slowest rank in each."""
-    seconds = torch.empty(repeats, dtype=torch.float64, device=device)
-    for i in range(-2, repeats):  # two to warm up
+    seconds = []
+    for _ in range(2 + repeats):
         dist.barrier()
         started = time.perf_counter()
         operation()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds[i] = time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
+    seconds = torch.tensor(seconds[2:], dtype=torch.float64, device=device)  # two to warm up
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.median().item()
 
@@ -232,8 +233,7 @@ def alone(numbers: Tensor) -> None:
 def order(numbers: Tensor) -> None:
     """Rank 0 sums first and then broadcasts, the others the other way round. The first collective
     of a rank meets the first of the others, whatever it is: gloo waits for messages that do not
-    come, and nccl may hang or take what is not meant for it. A loop over a set, whose order differs
-    by process, is enough."""
+    come. A loop over a set of strings, whose order differs by process, is enough."""
     other = numbers + 100
     calls = [lambda: dist.all_reduce(numbers), lambda: dist.broadcast(other, src=0)]
     for call in calls if dist.get_rank() == 0 else reversed(calls):
@@ -304,7 +304,7 @@ def main():
     instead.add_argument("--sweep", action="store_true", help="time them")
     instead.add_argument("--break", dest="mistake", choices=MISTAKES, help="what goes wrong")
     flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
-    flag("--largest", type=common.number(int, 4, 2**22), default=65536, metavar="KIB",
+    flag("--largest", type=common.number(int, 64, 2**22), default=65536, metavar="KIB",
          help="message of --sweep (default: 65536, 64 MiB)")  # fmt: skip
     flag("--timeout", type=common.number(float, 0, above=0), metavar="SECONDS",
          help="the longest wait for the others (default: 60; with --break 5)")  # fmt: skip

@@ -76,6 +76,7 @@ def test_fit(monkeypatch):
 SAID = {  # by rank, or by all
     "alone": {0: "RuntimeError after 2 s: .*Timed out"},
     "order": {0: "RuntimeError after 2 s: .*Timed out", 1: "RuntimeError after 2 s: .*Timed out"},
+    "shape": {0: "RuntimeError after 2 s: .*Timed out", 1: r"sum \[(?!12, 14\])"},
     "wait": {rank: r"after it \[12, 14, 16, 18\]" for rank in (0, 1)},
 }
 
@@ -102,7 +103,7 @@ def test_pytorch_finds_them_when_asked_to():
         ("--break nothing", "invalid choice: 'nothing'"),
         ("--sweep --break order", "not allowed with argument"),
         ("--device cuda", "this machine has 0"),
-        ("--largest 0", "0 is out of range"),
+        ("--largest 16", "16 is out of range, it must be 64 or more"),
     ],
 )
 def test_what_it_cannot_do(flags, words):
