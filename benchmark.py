@@ -2,9 +2,10 @@
 
 Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, gpt, shakespeare (which needs its text in
-            data/), cpu, gpu and inference. Each row is run in fresh processes by its own launch
-            command, the rows taking turns (A B C, A B C, ...); results/SUITE.json gathers the
-            figures. A row that fails says why, the others go on.
+            data/), by_hand, cpu, gpu, inference and collectives. Each row is run in fresh processes
+            by its own launch command, the rows taking turns (A B C, A B C, ...);
+            results/SUITE.json gathers the figures. A row that fails says why, the others go on.
+            (The last two have steps instead, the last of which measures.)
 Look first  python benchmark.py --suite gpu --dry-run
             Starts nothing: prints each row's command, and why this machine would leave it out.
 Continue    the same command again: what was stopped goes on where it was.
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace) -> None:
     if output.is_dir():
         fail(f"--output {output} is a folder; give a file")
     if suite.get("steps"):
-        return run_steps(suite["steps"], output)
+        return run_steps(suite, output)
     partial = output.with_name(f"{output.stem}.partial.json")
     found = start_or_continue(partial, suite, args)
     try:
@@ -262,8 +263,11 @@ def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> d
         runs = sum(len(row["runs"]) for row in found["rows"])
         print(f"going on from {partial}, which has {runs} runs")
         return found | {"repeats": repeats}
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return about | {"date": today, "rows": []}
+    return about | {"date": today(), "rows": []}
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def all_versions() -> dict[str, str]:
@@ -276,15 +280,20 @@ def all_versions() -> dict[str, str]:
     return found
 
 
-def run_steps(steps: list[str], output: Path) -> None:
-    """A suite whose last step writes its own file: model_inference.py, a process per row."""
+def run_steps(suite: dict, output: Path) -> None:
+    """A suite whose last step writes a file of its own, with all figures; where they were measured
+    is added if that does not say it."""
     folder = RUNS / output.stem
-    for step in steps:
-        words = shlex.split(step.format(folder=folder.relative_to(ROOT)))
-        code = subprocess.run(words, cwd=ROOT, env=environment()).returncode
+    for step in suite["steps"]:
+        command = step.format(folder=folder.relative_to(ROOT))
+        code = subprocess.run(shlex.split(command), cwd=ROOT, env=environment()).returncode
         if code:
             raise SystemExit(code)
-    write_json(output, json.loads((folder / "inference.json").read_text()))
+    about = {
+        "command": re.sub(r" --output-dir \S+", "", command), "hardware": hardware(),
+        "versions": all_versions(), "git_commit": git_commit(), "date": today(),
+    }  # fmt: skip
+    write_json(output, about | json.loads((folder / suite["writes"]).read_text()))
     print(f"done: {output}")
 
 

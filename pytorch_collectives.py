@@ -11,6 +11,7 @@ Shows       what every rank has before and after each of them; with --sweep, how
 """
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -118,13 +119,28 @@ def show(lesson, device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     n = 4 if 4 % world_size == 0 else world_size  # so that they can be dealt out
     numbers = torch.arange(1, n + 1, device=device) + 10 * rank
-    before, after = numbers.tolist(), lesson(numbers)
+    before = numbers.tolist()
+    with explain_missing(lesson.__name__):
+        after = lesson(numbers)
     lines = [None] * world_size
     dist.all_gather_object(lines, (before, after if after is None else after.tolist()))
     common.print0(f"\n{lesson.__name__}: {' '.join(lesson.__doc__.split())}")
     for rank, (before, after) in enumerate(lines):
         after = "nothing" if after is None else in_brackets(after)
         common.print0(f"    rank {rank}   {in_brackets(before)}  ->  {after}")
+
+
+@contextlib.contextmanager
+def explain_missing(name: str):
+    """If the backend has no such collective, say which one has."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "support" not in str(error) and "implement" not in str(error):
+            raise
+        backend = dist.get_backend()
+        other, device = ("nccl", "cuda") if backend == "gloo" else ("gloo", "cpu")
+        common.fail(f"{backend} has no {name} ({error}); use --device {device}, for {other}")
 
 
 def in_brackets(numbers: list[int]) -> str:
@@ -199,7 +215,8 @@ def sweep(device: torch.device, largest: int, folder: Path) -> None:
             part = torch.zeros(size // 4 // n, device=device)  # of 4 bytes each
             whole = torch.zeros(n * len(part), device=device)
             operation, factor = operations(whole, part)[name]
-            seconds = seconds_of(operation, max(10, min(100, 2**24 // size)), device)
+            with explain_missing(name):
+                seconds = seconds_of(operation, max(10, min(100, 2**24 // size)), device)
             row = {"bytes": whole.nbytes, "seconds": seconds, "algorithm": whole.nbytes / seconds}
             row["bus"] = factor * row["algorithm"]
             rows.append(row)

@@ -9,10 +9,10 @@ import os
 import re
 from pathlib import Path
 
-from report import plots, stale, tables
+from report import drawings, plots, stale, tables
 from report.results import ROOT, Unusable, read_results, size_of
 
-SUITES = ("gpt", "shakespeare", "cpu", "gpu")  # that are rendered
+SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu")  # that are rendered
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HEADS = {  # of the tables, in Chinese
     "technique": "技术", "ranks": "进程数", "precision": "精度",
@@ -31,6 +31,9 @@ HEADS = {  # of the tables, in Chinese
     "first call s": "首次调用 s", "fault": "故障", "damage": "损坏", "trials": "次数",
     "clean": "完好", "wrong": "有误", "hung": "挂起", "fallback": "退回上一个",
     "silent": "未察觉", "failed": "失败", "ranks (GPUs)": "进程数（GPU）", "of fp32": "相对 fp32",
+    "collective": "集合通信", "latency µs": "延迟 µs",
+    "bandwidth GB/s (fitted)": "带宽 GB/s（拟合）",
+    "bus GB/s (largest message)": "总线带宽 GB/s（最大的消息）",
     "what": "内容", "scripts": "脚本数", "hardware": "硬件", "date": "日期",
 }  # fmt: skip
 CELLS = {
@@ -42,7 +45,7 @@ CELLS = {
 }  # fmt: skip
 PHRASES = {  # in lines with a link, and where nothing was measured
     "not measured yet": "尚未测量", " cores": " 核", "runs of each": "次重复",
-    "1 run of each": "各运行一次",
+    "1 run of each": "各运行一次", " ranks, messages up to ": " 个进程, 消息最大 ",
     "median (least–most)": "中位数（最小–最大）", "| weights ": "| 权重 ", "| loss ": "| 损失 ",
     "(docs/techniques.md": "(docs/techniques.zh-CN.md",
     "measured on uncommitted changes": "在未提交的改动上测得",
@@ -62,10 +65,13 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
         for name in SUITES
         if (path := root / "results" / f"{name}.json").is_file()
     }
-    drawn = {root / "results" / f"{k}.svg": data for k, data in plots.plot_data(results).items()}
+    sweep = read_sweep(root)
+    shown = plots.plot_data(results) | plots.bandwidths(sweep)
+    drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
     drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
-    blocks = make_blocks(root, results)
-    changed = {}
+    blocks = make_blocks(root, results) | {"collectives": sweep_block(root, sweep)}
+    pictures = {root / "docs" / name: text for name, text in drawings.pictures().items()}
+    changed = {p: text for p, text in pictures.items() if not p.is_file() or p.read_text() != text}
     for chinese in (False, True):
         missing = dict.fromkeys(blocks)
         for path in list_pages(root, chinese):
@@ -87,6 +93,26 @@ def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
         os.replace(temporary, path)
     for path, data in drawn.items():
         plots.draw(path, data)
+
+
+def read_sweep(root: Path) -> dict:
+    """What ``--suite collectives`` measured; empty if that has not been run.
+
+    Raises:
+        Unusable: it is damaged, or does not say where it was measured.
+    """
+    path = root / "results" / "collectives.json"
+    again = "measure it again: python benchmark.py --suite collectives"
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path} cannot be used ({error}); {again}") from None
+    for key in ("operations", "command", "hardware", "versions", "git_commit"):
+        if key not in found:
+            raise Unusable(f"{path} has no {key}; {again}")
+    return found
 
 
 def list_pages(root: Path, chinese: bool) -> list[Path]:
@@ -120,7 +146,10 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
         for table in [*suite["tables"], *front]:
             block = name in results and suite_block(root, results[name], table, proof, suite)
             blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
-    return blocks | {name: technique_block(root, name, results) for name in tables.PARENTS}
+    for name in tables.PARENTS:  # whose rows of by_hand stand together, in docs/under_the_hood.md
+        others = {suite: found for suite, found in results.items() if suite != "by_hand"}
+        blocks[name] = technique_block(root, name, others)
+    return blocks
 
 
 def suite_block(root: Path, found: dict, table: str, proof: dict, suite: dict) -> str:
@@ -144,6 +173,25 @@ def proof_note(root: Path, proof: dict, name: str) -> str:
     since = stale.note(root, proof["git_commit"], scripts)
     about = f"torch {proof['versions']['torch']}; [results/proof.json](results/proof.json)"
     return f"\n\n{about}{since}"
+
+
+def sweep_block(root: Path, found: dict) -> str:
+    """A row for each collective: how long it takes at the least, and how much it can send."""
+    if not found:
+        return "not measured yet: `python benchmark.py --suite collectives`"
+    rows = []
+    for name, operation in found["operations"].items():
+        largest = operation["rows"][-1]["bus"]
+        speeds = [f"{speed / 1e9:.2f}" for speed in (operation["bandwidth"], largest)]
+        rows.append([f"`{name}`", f"{1e6 * operation['latency']:,.0f}", *speeds])
+    size = plots.size_name(operation["rows"][-1]["bytes"])
+    header = ["collective", "latency µs", "bandwidth GB/s (fitted)", "bus GB/s (largest message)"]
+    about = f"{tables.machine_line(found['hardware'], found['backend'] == 'gloo')}; "
+    about += f"{found['backend']}, {found['ranks']} ranks, messages up to {size}; "
+    about += f"torch {found['versions']['torch']}; "
+    about += "[results/collectives.json](results/collectives.json)"
+    since = stale.note(root, found["git_commit"], [found["command"]])
+    return f"{tables.markdown(header, rows)}\n\n{about}{since}"
 
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:

@@ -41,7 +41,20 @@ def plot_data(results: dict) -> dict[str, dict]:
                 run = rows[0]["runs"][0]
                 job = f"{run['model']} at {run['image_size']}, {run['device']}"
                 plots[name] = {"unit": f"{unit} ({job})", "values": values}
+    plots |= relative(results.get("by_hand", {"rows": []})["rows"])
     return plots | curves(results.get("shakespeare", {"rows": []})["rows"])
+
+
+def relative(rows: list[dict]) -> dict[str, dict]:
+    """Speeds relative to the first row of each table, the library's DDP."""
+    values, first = {}, {}
+    for row in (row for row in rows if row["runs"]):
+        speed = middle(speeds_of(row["runs"]))
+        unit = first.setdefault(row["table"], speed)
+        values[f"{name_of(row)}, {row['runs'][0]['model']}".replace(", GPT", "")] = speed / unit
+    values = {title: round(part, 2) for title, part in values.items()}
+    unit = "speed relative to pytorch_torchrun_DDP.py (2 ranks, cpu)"
+    return {"by_hand": {"unit": unit, "values": values}} if values else {}
 
 
 def curves(rows: list[dict]) -> dict[str, dict]:
@@ -54,6 +67,32 @@ def curves(rows: list[dict]) -> dict[str, dict]:
     values = {title: points for title, points in values.items() if points}
     model = rows[0]["runs"][0]["model"] if values else ""
     return {"loss": {"unit": f"training loss ({model})", "values": values}} if values else {}
+
+
+def bandwidths(sweep: dict) -> dict[str, dict]:
+    """The bus bandwidth of each collective by the size of the message, as measured and as fitted.
+
+    Args:
+        sweep: of pytorch_collectives.py; may be empty.
+    """
+    values = {}
+    for name, operation in sweep.get("operations", {}).items():
+        measured, fitted = {}, {}
+        for row in operation["rows"]:
+            sent = row["bytes"] * row["bus"] / row["algorithm"]  # what the fit is of
+            seconds = operation["latency"] + sent / operation["bandwidth"]
+            measured[str(row["bytes"])] = float(f"{row['bus'] / 1e9:.3g}")
+            fitted[str(row["bytes"])] = float(f"{sent / seconds / 1e9:.3g}")
+        values[name] = {"measured": measured, "fitted": fitted}
+    if not values:
+        return {}
+    unit = f"bus bandwidth, GB/s ({sweep['ranks']} ranks, {sweep['backend']})"
+    return {"collectives": {"unit": unit, "values": values}}
+
+
+def size_name(size: float) -> str:
+    """In KiB or MiB."""
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
 
 
 def memory_parts(run: dict) -> dict[str, float]:
@@ -93,9 +132,10 @@ def draw(path: Path, data: dict) -> None:
         "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
     })  # fmt: skip
     values = data["values"]
-    if path.stem in ("scaling", "loss"):
+    lines = {"scaling": draw_lines, "loss": draw_curves, "collectives": draw_bandwidths}
+    if path.stem in lines:
         figure, axes = plt.subplots(figsize=(8, 4))
-        (draw_lines if path.stem == "scaling" else draw_curves)(axes, values, data["unit"])
+        lines[path.stem](axes, values, data["unit"])
     else:
         figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
         (draw_parts if path.stem == "memory" else draw_bars)(axes, values)
@@ -128,6 +168,21 @@ def draw_curves(axes, values: dict[str, dict[str, float]], unit: str) -> None:
         width = 1 + 2 * (len(values) - 1 - i)
         axes.plot(tokens, list(losses.values()), label=title, linewidth=width)
     axes.set(xlabel="million tokens", ylabel=unit)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]], unit: str) -> None:
+    """By size, both in powers; dashed what latency + size / bandwidth makes of it."""
+    for i, (title, lines) in enumerate(values.items()):
+        sizes = [int(size) for size in lines["measured"]]
+        style = {"color": COLOURS[i % len(COLOURS)]}
+        axes.loglog(sizes, list(lines["measured"].values()), "o-", ms=4, label=title, **style)
+        axes.loglog(sizes, list(lines["fitted"].values()), "--", linewidth=0.9, **style)
+    axes.set(xlabel="message", ylabel=unit)
+    axes.set_xticks(sizes, [size_name(size) for size in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.plot([], [], "--", color=GREY, linewidth=0.9, label="latency + size / bandwidth")
     axes.legend(frameon=False, fontsize=9)
 
 

@@ -1,0 +1,182 @@
+"""The pictures of the collectives show what those do; and the table and the plot of their sweep."""
+
+import json
+import unicodedata
+from xml.etree import ElementTree
+
+import pytest
+from checkout import copy_checkout
+from conftest import ROOT
+from test_collectives import expected
+
+import benchmark
+from report import drawings, pages, plots
+from report.results import Unusable
+
+SVG = "{http://www.w3.org/2000/svg}"
+FILES = ["collectives.svg", "collectives.zh-CN.svg"]
+BEFORE, AFTER = expected(4)
+DRAWN = [name for name in AFTER if name != "asynchronous"]  # an all_reduce
+
+
+def read_panels(file):
+    """Those of a picture in docs/, without the key."""
+    return ElementTree.parse(ROOT / "docs" / file).getroot().findall(f"{SVG}g")[:-1]
+
+
+def read_tiles(panel):
+    """Labels and colours of each rank's tiles, before and after."""
+    elements = list(panel)
+    ys = [text.get("y") for text in elements if (text.text or "").startswith("rank ")][:4]
+    sides = [[[] for _ in ys] for _ in range(2)]
+    for rect, text in zip(elements, elements[1:], strict=False):
+        if text.get("text-anchor"):
+            side = sides[float(text.get("x")) > drawings.ARROW]
+            side[ys.index(text.get("y"))].append((text.text, rect.get("fill"), text.get("fill")))
+    return sides
+
+
+def numbers(tiles):
+    """What they stand for, where rank r's numbers are 10 r + 1 to 10 r + 4."""
+    found = []
+    for (letter, *part), *_ in tiles:
+        ranks = range(4) if letter == "Σ" else ["abcd".index(letter)]
+        parts = [int(*part)] if part else range(4)
+        found += [sum(10 * rank + part + 1 for rank in ranks) for part in parts]
+    return found or None
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_picture_is_what_the_collective_does(file):
+    """As tests/test_collectives.py has found it to be."""
+    for name, panel in zip(DRAWN, read_panels(file), strict=True):
+        before, after = read_tiles(panel)
+        for shown, had in zip(before, BEFORE.tolist(), strict=True):
+            assert numbers(shown) == had or name == "scatter" and not shown
+        assert numbers(before[0]) == BEFORE[0].tolist()
+        has = [None if row is None else row.tolist() for row in AFTER[name]]
+        assert [numbers(shown) for shown in after] == has, name
+        for label, fill, ink in [tile for row in before + after for tile in row]:
+            colours = plots.COLOURS[:4]
+            if label[0] != "Σ":
+                colours = [colours["abcd".index(label[0])]]
+            assert fill == ("url(#sum)" if len(colours) == 4 else colours[0])
+            assert min(drawings.contrast(ink, colour) for colour in colours) > 4.5
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_pictures_are_drawn_and_have_titles(file):
+    assert drawings.pictures()[file] == (ROOT / "docs" / file).read_text()
+    for name, panel in zip(DRAWN, read_panels(file), strict=True):
+        title = panel.find(f"{SVG}text").text
+        chinese, _, api = title.partition(" ")
+        if "zh-CN" in file:
+            assert not chinese.isascii() and api == name.replace("send_and_receive", "send, recv")
+        else:
+            assert title.replace(" ", "_") == name
+
+
+def width_of(text):
+    """About; a Chinese character is as wide as high."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text.text)
+    return float(text.get("font-size")) * (wide + 0.5 * (len(text.text) - wide))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_in_the_pictures_overlaps_or_is_cut_off(file):
+    picture = ElementTree.parse(ROOT / "docs" / file).getroot()
+    for panel in picture.findall(f"{SVG}g"):
+        frame, *tiles = [
+            [float(rect.get(key, 0)) for key in ("x", "y", "width", "height")]
+            for rect in panel.findall(f"{SVG}rect")
+        ]
+        for i, (x, y, width, height) in enumerate(tiles):
+            assert x + width <= frame[2] - 10 and y + height <= frame[3] - 40
+            for left, top, *_ in tiles[:i]:
+                assert abs(x - left) > width or abs(y - top) > height
+        for text in panel.findall(f"{SVG}text"):
+            assert float(text.get("font-size")) >= 12
+            if not text.get("text-anchor"):
+                assert float(text.get("x")) + width_of(text) <= frame[2] - 10, text.text
+
+
+# ------------------------------------------------------------------------------------- the sweep
+
+
+def small_sweep():
+    """One that a formula wrote: 100 µs and 2 GB/s of all_gather, twice that of broadcast."""
+    operations = {}
+    for name, factor, latency in (("all_gather", 0.5, 1e-4), ("broadcast", 1, 2e-4)):
+        rows = []
+        for size in (4096, 65536, 2**20):
+            seconds = latency + factor * size / 2e9
+            row = {"bytes": size, "seconds": seconds, "algorithm": size / seconds}
+            rows.append(row | {"bus": factor * size / seconds})
+        operations[name] = {"latency": latency, "bandwidth": 2e9, "rows": rows}
+    command = "torchrun --nproc_per_node=2 pytorch_collectives.py --sweep"
+    hardware = {"cpu": "A CPU", "cores": 2, "cpu_flags": ["avx2"], "gpus": []}
+    found = {"backend": "gloo", "ranks": 2, "operations": operations, "command": command}
+    return found | {"hardware": hardware, "versions": {"torch": "2.15.0"}, "git_commit": None}
+
+
+def test_the_table_of_a_sweep():
+    *_, first, second, _, below = pages.sweep_block(ROOT, small_sweep()).splitlines()
+    assert first == "| `all_gather` | 100 | 2.00 | 1.45 |"
+    assert second == "| `broadcast` | 200 | 2.00 | 1.45 |"
+    about = "A CPU, 2 cores, avx2; gloo, 2 ranks, messages up to 1 MiB; torch 2.15.0; "
+    assert below == f"{about}[results/collectives.json](results/collectives.json)"
+    chinese = pages.translate(pages.sweep_block(ROOT, small_sweep()))
+    assert "| 集合通信 | 延迟 µs | 带宽" in chinese and "2 个进程, 消息最大 1 MiB" in chinese
+
+
+def test_the_plot_of_a_sweep(tmp_path):
+    data = plots.bandwidths(small_sweep())["collectives"]
+    assert data["unit"] == "bus bandwidth, GB/s (2 ranks, gloo)"
+    lines = data["values"]["all_gather"]
+    assert lines["measured"] == {"4096": 0.0203, "65536": 0.282, "1048576": 1.45}
+    assert lines["fitted"] == lines["measured"], "it is of the same formula"
+    path = tmp_path / "collectives.svg"
+    plots.draw(path, data)
+    texts = {text.text for text in ElementTree.parse(path).iter(f"{SVG}text")}
+    assert {"4 KiB", "64 KiB", "1 MiB", "all_gather", "broadcast", data["unit"]} <= texts
+    assert plots.digest_of(path) == plots.digest(data)
+
+
+def test_a_sweep_that_is_not_there_or_says_too_little(tmp_path):
+    assert pages.read_sweep(tmp_path) == {} and plots.bandwidths({}) == {}
+    missing = "not measured yet: `python benchmark.py --suite collectives`"
+    assert pages.sweep_block(tmp_path, {}) == missing
+    path = tmp_path / "results/collectives.json"
+    path.parent.mkdir()
+    for text in (json.dumps({"ranks": 2, "operations": {}}), "{", "[]"):
+        path.write_text(text)
+        with pytest.raises(Unusable, match="collectives.json .*; measure it again"):
+            pages.read_sweep(tmp_path)
+
+
+def test_pages_pictures_and_the_plot_follow(tmp_path):
+    copy_checkout(tmp_path, "README*.md", "docs", "config", "results")
+    (tmp_path / "results/collectives.json").write_text(json.dumps(small_sweep()))
+    (tmp_path / "docs/collectives.svg").write_text("another")
+    (tmp_path / "docs/collectives.zh-CN.svg").unlink()
+    changed, drawn = pages.find_changes(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in drawn] == ["results/collectives.svg"]
+    assert {path.name for path in changed if path.suffix == ".svg"} == set(FILES)
+    assert len([path for path in changed if "`all_gather` | 100 |" in changed[path]]) == 2
+    pages.render(changed, drawn)
+    assert pages.find_changes(tmp_path) == ({}, {})
+
+
+def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
+    """But what the last one says itself stands."""
+    script = 'mkdir -p "$3"; echo \'{"ranks": 2, "git_commit": "its own"}\' > "$3/made.json"'
+    (tmp_path / "measure.sh").write_text(script)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark, "RUNS", tmp_path / "runs")
+    suite = {"steps": ["sh measure.sh --sweep --output-dir {folder}"], "writes": "made.json"}
+    benchmark.run_steps(suite, tmp_path / "kept.json")
+    found = json.loads((tmp_path / "kept.json").read_text())
+    assert found["ranks"] == 2 and found["git_commit"] == "its own"
+    assert found["command"] == "sh measure.sh --sweep"
+    assert found["hardware"] == benchmark.hardware() and found["versions"]["torch"]
+    assert found["date"] == benchmark.today()
