@@ -44,6 +44,7 @@ from harness.ranks import (
     make_store,
     print0,
 )
+from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.images import Images, ImagesOnDisk, UnreadableImage
@@ -55,8 +56,9 @@ __all__ = [
     "argument_parser", "number", "parse_args", "fail", "announce", "print0",
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
-    "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler", "Run", "evaluate",
-    "save_model", "load_file",
+    "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
+    "shard_state_on_load", "Run",
+    "gather_state", "evaluate", "save_model", "load_file",
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
 ]
 # fmt: on

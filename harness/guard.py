@@ -32,6 +32,7 @@ WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the 
 def all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether no number of this rank's is NaN or infinite: a bool, on the device."""
     tensors = [t for t in map(local, tensors) if t.is_floating_point() and t.numel()]
+    tensors = [t for t in tensors if t.untyped_storage().nbytes()]  # a sharded one may be freed
     if not tensors:
         return torch.tensor(True)
     # The least and the largest: unlike a norm, they do not overflow, and one pass finds both.

@@ -20,6 +20,9 @@ from report.results import (
 from report.theory import kept_bytes
 
 PARENTS = {  # each script, and the one that it is a diff against
+    "DDP_by_hand": "SingleGPU",
+    "ZeRO_by_hand": "DDP_by_hand",
+    "FSDP_by_hand": "ZeRO_by_hand",
     "half_precision": "SingleGPU",
     "auto_mixed_precision": "SingleGPU",
     "DP": "SingleGPU",

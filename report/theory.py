@@ -23,11 +23,15 @@ def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
         kept = {"parameters": 2, "gradients": 2, "optimizer": k / 2}
         if "--master-weights" in words:
             kept |= {"optimizer": k, "master_weights": 4}
-    if script in ("pytorch_FSDP", "pytorch_FSDP_offload", "pytorch_HSDP"):
+    if script in ("pytorch_FSDP", "pytorch_FSDP_by_hand", "pytorch_FSDP_offload", "pytorch_HSDP"):
         shards = int(words[words.index("--shard") + 1]) if "--shard" in words else ranks
         kept = {name: value / shards for name, value in kept.items()}
     if script == "pytorch_DDP_ZeRO" and {"--use_zero", "--use-zero"} & set(words):
         kept["optimizer"] /= ranks
+    if script == "pytorch_ZeRO_by_hand":
+        kept["optimizer"] /= ranks
+        if "--stage 2" in " ".join(words):
+            kept["gradients"] /= ranks
     if script == "pytorch_DeepSpeed":
         config = words[words.index("--deepspeed_config") + 1]
         settings = json.loads((ROOT / config).read_text())

@@ -295,6 +295,8 @@ def stand_in_for_drivers(fake, harness):
                 weight = getattr(node, "variable", None)
                 if weight is not None and weight.grad is None:
                     weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+                    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                        hook(weight)
         ddp = getattr(DistributedDataParallel, "wrapper", None)
         if ddp and ddp.require_backward_grad_sync:  # its reducer would call the hooks
             parameters = list(ddp.parameters())

@@ -237,6 +237,9 @@ def test_the_repository_is_rendered():
         ("torchrun pytorch_DDP_ZeRO.py", 4, "sgd", 12),
         ("torchrun pytorch_DDP_ZeRO.py --use_zero", 4, "sgd", 9),
         ("torchrun pytorch_DDP_ZeRO.py --use_zero", 2, "adamw", 12),
+        ("torchrun pytorch_ZeRO_by_hand.py", 4, "sgd", 9),
+        ("torchrun pytorch_ZeRO_by_hand.py --stage 2", 4, "sgd", 6),
+        ("torchrun pytorch_FSDP_by_hand.py", 4, "sgd", 3),
         ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage0_config.json", 4, "sgd", 12),
         ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage2_config.json", 4, "sgd", 7),
         ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage3_config.json", 4, "sgd", 5),
@@ -377,7 +380,9 @@ def test_suites_train_on_visible_gpus_alone():
         assert not [command for command in commands if command.startswith("deepspeed")], path
 
 
-@pytest.mark.parametrize("suite", ["cpu", "gpt", "gpu", "inference", "quick", "shakespeare"])
+@pytest.mark.parametrize(
+    "suite", ["by_hand", "collectives", "cpu", "gpt", "gpu", "inference", "quick", "shakespeare"]
+)
 def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     def start(*words, **options):
         raise AssertionError(f"started {words}")
@@ -392,7 +397,7 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     for row in benchmark.read_suite(suite)["rows"]:
         assert f"{row['name']}: {shlex.join(row['command'])}" in printed
     assert ("this machine has no GPU" in printed) == (suite == "gpu")
-    assert "python " in printed
+    assert "python " in printed or "torchrun " in printed
 
 
 def test_rows_left_out_are_not_run(checkout):

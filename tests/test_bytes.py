@@ -23,6 +23,10 @@ KEPT = {
     "pytorch_activation_checkpointing": lambda n: PLAIN,
     "pytorch_HSDP --shard 2": lambda n: {"parameters": 2, "gradients": 2, "state": 1 / 2},
     "pytorch_FSDP_offload": lambda n: {"parameters": 4 / n, "gradients": 4 / n, "state": 1 / n},
+    "pytorch_DDP_by_hand": lambda n: PLAIN,
+    "pytorch_ZeRO_by_hand": lambda n: PLAIN | {"state": 1 / n},
+    "pytorch_ZeRO_by_hand --stage 2": lambda n: PLAIN | {"gradients": 4 / n, "state": 1 / n},
+    "pytorch_FSDP_by_hand": lambda n: {"parameters": 4 / n, "gradients": 4 / n, "state": 1 / n},
     "pytorch_auto_mixed_precision --dtype bfloat16": lambda n: PLAIN,
     "pytorch_half_precision --dtype bfloat16": lambda n: {
         "parameters": 2,
@@ -45,6 +49,10 @@ WORLD_SIZES = {  # three ranks, where shares are uneven, only where there are sh
     "pytorch_activation_checkpointing": (2,),
     "pytorch_HSDP --shard 2": (2, 4),
     "pytorch_FSDP_offload": (2, 4),
+    "pytorch_DDP_by_hand": (2, 4),
+    "pytorch_ZeRO_by_hand": (2, 4),
+    "pytorch_ZeRO_by_hand --stage 2": (2, 3, 4),
+    "pytorch_FSDP_by_hand": (1, 2, 3, 4),
 }
 RUNS = [(script, n) for script in KEPT for n in WORLD_SIZES.get(script, [1])]
 # Bytes per parameter that a rank sends in a step, in units of (N - 1) / N; by collective
@@ -67,6 +75,14 @@ SENT = [
         4,
         {"allgather": 16 / 3, "reduce_scatter": 8 / 3, "allreduce": 8 / 3},
     ),
+    ("pytorch_DDP_by_hand", 2, ALL_REDUCE),
+    ("pytorch_DDP_by_hand --average each", 4, ALL_REDUCE),
+    ("pytorch_ZeRO_by_hand", 2, {"allreduce": 8, "allgather": 4}),
+    ("pytorch_ZeRO_by_hand", 4, {"allreduce": 8, "allgather": 4}),
+    ("pytorch_ZeRO_by_hand --stage 2", 2, {"reduce_scatter": 4, "allgather": 4}),
+    ("pytorch_ZeRO_by_hand --stage 2", 4, {"reduce_scatter": 4, "allgather": 4}),
+    ("pytorch_FSDP_by_hand", 2, {"allgather": 8, "reduce_scatter": 4}),
+    ("pytorch_FSDP_by_hand", 4, {"allgather": 8, "reduce_scatter": 4}),
     ("pytorch_comm_hooks --comm-hook fp16", 2, {"allreduce": 4}),
     ("pytorch_comm_hooks --comm-hook bf16", 4, {"allreduce": 4}),
 ]
@@ -104,6 +120,7 @@ def test_sent(script, n, table, train, measured):
 
 
 TRAIN_A_GPT = ("pytorch_torchrun_DDP", "pytorch_DDP_ZeRO", "pytorch_FSDP", "pytorch_HSDP")
+TRAIN_A_GPT += ("pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand")
 
 
 @pytest.mark.parametrize(

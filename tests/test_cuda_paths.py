@@ -44,7 +44,11 @@ SCRIPTS = [  # with what they compute convolutions in
     ("pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json", FP32),
     ("pytorch_activation_checkpointing", FP32),
     ("pytorch_HSDP --shard 2", FP32),
+    ("pytorch_DDP_by_hand", FP32),
+    ("pytorch_ZeRO_by_hand --stage 2", FP32),
+    ("pytorch_FSDP_by_hand", FP32),
 ]
+FSDP = ("pytorch_FSDP", "pytorch_FSDP --dtype bfloat16", "pytorch_HSDP --shard 2")
 
 
 def command(script, flags, output):
@@ -121,7 +125,7 @@ def check_tensors(seen, script, dtype, gpus, gpu):
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
     if script.endswith("adamw"):
         assert steps == {"_fused_adamw_": {(gpu, FP32)}}
-    elif "SDP" in script or "DeepSpeed" in script:  # none for DTensors; DeepSpeed's never comes
+    elif script in FSDP or "DeepSpeed" in script:  # none for DTensors; DeepSpeed's never comes
         assert steps == {}
     else:
         assert steps == {"_fused_sgd_": {(gpu, weights)}}

@@ -56,6 +56,11 @@ SCRIPTS = [
     "pytorch_compile",
     "pytorch_compile --blocks",
     "pytorch_HSDP",
+    "pytorch_DDP_by_hand",
+    "pytorch_DDP_by_hand --average each",
+    "pytorch_ZeRO_by_hand",
+    "pytorch_ZeRO_by_hand --stage 2",
+    "pytorch_FSDP_by_hand",
 ]
 OFFLOAD = "pytorch_FSDP_offload"  # whose steps wait for the CPU's optimizer
 DEEPSPEED = [
@@ -178,6 +183,9 @@ def test_inference(flags, tmp_path):
         "pytorch_FSDP",
         "pytorch_DDP_ZeRO --use_zero",
         "pytorch_gradient_accumulation",
+        "pytorch_DDP_by_hand",
+        "pytorch_ZeRO_by_hand --stage 2",
+        "pytorch_FSDP_by_hand",
     ],
 )
 def test_all_gpus_end_with_the_weights_of_one(script, tmp_path):

@@ -34,6 +34,7 @@ SCRIPTS = [  # ranks, and what --on-nan stop names when a gradient is infinite
     ("pytorch_activation_checkpointing", 2, GRADIENT),
     ("pytorch_HSDP", 2, GRADIENT),
     ("pytorch_FSDP_offload", 2, GRADIENT),
+    ("pytorch_FSDP_by_hand", 2, "a gradient is not finite"),  # its weights are freed by then
 ]
 IDS = [script for script, _, _ in SCRIPTS]
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing

@@ -29,6 +29,8 @@ TECHNIQUES = [
     ("pytorch_DDP_AMP --dtype bfloat16", 2),
     ("pytorch_gradient_accumulation", 2),
     ("pytorch_comm_hooks", 2),
+    ("pytorch_ZeRO_by_hand --stage 2", 2),
+    ("pytorch_FSDP_by_hand", 2),
 ]
 PURE_HALF = ("pytorch_half_precision --dtype bfloat16", 1)
 

@@ -17,6 +17,10 @@ SCRIPTS = [
     "pytorch_gradient_accumulation --accumulate 4",
     "pytorch_activation_checkpointing",
     "pytorch_FSDP_offload",
+    "pytorch_DDP_by_hand",
+    "pytorch_ZeRO_by_hand",
+    "pytorch_ZeRO_by_hand --stage 2",
+    "pytorch_FSDP_by_hand",
 ]
 TECHNIQUES = [("pytorch_DP", 1)] + [(script, n) for script in SCRIPTS for n in range(1, 5)]
 TECHNIQUES += [("pytorch_activation_checkpointing --selective", 2)]
@@ -27,6 +31,14 @@ IN_DOUBLE = {  # optimizer: flags, and how closely the weights agree
     "adamw": ("--double --max-steps 12 --optimizer adamw", 1e-9),
 }
 SHARDED = ("pytorch_FSDP", "pytorch_HSDP --shard 2", "pytorch_DDP_ZeRO --use_zero")
+SHARDED += ("pytorch_ZeRO_by_hand --stage 2", "pytorch_FSDP_by_hand")
+LIBRARY = {  # what is written by hand, and who else does it
+    "pytorch_DDP_by_hand --average each": "pytorch_torchrun_DDP",
+    "pytorch_DDP_by_hand --average buckets": "pytorch_torchrun_DDP",
+    "pytorch_DDP_by_hand": "pytorch_torchrun_DDP",
+    "pytorch_ZeRO_by_hand": "pytorch_DDP_ZeRO --use_zero",
+    "pytorch_FSDP_by_hand": "pytorch_FSDP",
+}
 
 
 def is_usual(script, n, optimizer):
@@ -69,6 +81,14 @@ def test_three_steps_of_the_real_resnet(script, train):
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train(script, 1 if script == "pytorch_DP" else 2, flags)
     assert relative_difference(weights, expected) < tolerance
+
+
+@pytest.mark.parametrize("script, library", LIBRARY.items())
+def test_by_hand_as_by_the_library(script, library, train):
+    flags, _ = IN_DOUBLE["sgd"]
+    (by_hand, ours), (expected, theirs) = train(script, 2, flags), train(library, 2, flags)
+    assert relative_difference(by_hand, expected) < 1e-12
+    assert ours["state_bytes"] == pytest.approx(theirs["state_bytes"], rel=0.02)
 
 
 @pytest.mark.parametrize("script", ["pytorch_DDP", "pytorch_torchrun_DDP", "pytorch_FSDP"])

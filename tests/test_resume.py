@@ -190,6 +190,8 @@ def test_a_damaged_snapshot_is_named(tmp_path):
         ("pytorch_activation_checkpointing", 2, 1),
         ("pytorch_HSDP --shard 2", 4, 2),  # two rows, then one
         ("pytorch_FSDP_offload", 1, 2),
+        ("pytorch_ZeRO_by_hand --stage 2", 2, 3),
+        ("pytorch_FSDP_by_hand", 3, 2),
     ],
 )
 def test_sharded_state_goes_on(script, before, after, tmp_path):
@@ -203,6 +205,23 @@ def test_sharded_state_goes_on(script, before, after, tmp_path):
     assert "at epoch 2, step 5" in finished.stdout and not finished.our_warnings
     assert distance(weights(parts), weights(tmp_path / "whole")) < 1e-9
     assert result(parts)["steps"] == 8
+
+
+def test_what_is_sharded_by_hand_is_saved_whole(tmp_path):
+    """Other scripts go on from it, and it from theirs, within an epoch and at any number of ranks.
+    (AdamW counts steps for each parameter: one count for all would run ahead.)"""
+    job = "--norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw --lr 0.0001"
+    run(start("pytorch_SingleGPU", 1, f"{job} --output-dir {tmp_path}/whole"))
+    job += f" --output-dir {tmp_path}/parts --resume auto"
+    for script, ranks, steps in [
+        ("pytorch_SingleGPU", 1, 1),
+        ("pytorch_FSDP_by_hand", 3, 3),
+        ("pytorch_ZeRO_by_hand", 2, 5),
+        ("pytorch_torchrun_DDP", 2, 8),
+    ]:
+        finished = run(start(script, ranks, f"{job} --max-steps {steps}"))
+        assert ("resumed from" in finished.stdout) == (steps > 1)
+    assert distance(weights(tmp_path / "parts"), weights(tmp_path / "whole")) < 1e-9
 
 
 @pytest.mark.parametrize(

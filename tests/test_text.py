@@ -32,6 +32,10 @@ RANKS = {
     "pytorch_activation_checkpointing --selective": [2],
     "pytorch_HSDP --shard 2": [2, 4],
     "pytorch_FSDP_offload": [1, 2],
+    "pytorch_DDP_by_hand": [1, 2, 3, 4],
+    "pytorch_ZeRO_by_hand": [1, 2, 3, 4],
+    "pytorch_ZeRO_by_hand --stage 2": [1, 2, 3, 4],
+    "pytorch_FSDP_by_hand": [1, 2, 3, 4],
 }
 TECHNIQUES = [(script, n) for script, ranks in RANKS.items() for n in ranks]
 TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9}
@@ -155,7 +159,10 @@ def test_compiled(script, train, measured):
     assert result["first_step_seconds"] > 100 * result["step_ms"]["p50"] / 1e3
 
 
-@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DDP_ZeRO"])
+@pytest.mark.parametrize(
+    "script",
+    ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DDP_ZeRO", "pytorch_FSDP_by_hand"],
+)
 def test_one_matrix_for_embedding_and_head(script, train):
     flags = "--double --max-steps 4 --tie"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
@@ -185,6 +192,7 @@ def test_those_that_round_learn_as_well(script, train):
 
 SHARDED = [("pytorch_FSDP", 2, 3), ("pytorch_HSDP --shard 2", 4, 2)]
 SHARDED += [("pytorch_DDP_ZeRO --use_zero", 2, 2)]
+SHARDED += [("pytorch_ZeRO_by_hand", 2, 3), ("pytorch_FSDP_by_hand", 3, 2)]
 SHARDED += [pytest.param("pytorch_compile --blocks", 2, 2, marks=pytest.mark.full)]
 
 

@@ -24,6 +24,9 @@ SCRIPTS = [
     ("pytorch_activation_checkpointing --selective", 2),
     ("pytorch_HSDP --shard 2 --clip-grad 1", 2),
     ("pytorch_FSDP_offload", 2),
+    ("pytorch_DDP_by_hand", 2),
+    ("pytorch_ZeRO_by_hand --stage 2 --clip-grad 1", 2),
+    ("pytorch_FSDP_by_hand --clip-grad 1", 2),
 ]
 
 

@@ -1,0 +1,62 @@
+"""The state of an optimizer of shards, gathered as a plain optimizer has it, and cut again.
+
+For scripts that put parameters in a row themselves, so that a snapshot of theirs is one that every
+script goes on from, at any number of ranks. A bucket is such a row. It has ``parameters``, their
+``sizes``, the ``shard`` of this rank, which the optimizer has in their place, and the methods
+``in_a_row(tensors)``, padded to equal shards, and ``own(row)``, this rank's.
+"""
+
+import copy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+
+def number(groups: list[dict]) -> dict:
+    """The parameters' places in an optimizer of these groups."""
+    return {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
+
+
+def gather_state(optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]) -> dict:
+    """The state dict of a plain optimizer of ``groups``. All ranks call it."""
+    numbers, state = number(groups), {}
+    for bucket in buckets:
+        whole = {}
+        for name, value in optimizer.state[bucket.shard].items():
+            # not one for all, such as a count of steps, which each of them would count up
+            whole[name] = [copy.deepcopy(value) for _ in bucket.parameters]
+            if torch.is_tensor(value) and value.shape == bucket.shard.shape:
+                row = value.new_empty(len(value) * dist.get_world_size())
+                dist.all_gather_into_tensor(row, value)
+                parts = row[: sum(bucket.sizes)].split(bucket.sizes)
+                pairs = zip(parts, bucket.parameters, strict=True)
+                whole[name] = [part.view_as(p) for part, p in pairs]
+        for i, p in enumerate(bucket.parameters):
+            state[numbers[p]] = {name: values[i] for name, values in whole.items()}
+    own = optimizer.state_dict()["param_groups"]
+    places = [[numbers[p] for p in group["params"]] for group in groups]
+    own = [group | {"params": params} for group, params in zip(own, places, strict=True)]
+    return {"state": state, "param_groups": own}
+
+
+def shard_state_on_load(optimizer, buckets: list, groups: list[dict]) -> None:
+    """Let ``load_state_dict()`` take the state of a plain optimizer of ``groups``."""
+    optimizer.register_load_state_dict_pre_hook(partial(shard_state, buckets, groups))
+
+
+def shard_state(buckets: list, groups: list[dict], optimizer, state_dict: dict) -> dict:
+    """The state dict of a plain optimizer of ``groups``, as this rank's optimizer has it."""
+    numbers, places = number(groups), number(optimizer.param_groups)
+    state = {}
+    for bucket in buckets:
+        of_each = [state_dict["state"][numbers[p]] for p in bucket.parameters]
+        state[places[bucket.shard]] = {
+            name: bucket.own(bucket.in_a_row([values[name] for values in of_each]))
+            if torch.is_tensor(value) and value.shape == bucket.parameters[0].shape
+            else value
+            for name, value in of_each[0].items()
+        }
+    own = [[places[shard] for shard in group["params"]] for group in optimizer.param_groups]
+    saved = zip(state_dict["param_groups"], own, strict=True)
+    return {"state": state, "param_groups": [g | {"params": params} for g, params in saved]}

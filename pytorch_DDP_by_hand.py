@@ -1,0 +1,145 @@
+"""Train on several devices with DDP written out: what DistributedDataParallel does for you.
+
+Differs     from pytorch_SingleGPU.py: each rank computes the gradients of 1/N of the batch, and all
+            average them by all-reduces. Lines tagged "# by hand:" are what DDP would do.
+Command:    torchrun --nproc_per_node=4 pytorch_DDP_by_hand.py
+            torchrun --nproc_per_node=4 pytorch_DDP_by_hand.py --average each (or buckets)
+Use it      to see how it is done. To train, take pytorch_torchrun_DDP.py, which also does what
+            docs/under_the_hood.md lists.
+Holds       what one device holds, but the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+class Bucket:
+    """Parameters whose gradients travel in one message."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
+        self.sent = []
+
+    def send(self) -> None:
+        """Average the gradients of these parameters."""
+        row = torch.cat([p.grad.flatten() for p in self.parameters]) / dist.get_world_size()
+        for p, part in zip(self.parameters, row.split(self.sizes), strict=True):
+            p.grad = part.view_as(p)  # by hand: of the message
+        self.sent.append(dist.all_reduce(row, async_op=True))  # by hand: on its way
+
+    def send_when_full(self, _) -> None:
+        """What each parameter calls in backward, when it has its gradient."""
+        if all(p.grad is not None for p in self.parameters):
+            self.send()
+
+
+def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
+    """Fill one after the other with a little more than ``size`` bytes."""
+    buckets = [[]]
+    for p in parameters:
+        if sum(p.nbytes for p in buckets[-1]) > size:
+            buckets.append([])
+        buckets[-1].append(p)
+    return [Bucket(filled) for filled in buckets]
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--average", choices=["each", "buckets", "overlap"], default="overlap")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    if world_size == 1:
+        common.print0("one rank alone sends nothing; start two with torchrun --nproc_per_node=2")
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    # by hand: weights in plain order, as a bucket puts gradients in a row
+    model = common.make_model(args, train_set.classes, channels_last=False).to(device)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
+    size = 0 if args.average == "each" else 25 * 2**20  # by hand: of a message, as DDP has it
+    buckets = make_buckets(list(model.parameters()), size)
+    for bucket in buckets if args.average == "overlap" else []:
+        for p in bucket.parameters:
+            p.register_post_accumulate_grad_hook(bucket.send_when_full)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # by hand: buckets that are full are sent meanwhile
+            for bucket in buckets:
+                if args.average != "overlap":
+                    bucket.send()  # by hand: or only now
+                bucket.sent.pop().wait()  # by hand: now they are the average of all ranks'
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler)
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

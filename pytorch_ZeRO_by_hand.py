@@ -1,0 +1,187 @@
+"""Train on several devices with ZeRO written out: each rank updates 1/N of a row of parameters.
+
+Differs     from pytorch_DDP_by_hand.py: the parameters of a bucket lie in a row, each rank updates
+            its shard of the row, and then all gather the shards. With --stage 2 a rank also gets
+            the average of its shard alone. Lines tagged "# ZeRO:".
+Command:    torchrun --nproc_per_node=4 pytorch_ZeRO_by_hand.py
+            torchrun --nproc_per_node=4 pytorch_ZeRO_by_hand.py --stage 2
+Use it      to see how it is done. To train, take pytorch_DDP_ZeRO.py, or pytorch_DeepSpeed.py for
+            stage 2.
+Holds       per parameter 4 bytes, 4 (stage 1) or 4/N (stage 2) for its gradient, and 4/N (SGD with
+            momentum) or 8/N (AdamW) for the optimizer; activations are those of 1/N of the batch.
+Sends       per step and rank, per parameter, 4 * (N - 1) / N bytes to gather the shards; and for
+            the gradients 2 * 4 * (N - 1) / N in stage 1, half as much in stage 2.
+"""
+
+import os
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+class Bucket:
+    """Parameters in a row, of which each rank updates its shard."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
+        self.row = self.in_a_row([p.detach() for p in parameters])
+        parts = self.row[: sum(self.sizes)].split(self.sizes)
+        for p, part in zip(parameters, parts, strict=True):
+            p.data = part.view_as(p)
+        self.shard = nn.Parameter(self.own(self.row))  # ZeRO: a view; what this rank updates
+
+    def in_a_row(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """With zeros at the end, so that all shards are of one size."""
+        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())
+        return torch.cat([*(tensor.flatten() for tensor in tensors), padding])
+
+    def own(self, row: torch.Tensor) -> torch.Tensor:
+        """This rank's shard."""
+        return row.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def send(self) -> None:
+        """Average the gradients of these parameters."""
+        row = self.in_a_row([p.grad for p in self.parameters]) / dist.get_world_size()
+        for p in self.parameters:
+            p.grad = None  # ZeRO: the optimizer does not see it
+        if self.stage == 1:
+            self.shard.grad = self.own(row)
+            dist.all_reduce(row)
+        else:
+            self.shard.grad = torch.empty_like(self.shard)
+            dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the row is freed
+
+    def send_when_full(self, _) -> None:
+        """What each parameter calls in backward, when it has its gradient."""
+        if all(p.grad is not None for p in self.parameters):
+            self.send()
+
+    def gather(self) -> None:
+        """Get the shards of the other ranks."""
+        dist.all_gather_into_tensor(self.row, self.shard.detach())
+
+
+def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
+    """Fill one after the other with a little more than ``size`` bytes."""
+    buckets = [[]]
+    for p in parameters:
+        if sum(p.nbytes for p in buckets[-1]) > size:
+            buckets.append([])
+        buckets[-1].append(p)
+    return [Bucket(filled) for filled in buckets]
+
+
+def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> None:
+    """Of the shards of all ranks together."""
+    squared = nn.utils.get_total_norm([shard.grad for shard in shards]) ** 2
+    dist.all_reduce(squared)
+    nn.utils.clip_grads_with_norm_(shards, max_norm, squared.sqrt())
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--stage", type=int, choices=[1, 2], default=1, help="of ZeRO")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    if world_size == 1:
+        common.print0("one rank alone sends nothing; start two with torchrun --nproc_per_node=2")
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    # by hand: weights in plain order, as a bucket puts gradients in a row
+    model = common.make_model(args, train_set.classes, channels_last=False).to(device)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
+    groups = common.parameter_groups(args, model)
+    buckets, sharded = [], []
+    for group in groups:  # ZeRO: a bucket has parameters of one, which the optimizer treats alike
+        filled = make_buckets(group["params"], 25 * 2**20)
+        sharded.append(group | {"params": [bucket.shard for bucket in filled]})
+        buckets += filled
+    shards = [bucket.shard for bucket in buckets]
+    for bucket in buckets:
+        bucket.stage = args.stage
+        for p in bucket.parameters:
+            p.register_post_accumulate_grad_hook(bucket.send_when_full)
+
+    # 4. Optimizer and schedule
+    optimizer_class, options = common.optimizer_class(args)
+    optimizer = optimizer_class(sharded, **options)  # ZeRO: keeps state for shards alone
+    common.shard_state_on_load(optimizer, buckets, groups)
+    whole_state = partial(common.gather_state, optimizer, buckets, groups)  # ZeRO: to save it
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # by hand: buckets that are full are sent meanwhile
+            if any(shard.grad is None for shard in shards):
+                raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
+            if args.clip_grad:
+                clip_grad_norm_(shards, args.clip_grad)
+            optimizer.step()
+            for bucket in buckets:
+                bucket.gather()  # ZeRO: what the others have updated
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, whole_state(), scheduler)
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(model, whole_state(), scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer, gradients=[shard.grad for shard in shards])
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

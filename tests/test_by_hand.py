@@ -1,0 +1,160 @@
+"""The three scripts that are written by hand: what their buckets send and when, and mistakes.
+
+That they compute what the library does, and keep and send as much, is in test_parity.py,
+test_text.py and test_bytes.py; that they go on from snapshots in test_resume.py.
+"""
+
+import importlib
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, launch, launcher, read_run, succeed
+from torch import nn
+
+JOB = "--dataset synthetic --train-samples 24 --eval-samples 8 --batch-size 8 --max-steps 3"
+GPT = f"{JOB} --model gpt-2x2x64 --context 16"
+ALL = ["pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand"]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A world of one, in this process, and the scripts as modules."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield lambda name: importlib.import_module(name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
+    finished = succeed(f"python {script}.py {GPT} --output-dir {tmp_path}", forked=True)
+    assert "one rank alone sends nothing" in finished.stdout and not finished.our_warnings
+
+
+@pytest.mark.parametrize(
+    "average, messages",  # of ResNet-18: 62 tensors, which take 45 MB
+    [("each", 62), ("buckets", 2), ("overlap", 2)],
+)
+def test_messages_of_a_step(average, messages, tmp_path):
+    command = launcher("pytorch_DDP_by_hand", 2, through="tests/count_sent.py")
+    flags = f"--model resnet18 --average {average} --output-dir {tmp_path}"
+    succeed(f"{command} {JOB} {flags}", forked=True)
+    _, result = read_run(tmp_path)
+    assert result["calls"] == {"allreduce": messages}
+
+
+def test_buckets_are_filled_in_order(alone):
+    script = alone("pytorch_DDP_by_hand")
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30, 40, 50)]
+    for size, filled in [(0, [1, 1, 1, 1, 1]), (60, [2, 1, 1, 1]), (130, [3, 1, 1]), (600, [5])]:
+        buckets = script.make_buckets(parameters, size)
+        assert [len(bucket.parameters) for bucket in buckets] == filled
+        ordered = [p for bucket in buckets for p in bucket.parameters]
+        assert all(ours is theirs for ours, theirs in zip(ordered, parameters, strict=True))
+
+
+def test_a_bucket_is_sent_with_its_last_gradient(alone):
+    """While backward has others to compute: so with the last layer's gradient, not the first's."""
+    script = alone("pytorch_DDP_by_hand")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    buckets = [script.Bucket(list(layer.parameters())) for layer in model]
+    missing = []  # how many parameters had no gradient when a bucket was sent
+    for bucket in buckets:
+        for p in bucket.parameters:
+            p.register_post_accumulate_grad_hook(bucket.send_when_full)
+            p.register_post_accumulate_grad_hook(
+                lambda _, bucket=bucket: missing.append(
+                    sum(p.grad is None for p in model.parameters()) if bucket.sent else None
+                )
+            )
+    model(torch.ones(2, 4)).sum().backward()
+    assert missing == [None, 2, None, 0]
+    assert [len(bucket.sent) for bucket in buckets] == [1, 1]
+    for bucket in buckets:
+        bucket.sent.pop().wait()
+        with pytest.raises(IndexError):
+            bucket.sent.pop()  # as where a parameter had no gradient, and nothing was sent
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_gradients_are_averaged_and_shards_padded(script, tmp_path):
+    """On three ranks, whose shards of seven numbers are two or three of nine, by the script's own
+    bucket."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import json, os, sys
+sys.argv[0] = "{script}.py"
+sys.path.insert(0, "{ROOT}")
+import torch, torch.distributed as dist
+import {script} as script
+dist.init_process_group("gloo")
+layer = torch.nn.Linear(3, 2, bias=False)
+other = torch.nn.Parameter(torch.tensor([7.0]))
+layer.weight.data = torch.arange(1.0, 7).view(2, 3)
+layer.other = other
+more = [layer] if "FSDP" in script.__name__ else []
+bucket = script.Bucket([layer.weight, other], *more)
+bucket.stage = 2
+for p in bucket.parameters:
+    p.grad = p.detach() * (dist.get_rank() + 1)
+bucket.send()
+found = {{}}
+if "DDP" in script.__name__:
+    bucket.sent.pop().wait()
+    found["average"] = layer.weight.grad.flatten().tolist() + other.grad.tolist()
+else:
+    found["average"] = bucket.shard.grad.tolist()
+    with torch.no_grad():
+        bucket.shard += 100
+    found["freed"] = bucket.row.untyped_storage().nbytes() == 0
+    bucket.gather()
+    found["whole"] = layer.weight.flatten().tolist() + other.tolist()
+print(json.dumps([dist.get_rank(), found]) + "\\n", end="", flush=True)
+dist.destroy_process_group()
+""")
+    command = f"torchrun --standalone --nproc_per_node=3 {program}"
+    lines = re.findall(r"^\[.*\]$", succeed(command, forked=True).stdout, re.MULTILINE)
+    found = [values for _, values in sorted(map(json.loads, lines))]
+    average = [2.0 * n for n in range(1, 8)]  # of once, twice and three times
+    if "DDP" in script:
+        assert [rank["average"] for rank in found] == 3 * [average]
+        return
+    shards = [average[:3], average[3:6], [average[6], 0, 0]]
+    assert [rank["average"] for rank in found] == shards
+    assert [rank["freed"] for rank in found] == 3 * ["FSDP" in script]
+    assert [rank["whole"] for rank in found] == 3 * [[n + 100.0 for n in range(1, 8)]]
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_a_parameter_without_a_gradient_is_no_silent_error(script, tmp_path):
+    """Half of its bucket would not be averaged. A bug keeps its traceback."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import runpy, sys
+sys.argv[0] = "{ROOT}/{script}.py"
+sys.path.insert(0, "{ROOT}")
+import common, jobs.gpt
+forward = jobs.gpt.MLP.forward
+jobs.gpt.MLP.forward = lambda mlp, x: 0 * x if mlp.training else forward(mlp, x)
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    command = f"torchrun --standalone --nproc_per_node=2 {program} {GPT} --output-dir {tmp_path}/o"
+    finished = launch(command, forked=True)
+    assert finished.code == 1 and not (tmp_path / "o" / "model.pt").exists(), str(finished)
+    said = "IndexError: pop from empty list" if "DDP" in script else "a parameter has no gradient"
+    assert said in finished.stderr
+
+
+def test_as_little_memory_as_the_library(tmp_path):
+    """Rows are there while their block computes, and their gradients until they are sent."""
+    flags = "--model gpt-4x4x256 --context 16 --max-steps 4 --profile-memory"
+    peak = {}
+    for script in ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_FSDP_by_hand"):
+        output = tmp_path / script
+        succeed(f"{launcher(script, 2)} {JOB} {flags} --output-dir {output}", forked=True)
+        peak[script] = read_run(output)[1]["peak_memory_gib"]["allocated"]
+    assert peak["pytorch_FSDP_by_hand"] < 1.1 * peak["pytorch_FSDP"]
+    assert peak["pytorch_FSDP_by_hand"] < 0.8 * peak["pytorch_torchrun_DDP"]
