@@ -28,14 +28,14 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
-        self.sent = []
+        self.row, self.sent = parameters[0].new_empty(sum(self.sizes)), []
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        row = torch.cat([p.grad.flatten() for p in self.parameters]) / dist.get_world_size()
-        for p, part in zip(self.parameters, row.split(self.sizes), strict=True):
-            p.grad = part.view_as(p)  # by hand: of the message
-        self.sent.append(dist.all_reduce(row, async_op=True))  # by hand: on its way
+        for p, part in zip(self.parameters, self.row.split(self.sizes), strict=True):
+            torch.div(p.grad, dist.get_world_size(), out=part.view_as(p))
+            p.grad = part.view_as(p)  # by hand: of the message, so it needs no room of its own
+        self.sent.append(dist.all_reduce(self.row, async_op=True))  # by hand: on its way
 
     def send_when_full(self, _) -> None:
         """What each parameter calls in backward, when it has its gradient."""
@@ -44,9 +44,9 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
-    """Fill one after the other with a little more than ``size`` bytes."""
+    """Fill one after the other with a little more than ``size`` bytes, in backward's order."""
     buckets = [[]]
-    for p in parameters:
+    for p in reversed(parameters):
         if sum(p.nbytes for p in buckets[-1]) > size:
             buckets.append([])
         buckets[-1].append(p)
@@ -93,7 +93,7 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
-    size = 0 if args.average == "each" else 25 * 2**20  # by hand: of a message, as DDP has it
+    size = 0 if args.average == "each" else 4 * 2**20  # by hand: bytes; DDP's have 25 MiB
     buckets = make_buckets(list(model.parameters()), size)
     for bucket in buckets if args.average == "overlap" else []:
         for p in bucket.parameters:

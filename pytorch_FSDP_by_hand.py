@@ -51,7 +51,7 @@ class Bucket:
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        row = self.in_a_row([p.grad for p in self.parameters]) / dist.get_world_size()
+        row = self.in_a_row([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
             p.grad = None  # ZeRO: the optimizer does not see it
         self.shard.grad = torch.empty_like(self.shard)
@@ -196,8 +196,8 @@ def main():
     with whole(buckets):
         if rank == 0:
             common.save_model(model.state_dict(), args.output_dir)
-    own = {"parameters": shards, "gradients": [shard.grad for shard in shards]}
-    run.finish(model, optimizer, **own)
+    gradients = [shard.grad for shard in shards]
+    run.finish(model, optimizer, parameters=shards, gradients=gradients)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.
     dist.destroy_process_group()

@@ -49,7 +49,7 @@ class Bucket:
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        row = self.in_a_row([p.grad for p in self.parameters]) / dist.get_world_size()
+        row = self.in_a_row([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
             p.grad = None  # ZeRO: the optimizer does not see it
         if self.stage == 1:
@@ -70,9 +70,9 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
-    """Fill one after the other with a little more than ``size`` bytes."""
+    """Fill one after the other with a little more than ``size`` bytes, in backward's order."""
     buckets = [[]]
-    for p in parameters:
+    for p in reversed(parameters):
         if sum(p.nbytes for p in buckets[-1]) > size:
             buckets.append([])
         buckets[-1].append(p)
@@ -129,7 +129,7 @@ def main():
     groups = common.parameter_groups(args, model)
     buckets, sharded = [], []
     for group in groups:  # ZeRO: a bucket has parameters of one, which the optimizer treats alike
-        filled = make_buckets(group["params"], 25 * 2**20)
+        filled = make_buckets(group["params"], 4 * 2**20)
         sharded.append(group | {"params": [bucket.shard for bucket in filled]})
         buckets += filled
     shards = [bucket.shard for bucket in buckets]
@@ -177,7 +177,8 @@ def main():
     # 7. Save and report
     if rank == 0:
         common.save_model(model.state_dict(), args.output_dir)
-    run.finish(model, optimizer, gradients=[shard.grad for shard in shards])
+    gradients = [shard.grad for shard in shards]
+    run.finish(model, optimizer, gradients=gradients)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.
     dist.destroy_process_group()

@@ -19,25 +19,32 @@ def number(groups: list[dict]) -> dict:
 
 
 def gather_state(optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]) -> dict:
-    """The state dict of a plain optimizer of ``groups``. All ranks call it."""
+    """On rank 0 the state dict of a plain optimizer of ``groups``, on the CPU; elsewhere an empty
+    one. All ranks call it."""
     numbers, state = number(groups), {}
     for bucket in buckets:
-        whole = {}
         for name, value in optimizer.state[bucket.shard].items():
-            # not one for all, such as a count of steps, which each of them would count up
-            whole[name] = [copy.deepcopy(value) for _ in bucket.parameters]
-            if torch.is_tensor(value) and value.shape == bucket.shard.shape:
-                row = value.new_empty(len(value) * dist.get_world_size())
-                dist.all_gather_into_tensor(row, value)
-                parts = row[: sum(bucket.sizes)].split(bucket.sizes)
-                pairs = zip(parts, bucket.parameters, strict=True)
-                whole[name] = [part.view_as(p) for part, p in pairs]
-        for i, p in enumerate(bucket.parameters):
-            state[numbers[p]] = {name: values[i] for name, values in whole.items()}
+            for p, part in zip(bucket.parameters, gather_value(bucket, value), strict=False):
+                state.setdefault(numbers[p], {})[name] = part
+    if dist.get_rank() != 0:
+        return {}
     own = optimizer.state_dict()["param_groups"]
     places = [[numbers[p] for p in group["params"]] for group in groups]
     own = [group | {"params": params} for group, params in zip(own, places, strict=True)]
     return {"state": state, "param_groups": own}
+
+
+def gather_value(bucket, value) -> list:
+    """An entry of a shard's state, as each parameter of the bucket has it. Rank 0 alone gets it."""
+    if not torch.is_tensor(value) or value.shape != bucket.shard.shape:
+        # such as a count of steps. Not one for all of them, which each would count up.
+        return [copy.deepcopy(value) for _ in bucket.parameters]
+    row = value.new_empty(len(value) * dist.get_world_size())
+    dist.all_gather_into_tensor(row, value)
+    if dist.get_rank() != 0:
+        return []
+    parts = row[: sum(bucket.sizes)].cpu().split(bucket.sizes)
+    return [part.view_as(p) for part, p in zip(parts, bucket.parameters, strict=True)]
 
 
 def shard_state_on_load(optimizer, buckets: list, groups: list[dict]) -> None:

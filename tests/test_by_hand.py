@@ -36,7 +36,7 @@ def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
 
 @pytest.mark.parametrize(
     "average, messages",  # of ResNet-18: 62 tensors, which take 45 MB
-    [("each", 62), ("buckets", 2), ("overlap", 2)],
+    [("each", 62), ("buckets", 7), ("overlap", 7)],
 )
 def test_messages_of_a_step(average, messages, tmp_path):
     command = launcher("pytorch_DDP_by_hand", 2, through="tests/count_sent.py")
@@ -46,14 +46,16 @@ def test_messages_of_a_step(average, messages, tmp_path):
     assert result["calls"] == {"allreduce": messages}
 
 
-def test_buckets_are_filled_in_order(alone):
+def test_buckets_are_filled_in_the_order_of_backward(alone):
     script = alone("pytorch_DDP_by_hand")
     parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30, 40, 50)]
-    for size, filled in [(0, [1, 1, 1, 1, 1]), (60, [2, 1, 1, 1]), (130, [3, 1, 1]), (600, [5])]:
+    for size, filled in [(0, [1, 1, 1, 1, 1]), (130, [1, 1, 2, 1]), (390, [3, 2]), (600, [5])]:
         buckets = script.make_buckets(parameters, size)
         assert [len(bucket.parameters) for bucket in buckets] == filled
         ordered = [p for bucket in buckets for p in bucket.parameters]
-        assert all(ours is theirs for ours, theirs in zip(ordered, parameters, strict=True))
+        assert all(
+            ours is theirs for ours, theirs in zip(ordered, reversed(parameters), strict=True)
+        )
 
 
 def test_a_bucket_is_sent_with_its_last_gradient(alone):
