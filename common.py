@@ -57,8 +57,7 @@ __all__ = [
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
-    "shard_state_on_load", "Run",
-    "gather_state", "evaluate", "save_model", "load_file",
+    "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
 ]
 # fmt: on

@@ -146,10 +146,9 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
         for table in [*suite["tables"], *front]:
             block = name in results and suite_block(root, results[name], table, proof, suite)
             blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
-    for name in tables.PARENTS:  # whose rows of by_hand stand together, in docs/under_the_hood.md
-        others = {suite: found for suite, found in results.items() if suite != "by_hand"}
-        blocks[name] = technique_block(root, name, others)
-    return blocks
+    # The rows of by_hand stand together, in docs/under_the_hood.md.
+    others = {name: found for name, found in results.items() if name != "by_hand"}
+    return blocks | {name: technique_block(root, name, others) for name in tables.PARENTS}
 
 
 def suite_block(root: Path, found: dict, table: str, proof: dict, suite: dict) -> str:

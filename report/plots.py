@@ -52,9 +52,11 @@ def relative(rows: list[dict]) -> dict[str, dict]:
         speed = middle(speeds_of(row["runs"]))
         unit = first.setdefault(row["table"], speed)
         values[f"{name_of(row)}, {row['runs'][0]['model']}".replace(", GPT", "")] = speed / unit
-    values = {title: round(part, 2) for title, part in values.items()}
-    unit = "speed relative to pytorch_torchrun_DDP.py (2 ranks, cpu)"
-    return {"by_hand": {"unit": unit, "values": values}} if values else {}
+    if not values:
+        return {}
+    run = rows[0]["runs"][0]
+    unit = f"speed relative to {run['technique']}.py ({run['world_size']} ranks, {run['device']})"
+    return {"by_hand": {"unit": unit, "values": {k: round(v, 2) for k, v in values.items()}}}
 
 
 def curves(rows: list[dict]) -> dict[str, dict]:

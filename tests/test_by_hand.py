@@ -150,6 +150,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert said in finished.stderr
 
 
+def test_bit_for_bit_what_ddp_does(tmp_path):
+    """In fp32 and with BatchNorm, which would magnify any difference; the step is not fused."""
+    job = "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1"
+    weights = []
+    for script in ("pytorch_torchrun_DDP", *ALL, "pytorch_ZeRO_by_hand --stage 2"):
+        command = launcher(script, 2, through="tests/unfused.py")
+        output = tmp_path / str(len(weights))
+        succeed(f"{command} {job} --model small_resnet --output-dir {output}", forked=True)
+        weights.append(read_run(output)[0])
+    expected, *others = weights
+    assert all(torch.equal(found[name], expected[name]) for found in others for name in expected)
+
+
 def test_as_little_memory_as_the_library(tmp_path):
     """Rows are there while their block computes, and their gradients until they are sent."""
     flags = "--model gpt-4x4x256 --context 16 --max-steps 4 --profile-memory"
