@@ -1,0 +1,249 @@
+"""Predict how much GPU memory each technique needs, without a GPU, by running its own training step
+on tensors that have a shape but no numbers.
+
+Command:    python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 4 --memory 24
+            python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
+            python estimate.py --module my_model.py:make_model --gpus 2
+            python estimate.py --model resnet50 --gpus 8 --link nvlink4 --step-ms 120 --scale
+Prints      a row per technique: the peak of PyTorch's allocator on the fullest GPU, what it
+            consists of, the bytes that a GPU sends in a step, and whether that fits.
+Not in it   what is no tensor: the CUDA context (about 0.3 GiB), workspaces of cuDNN and cuBLAS,
+            NCCL's buffers, fragmentation. --spare leaves room for them.
+Other flags are the training scripts' own: --optimizer adamw, --norm group, --clip-grad 1, ...
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from harness.command_line import fail, make_parser, number
+
+GIB = 2**30
+# MiB, as nvidia-smi shows them (github.com/modal-labs/modal-client/pull/2797; of the RTX 3090
+# github.com/noonghunna/club-3090/issues/747).
+GPUS = {
+    "T4": 15360, "L4": 23034, "A10": 23028, "L40S": 46068, "RTX3090": 24576,
+    "A100-40GB": 40960, "A100-80GB": 81920, "H100": 81559,
+}  # fmt: skip
+COLUMNS = {  # of a table, and the kinds of memory in each
+    "weights": ["parameters"],
+    "gradients": ["gradients"],
+    "optimizer": ["optimizer"],
+    "activations": ["activations"],
+    "input": ["input"],
+    "temporary": ["temporary", "update"],
+}
+
+
+def gib_of(text: str) -> float:
+    """``--memory``: a number, or the name of a GPU."""
+    names = {name.lower(): mib / 1024 for name, mib in GPUS.items()}
+    if text.lower() in names:
+        return names[text.lower()]
+    try:
+        return number(float, 0, above=0)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither a number of GiB nor one of {', '.join(GPUS)}"
+        ) from None
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Ours, and the flags that are handed on to the scripts."""
+    parser = make_parser(__doc__)
+    # fmt: off
+    flag = parser.add_argument
+    flag("--model", default="resnet50", metavar="NAME",
+         help="any torchvision classifier, or a GPT, as the scripts have it (default: resnet50)")
+    flag("--module", metavar="FILE:FUNCTION",
+         help="your own model instead: the function returns a module that takes images, or a "
+         "module and a batch for it; its output is what cross_entropy takes, classes second")
+    flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
+         help="GLOBAL batch, divided among the GPUs (default: 128)")
+    flag("--gpus", type=number(int, 1), default=4, metavar="N", help="(default: 4)")
+    flag("--classes", type=number(int, 1), metavar="N",
+         help="of images, or tokens of a vocabulary (default: 10; of a GPT 65)")
+    flag("--memory", type=gib_of, metavar="GIB|NAME",
+         help=f"of one GPU: say what fits. A number, or one of {', '.join(GPUS)}")
+    flag("--spare", type=number(float, 0), default=1.5, metavar="GIB",
+         help="of --memory, for what is not in the figures (default: 1.5)")
+    flag("--fit", action="store_true", help="find the largest batch that fits --memory")
+    flag("--only", metavar="NAME,...", help="techniques, instead of all: FSDP,DDP_ZeRO")
+    flag("--json", action="store_true", help="print JSON, in bytes")
+    # fmt: on
+    args, others = parser.parse_known_args()
+    if args.fit and args.memory is None:
+        fail("--fit needs to know the --memory of a GPU; for example --memory 24")
+    if args.batch_size % args.gpus:
+        near = max(args.batch_size // args.gpus, 1) * args.gpus
+        fail(
+            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
+            f"{args.gpus} GPUs; use --batch-size {near}"
+        )
+    return args, ["--model", args.model, *others]
+
+
+def load_function(given: str):
+    """``--module``. A mistake of its own keeps its traceback."""
+    path, _, name = given.rpartition(":")
+    if not Path(path).is_file() or not name:
+        fail(f"--module {given}: no such file; give FILE:FUNCTION, such as my_model.py:make_model")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).parent.absolute()))
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        fail(f"--module {given}: {path} has no function {name}; give the one that makes the model")
+    return getattr(module, name)
+
+
+def choose(name: str, techniques: list):
+    found = [technique for technique in techniques if technique.name.split()[0] == name.strip()]
+    if not found:
+        names = dict.fromkeys(technique.name.split()[0] for technique in techniques)
+        fail(f"--only {name}: on this number of GPUs there are {', '.join(names)}")
+    return found
+
+
+# -------------------------------------------------------------------------------- what is printed
+
+
+def checked(predictions):
+    """Pass on all, unless the first is a mistake of the user's, or one is a bug."""
+    for index, prediction in enumerate(predictions):
+        if prediction.error:
+            print(prediction.error, file=sys.stderr)
+            raise SystemExit(1)
+        if prediction.mistake and index == 0:
+            fail(prediction.mistake)
+        yield prediction
+
+
+def fits(args: argparse.Namespace, prediction) -> bool:
+    return not prediction.mistake and prediction.peak <= (args.memory - args.spare) * GIB
+
+
+def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    """A row as soon as it is known."""
+    job = args.module or " ".join(flags).removeprefix("--model ")
+    each = f" = {args.gpus} x {args.batch_size // args.gpus}" if args.gpus > 1 else ""
+    print(f"{job}, global batch {args.batch_size}{each}: predicted peak of one GPU, GiB\n")
+    heads = ["GPUs", "peak", *COLUMNS, "sent MB"] + (["fits"] if args.memory else [])
+    print(f"{'':34}" + "".join(f"{head:>12}" for head in heads))
+    shown = []
+    for found in predictions:
+        shown.append(found)
+        name, gpus = found.technique.name, max(found.technique.ranks, found.technique.gpus, 1)
+        if found.mistake:
+            print(f"{name:34}{gpus:>12}  {found.mistake}", flush=True)
+            continue
+        parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
+        cells = [f"{size / GIB:.2f}" for size in (found.peak, *parts)]
+        cells.append(f"{found.sent / 1e6:,.0f}")
+        if args.memory:
+            cells.append("yes" if fits(args, found) else "no")
+        print(f"{name:34}" + "".join(f"{cell:>12}" for cell in [gpus, *cells]), flush=True)
+    return shown
+
+
+def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    job = args.module or " ".join(flags).removeprefix("--model ")
+    print(f"{job}, {args.gpus} GPUs of {args.memory:.1f} GiB: the largest global batch\n")
+    print(f"{'':34}{'GPUs':>12}{'batch':>12}{'peak GiB':>12}")
+    shown = list(predictions)
+    for found in shown:
+        name, gpus = found.technique.name, max(found.technique.ranks, found.technique.gpus, 1)
+        batch, peak = found.batch_size or "none", f"{found.peak / GIB:.2f}"
+        print(
+            f"{name:34}{gpus:>12}"
+            + (f"  {found.mistake}" if found.mistake else f"{batch:>12}{peak:>12}")
+        )
+    return shown
+
+
+def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    """All in bytes."""
+    shown = list(predictions)
+    rows = []
+    for found in shown:
+        row = dataclasses.asdict(found) | {"peak": found.peak}
+        row["technique"] = found.technique.name
+        row["command"] = [*found.technique.command, *flags]
+        row["gpus"] = max(found.technique.ranks, found.technique.gpus, 1)
+        if args.memory:
+            row["fits"] = fits(args, found)
+        rows.append({name: value for name, value in row.items() if name != "error"})
+    print(json.dumps(rows, indent=2))
+    return shown
+
+
+def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
+    """The answer in a line; exit code 2 if it is that nothing fits."""
+    good = [found.technique.name for found in predictions if fits(args, found)]
+    if good:
+        if not args.json:
+            print(f"\nfits {args.memory:.1f} GiB, {args.spare} GiB to spare: {', '.join(good)}")
+        return
+    closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
+    short = closest.peak / GIB + args.spare - args.memory
+    fail(
+        f"nothing fits {args.memory:.1f} GiB with {args.spare} GiB to spare; "
+        f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
+        "--gpus or a smaller --batch-size (--fit finds the largest)"
+    )
+
+
+# ------------------------------------------------------------------------------ the largest batch
+
+
+def search(args: argparse.Namespace, chosen: list, predict, at_once: int) -> list:
+    """For each technique the prediction for its largest batch that fits; of 0 if none does."""
+    from estimator import techniques
+    from estimator.fit import LargestBatch
+
+    memory = (args.memory - args.spare) * GIB
+    searches = [LargestBatch(memory, technique.unit) for technique in chosen]
+    found = [techniques.Prediction(technique, 0) for technique in chosen]
+    while wanted := {i: b for i, search in enumerate(searches) if (b := search.next())}:
+        tasks = [partial(predict, chosen[i], batch) for i, batch in wanted.items()]
+        for i, prediction in zip(wanted, techniques.side_by_side(tasks, at_once), strict=True):
+            if prediction.mistake or prediction.error:
+                found[i] = prediction
+                searches[i].give_up()
+                continue
+            searches[i].tell(wanted[i], prediction.peak)
+            if wanted[i] == searches[i].best:
+                found[i] = prediction
+    return found
+
+
+def main() -> None:
+    args, flags = parse_args()
+    from estimator import techniques
+
+    make_module = load_function(args.module) if args.module else None
+    chosen = techniques.techniques_for(args.gpus)
+    if args.only:
+        chosen = [technique for name in args.only.split(",") for technique in choose(name, chosen)]
+    predict = partial(
+        techniques.predict, flags=flags, classes=args.classes, make_module=make_module
+    )
+    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if args.fit:
+        found = search(args, chosen, predict, at_once)
+    else:
+        tasks = [partial(predict, technique, args.batch_size) for technique in chosen]
+        found = techniques.side_by_side(tasks, at_once)
+    show = print_json if args.json else print_fit if args.fit else print_table
+    predictions = show(args, flags, checked(found))
+    if args.memory and not args.fit:
+        say_what_fits(args, predictions)
+
+
+if __name__ == "__main__":
+    main()

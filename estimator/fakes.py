@@ -1,0 +1,117 @@
+"""Stand-ins for what a script needs that is not there: other ranks, a GPU's ways, numbers."""
+
+import contextlib
+import importlib
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import device_mesh
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+# What autocast computes in fp32 on GPUs and leaves as it is on CPUs, of what networks are made of
+# (ATen/autocast_mode.h). They keep their input for backward, twice as large as in half precision.
+FP32_ON_GPUS = """layer_norm rms_norm group_norm softmax.int log_softmax.int exp log rsqrt
+    reciprocal pow.Tensor_Scalar softplus cumsum sum sum.dim_IntList""".split()
+AUTOCAST = torch.library.Library("aten", "IMPL", "AutocastCPU")
+SHAPES = torch.library.Library("aten", "IMPL", "Meta")
+
+
+def stand_in_for_ranks() -> None:
+    """The process group is PyTorch's fake one, in which nobody answers."""
+    init, all_reduce = dist.init_process_group, dist.all_reduce
+    make_mesh = device_mesh.init_device_mesh
+    begin = DistributedDataParallel._lazy_init
+
+    def init_process_group(*_, rank: int, world_size: int, **__):
+        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def answered_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        all_reduce(tensor, op, group)
+        if not async_op:
+            return None
+        future = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
+
+    def answered(_, bucket):  # the fake group's own answer has no result, which DDP would read
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(first)
+
+    def begin_with_hook(ddp):
+        if not ddp._comm_hooks:
+            ddp.register_comm_hook(None, answered)
+        begin(ddp)
+
+    def make_mesh_of_numbers(*args, **kwargs):  # it reads its own ranks
+        with _disable_current_modes():
+            return make_mesh(*args, **kwargs)
+
+    dist.init_process_group, dist.all_reduce = init_process_group, answered_all_reduce
+    device_mesh.init_device_mesh = make_mesh_of_numbers
+    DistributedDataParallel._lazy_init = begin_with_hook
+    # Rank 0's weights are sent before training; and what ranks tell each other has no numbers.
+    dcp.set_model_state_dict = lambda *_, **__: None
+    distributed._verify_param_shape_across_processes = lambda *_: None
+    distributed._sync_module_states = lambda *_, **__: None
+    dist.Reducer._rebuild_buckets = lambda reducer: False  # to an order read from a tensor
+
+
+def first(future):
+    return future.value()[0]
+
+
+def stand_in_for_a_gpu() -> None:
+    """The CPU's tensors have the bytes of a GPU's if the CPU does as a GPU does by default."""
+    for name in FP32_ON_GPUS:
+        AUTOCAST.impl(name, in_fp32(name))
+    for name in ("sgd", "adam"):  # whose steps without a choice would be single tensors' on a CPU
+        module = importlib.import_module(f"torch.optim.{name}")  # torch.optim hides it
+        module._default_to_fused_or_foreach = lambda *_, **__: (False, True)
+
+
+def in_fp32(name: str):
+    name, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def compute(*args, **kwargs):
+        args = [a.float() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return operation(*args, **kwargs)
+
+    return compute
+
+
+def stand_in_for_numbers() -> None:
+    """What PyTorch has no rule for, of tensors that have none."""
+
+    def swap(ours, theirs):  # Module.to(): it would not, as there are references to ours
+        ours.data = theirs.detach()
+
+    torch.utils.swap_tensors = swap
+    with contextlib.suppress(RuntimeError):  # it has one
+        SHAPES.impl("_fused_sgd_", lambda *_, **__: None)
+
+
+def stand_in_for_deepspeed(deepspeed_engine) -> None:
+    """It compares numbers among ranks, and reads some, none of which decides about memory."""
+    import_deepspeed = deepspeed_engine.import_deepspeed
+
+    def import_and_adapt(*args):
+        deepspeed = import_deepspeed(*args)
+        FakeTensor.item = FakeTensor.__bool__ = lambda tensor: False
+        from deepspeed.runtime.zero import (
+            partition_parameters,
+            partitioned_param_coordinator,
+            stage3,
+        )
+
+        for module in (partition_parameters, partitioned_param_coordinator, stage3):
+            module.assert_ints_same_as_other_ranks = lambda numbers: None
+        return deepspeed
+
+    deepspeed_engine.import_deepspeed = import_and_adapt

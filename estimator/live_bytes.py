@@ -1,0 +1,127 @@
+"""The memory behind all tensors that are alive, at every moment, by what they are for."""
+
+import collections
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from estimator.sent import bytes_sent
+
+SENDS = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operations that work on messages
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within it, every storage that an operation makes is counted until it is freed. It makes no
+    difference whether tensors have numbers.
+
+    What a storage is for is first guessed from when it was made: ``kind``, which the caller sets,
+    one of ``KINDS``. :meth:`mark` corrects it later, and counts for the time before, too.
+
+    Args:
+        block: bytes; a storage takes a multiple of it. PyTorch's allocator for GPUs has 512.
+    """
+
+    KINDS = ("parameters", "gradients", "optimizer", "activations", "input", "temporary", "update")
+
+    def __init__(self, block: int = 512):
+        super().__init__()
+        self.block, self.kind = block, "parameters"
+        self.kinds: list[str] = []  # of each storage, by its number
+        self.changes: list[tuple[int, int]] = []  # number of a storage, and bytes more or less
+        self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
+        self.sent = collections.Counter()  # bytes, by collective
+        self.begin = 0  # of the step that counts: an index into changes
+
+    def begin_step(self) -> None:
+        """Look for the peak, and count what is sent, from now on."""
+        self.begin = len(self.changes)
+        self.sent.clear()
+
+    def mark(self, tensors, kind: str, only: str | None = None) -> None:
+        """Say what tensors are for.
+
+        Args:
+            only: unless they have been found to be something else than this already.
+        """
+        for storage in (s for t in tensors if torch.is_tensor(t) for s in storages_of(t)):
+            number = self.count(storage)
+            if only in (None, self.kinds[number]):
+                self.kinds[number] = kind
+
+    def count(self, storage: torch.UntypedStorage) -> int:
+        """Notice a storage that is new, or has another size. Returns its number."""
+        size = -(-storage.nbytes() // self.block) * self.block
+        address = storage._cdata
+        if address not in self.alive:
+            self.alive[address] = len(self.kinds), 0
+            self.kinds.append(self.kind)
+            weakref.finalize(storage, self.forget, address).atexit = False
+        number, before = self.alive[address]
+        if size != before:
+            self.changes.append((number, size - before))
+            self.alive[address] = number, size
+        return number
+
+    def forget(self, address: int) -> None:
+        number, size = self.alive.pop(address)
+        self.changes.append((number, -size))
+
+    def peak(self, without: tuple[str, ...] = ()) -> dict[str, int]:
+        """Bytes by kind at the moment since :meth:`begin_step` at which they were most, together.
+
+        Args:
+            without: kinds that are elsewhere, and not counted.
+        """
+        now, most = collections.Counter(), {}
+        total = highest = 0
+        for index, (number, size) in enumerate(self.changes):
+            kind = self.kinds[number]
+            if kind in without:
+                continue
+            now[kind] += size
+            total += size
+            if index >= self.begin - 1 and total > highest:
+                highest, most = total, dict(now)
+        return {kind: most.get(kind, 0) for kind in self.KINDS}
+
+    # -------------------------------------------------------------------------- as a mode
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again with what is in it
+        if message := bytes_sent(func, args):
+            collective, size = message
+            self.sent[collective] += size
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for storage in (s for tensor in tensors for s in storages_of(tensor)):
+            self.count(storage)
+        if func.namespace in SENDS:  # what is gathered for forward is no activation
+            self.mark(tensors + tree_leaves(args), "temporary", only="activations")
+        return out
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_  # with which FSDP frees and takes: no operation
+        torch.UntypedStorage.resize_ = lambda storage, size: self.resized(storage, size)
+        return super().__enter__()
+
+    def resized(self, storage: torch.UntypedStorage, size: int):
+        result = self.resize(storage, size)
+        if storage._cdata in self.alive:
+            self.kinds[self.count(storage)] = "temporary"
+        return result
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Of a DTensor that of its shard; none of a tensor that has a shape only."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [s for part in parts if torch.is_tensor(part) for s in storages_of(part)]
+    return [] if tensor.device.type == "meta" else [tensor.untyped_storage()]

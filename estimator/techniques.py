@@ -1,0 +1,134 @@
+"""The techniques that are compared, and their predictions, made by processes side by side."""
+
+import contextlib
+import dataclasses
+import io
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import wait
+
+from estimator import trial
+
+ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """A row.
+
+    Args:
+        name: as the tables have it.
+        command: the script and its flags.
+        ranks: 0 without a launcher.
+        gpus: that the batch is divided among by one process.
+        unit: samples; the batch is a multiple of it.
+        on_host: kinds of memory that are not the GPU's.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    ranks: int = 0
+    gpus: int = 1
+    unit: int = 1
+    on_host: tuple[str, ...] = ()
+
+
+def techniques_for(gpus: int) -> list[Technique]:
+    """Those of a choice, on so many GPUs."""
+    rows = ["SingleGPU", "half_precision --dtype bfloat16", "auto_mixed_precision --dtype bfloat16"]
+    if gpus > 1:
+        rows += ["DP", "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero"]
+        rows += ["FSDP", "FSDP --dtype bfloat16"]
+    if gpus > 8 and gpus % 8 == 0:  # machines of eight
+        rows += ["HSDP --shard 8"]
+    rows += ["FSDP_offload", "gradient_accumulation --accumulate 4", "activation_checkpointing"]
+    rows += ["DeepSpeed zero_stage2", "DeepSpeed zero_stage3"]
+    return [make_technique(row, gpus) for row in rows]
+
+
+def make_technique(name: str, gpus: int) -> Technique:
+    """By its name in the tables."""
+    script, *flags = name.split()
+    if script == "DeepSpeed":
+        flags = ["--deepspeed_config", str(trial.ROOT / "config" / f"{flags[0]}_config.json")]
+    launched = script not in ("SingleGPU", "half_precision", "auto_mixed_precision", "DP")
+    parts = int(flags[1]) if script == "gradient_accumulation" else 1
+    return Technique(
+        name,
+        (f"pytorch_{script}.py", *flags),
+        ranks=gpus if launched else 0,
+        gpus=gpus if script == "DP" else 1,
+        unit=parts * (gpus if launched or script == "DP" else 1),
+        on_host=ON_HOST if script == "FSDP_offload" else (),
+    )
+
+
+@dataclasses.dataclass
+class Prediction:
+    """Of one GPU, the fullest.
+
+    Args:
+        kinds: bytes at the moment of the peak, by what they are for.
+        sent: bytes that a rank sends in a step.
+        mistake: what the script reported, instead.
+        error: a traceback, instead.
+    """
+
+    technique: Technique
+    batch_size: int
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    sent: float = 0
+    mistake: str = ""
+    error: str = ""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.kinds.values())
+
+
+def predict(
+    technique: Technique, batch_size: int, flags: Iterable[str], classes, make_module
+) -> Prediction:
+    """In this process, which is of no other use afterwards."""
+    found, complaint = Prediction(technique, batch_size), io.StringIO()
+    own = batch_size // technique.gpus
+    words = [*technique.command, *flags, "--batch-size", str(own)]
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
+            with contextlib.redirect_stdout(nothing):
+                live = trial.run_script(words, technique.ranks, classes, make_module)
+    except trial.NEEDS_NUMBERS as error:
+        found.mistake = f"{error.func}: its result depends on numbers, which are not there"
+    except SystemExit:
+        found.mistake = complaint.getvalue().strip().rpartition(": error: ")[2]
+    except Exception:
+        found.error = traceback.format_exc()
+    else:
+        found.kinds, found.sent = live.peak(technique.on_host), sum(live.sent.values())
+        # nn.DataParallel's first GPU holds the whole batch, of which it deals out the parts.
+        found.kinds["input"] *= technique.gpus
+    return found
+
+
+def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
+    """What the tasks return, in their order, each computed by a process of its own."""
+    context = multiprocessing.get_context("fork")  # which has imported PyTorch already
+    waiting, running, done = list(enumerate(tasks)), {}, {}
+
+    def work(task, pipe):
+        pipe.send(task())
+        os._exit(0)  # nothing of what it imported need be freed
+
+    for number in range(len(tasks)):
+        while number not in done:
+            while waiting and len(running) < at_once:
+                index, task = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                context.Process(target=work, args=(task, theirs), daemon=True).start()
+                theirs.close()
+                running[ours] = index
+            for pipe in wait(list(running)):
+                done[running.pop(pipe)] = pipe.recv()
+        yield done[number]

@@ -1,0 +1,214 @@
+"""A script's own training step, run by this process as one rank, on tensors that have a shape and a
+size in memory but no numbers. Nothing is computed, sent or written.
+
+The script is the one that trains. It gets a data set of shapes, and in the place of ``common.Run``
+something that ends it after two steps: the first makes what lasts, the second is counted.
+"""
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+
+from estimator import fakes
+from estimator.live_bytes import LiveBytes
+
+STEPS = 2
+ROOT = Path(__file__).resolve().parents[1]
+NEEDS_NUMBERS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+class Finished(BaseException):
+    """The last step has been taken."""
+
+
+class Job:
+    """In the place of data: a length, classes, and batches of the right shape.
+
+    Args:
+        classes: how many, or tokens of a vocabulary.
+        make_module: see :func:`run_script`.
+    """
+
+    unit, units = "sample", "samples"
+
+    def __init__(self, classes: int | None, make_module: Callable | None):
+        self.n_classes, self.make_module, self.example = classes, make_module, None
+
+    def make_datasets(self, args) -> tuple["Job", "Job"]:
+        self.args, self.is_text = args, args.model.startswith("gpt")
+        n = self.n_classes or (65 if self.is_text else 10)  # Shakespeare's characters; CIFAR-10's
+        self.classes = [chr(33 + i) for i in range(n)]
+        return self, self
+
+    def __len__(self) -> int:
+        return 10 * self.args.batch_size
+
+    def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
+        """The user's own. Its answer to a batch of two tells what labels look like."""
+        made = self.make_module()
+        model, self.example = made if isinstance(made, tuple) else (made, None)
+        with torch.no_grad():
+            logits = model(self.inputs(2, None))
+        self.label_shape = (*logits.shape[:1], *logits.shape[2:])
+        return model
+
+    def inputs(self, n: int, dtype: torch.dtype | None) -> Tensor:
+        if self.example is not None:
+            return torch.zeros(n, *self.example.shape[1:], dtype=self.example.dtype)
+        if self.is_text:
+            return torch.zeros(n, self.args.context, dtype=torch.int64)
+        images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
+        return images.contiguous(memory_format=torch.channels_last)
+
+    def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(n, dtype)
+        shape = (n, *inputs.shape[1:]) if self.is_text else (n,)
+        if self.make_module:
+            shape = (n, *self.label_shape[1:])
+        return inputs, torch.zeros(shape, dtype=torch.int64)
+
+
+class Loader:
+    def __init__(self, args, job: Job, batch_size: int, *_, **__):
+        self.job, self.batch_size = job, batch_size
+
+    def __len__(self) -> int:
+        return STEPS
+
+
+class TwoSteps:
+    """In the place of :class:`harness.run.Run`, as far as a script uses it before it ends."""
+
+    start_epoch, epochs, total_steps = 0, 1, STEPS
+    live: LiveBytes
+
+    def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
+        self.args, self.step, self.held = args, 0, {}
+
+    def load_snapshot(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
+        self.optimizer = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
+        groups = [*optimizer.param_groups, *self.optimizer.param_groups]
+        self.parameters = [*model.parameters(), *(p for group in groups for p in group["params"])]
+        self.live.mark([*self.parameters, *model.buffers()], "parameters")
+        self.optimizer.register_step_pre_hook(self.before_update)
+        self.optimizer.register_step_post_hook(self.after_update)
+
+    load_sharded_snapshot = load_snapshot
+
+    def load_engine(self, engine) -> dict:
+        """:meth:`load_snapshot` of DeepSpeed, which keeps things in places of its own."""
+        from harness import deepspeed_engine
+
+        self.load_snapshot(engine.module, engine.basic_optimizer)
+        self.held = deepspeed_engine.track_tensors(self, engine)
+        return self.held
+
+    def before_update(self, *_) -> None:
+        for name, tensors in self.held.items():
+            self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
+        self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
+        self.live.kind = "update"
+
+    def after_update(self, *_) -> None:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        self.live.mark(states, "optimizer")
+        self.live.kind = "activations"
+
+    def batches(self, loader: Loader, epoch: int, dtype: torch.dtype | None = None):
+        for self.step in range(1, STEPS + 1):
+            if self.step == STEPS:
+                self.live.begin_step()
+            self.live.kind = "input"
+            batch = loader.job.batch(loader.batch_size, dtype)
+            self.live.kind = "activations"
+            yield batch
+        raise Finished
+
+    def log(self, loss: Tensor) -> None:
+        pass
+
+    def snapshot_is_due(self) -> bool:
+        return False
+
+
+def run_script(
+    words: list[str],
+    ranks: int | None,
+    classes: int | None = None,
+    make_module: Callable | None = None,
+    block: int = 512,
+) -> LiveBytes:
+    """Take two steps of a script and return what was counted in the second one.
+
+    This process is of no other use afterwards: neither PyTorch nor our modules are as they were.
+
+    Args:
+        words: the script and its flags.
+        ranks: this process becomes rank 0 of so many, and of none started by a launcher if it is 0.
+            ``None`` has real tensors and the real other ranks, and this process is one of them.
+        classes: of the data, or tokens of the vocabulary.
+        make_module: makes the model that takes the place of ``--model``. It returns a module, which
+            then gets images, or a module and a batch for it.
+        block: see :class:`LiveBytes`.
+
+    Raises:
+        SystemExit: the script reported a mistake.
+        NEEDS_NUMBERS: the model has an operation for which tensors need numbers: ``error.func``.
+    """
+    if ranks is not None:
+        become_rank_0(ranks)
+        fakes.stand_in_for_ranks()
+        fakes.stand_in_for_numbers()
+    fakes.stand_in_for_a_gpu()
+    import common
+    from harness import deepspeed_engine
+
+    if ranks is not None:
+        common.make_store = lambda args: None
+        fakes.stand_in_for_deepspeed(deepspeed_engine)
+    live, job = LiveBytes(block), Job(classes, make_module)
+    common.Run, TwoSteps.live = TwoSteps, live
+    common.make_datasets, common.make_loader = job.make_datasets, Loader
+    if make_module:
+        common.make_model = job.make_model
+    deepspeed_engine.load_snapshot = TwoSteps.load_engine
+    call_backward = torch.Tensor.backward
+
+    def backward(loss, *args, **kwargs):
+        live.kind = "temporary"
+        call_backward(loss, *args, **kwargs)
+        live.kind = "activations"
+
+    torch.Tensor.backward = backward
+    numberless = contextlib.nullcontext() if ranks is None else fake_tensor.FakeTensorMode()
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Finished):
+        sys.argv = [*words, "--device", "cpu", "--output-dir", folder]
+        with numberless, live:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    return live
+
+
+def become_rank_0(ranks: int) -> None:
+    """Set what a launcher would, and have our modules read it."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if ranks:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        os.environ["MASTER_PORT"] = "29500"
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("common", "harness", "jobs")
+    ]:
+        del sys.modules[name]
