@@ -4,7 +4,7 @@ on tensors that have a shape but no numbers.
 Command:    python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 4 --memory 24
             python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
             python estimate.py --module my_model.py:make_model --gpus 2
-            python estimate.py --model resnet50 --gpus 8 --link nvlink4 --step-ms 120 --scale
+            python estimate.py --model gpt2 -b 64 --gpus 8 --scale --link ib400 --step-ms 250
 Prints      a row per technique: the peak of PyTorch's allocator on the fullest GPU, what it
             consists of, the bytes that a GPU sends in a step, and whether that fits.
 Not in it   what is no tensor: the CUDA context (about 0.3 GiB), workspaces of cuDNN and cuBLAS,
@@ -21,7 +21,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from estimator import network
+from estimator.network import LINKS, link_of
 from harness.command_line import fail, make_parser, number
+from report import plots
 
 GIB = 2**30
 # MiB, as nvidia-smi shows them (github.com/modal-labs/modal-client/pull/2797; of the RTX 3090
@@ -74,6 +77,17 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
          help="of --memory, for what is not in the figures (default: 1.5)")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
     flag("--only", metavar="NAME,...", help="techniques, instead of all: FSDP,DDP_ZeRO")
+    flag("--scale", action="store_true",
+         help="instead of memory: the share of a step in which a GPU waits for messages, at up to "
+         "1,024 of them, each with as many samples as here")
+    flag("--link", type=link_of, default="nvlink4", metavar="NAME|US,GBPS|FILE",
+         help=f"between any two: {', '.join(LINKS)}; or microseconds and GB/s, such as 5,300; or "
+         "what pytorch_collectives.py --sweep wrote (default: nvlink4)")
+    flag("--step-ms", type=number(float, 0, above=0), metavar="MS",
+         help="of a step that waits for nobody")
+    flag("--from", type=Path, dest="measured", metavar="FILE",
+         help="the same, from the result.json of a run of one rank")
+    flag("--plot", type=Path, metavar="FILE.svg", help="draw --scale, too")
     flag("--json", action="store_true", help="print JSON, in bytes")
     # fmt: on
     args, others = parser.parse_known_args()
@@ -85,7 +99,23 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
             f"--batch-size {args.batch_size} is the global batch and is not divisible by "
             f"{args.gpus} GPUs; use --batch-size {near}"
         )
+    if args.scale:
+        args.step_ms = args.step_ms or step_of(args.measured)
     return args, ["--model", args.model, *others]
+
+
+def step_of(path: Path | None) -> float:
+    """Milliseconds, from ``--from``."""
+    if path is None:
+        fail("--scale needs to know how long a step computes: --step-ms MS, or --from result.json")
+    try:
+        found = json.loads(path.read_text())
+        ranks, milliseconds = found["world_size"], found["step_ms"]["p50"]
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"--from {path} is no result.json of ours ({error}); or give --step-ms")
+    if ranks > 1:
+        fail(f"--from {path} is of {ranks} ranks, which wait for each other; give a run of one")
+    return milliseconds
 
 
 def load_function(given: str):
@@ -124,21 +154,29 @@ def checked(predictions):
         yield prediction
 
 
+def describe(args: argparse.Namespace, flags: list[str]) -> str:
+    return args.module or " ".join(flags).removeprefix("--model ")
+
+
 def fits(args: argparse.Namespace, prediction) -> bool:
     return not prediction.mistake and prediction.peak <= (args.memory - args.spare) * GIB
 
 
+def gpus_of(technique) -> int:
+    return max(technique.ranks, technique.gpus, 1)
+
+
 def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list:
     """A row as soon as it is known."""
-    job = args.module or " ".join(flags).removeprefix("--model ")
     each = f" = {args.gpus} x {args.batch_size // args.gpus}" if args.gpus > 1 else ""
-    print(f"{job}, global batch {args.batch_size}{each}: predicted peak of one GPU, GiB\n")
+    batch = f"global batch {args.batch_size}{each}"
+    print(f"{describe(args, flags)}, {batch}: predicted peak of one GPU, GiB\n")
     heads = ["GPUs", "peak", *COLUMNS, "sent MB"] + (["fits"] if args.memory else [])
     print(f"{'':34}" + "".join(f"{head:>12}" for head in heads))
     shown = []
     for found in predictions:
         shown.append(found)
-        name, gpus = found.technique.name, max(found.technique.ranks, found.technique.gpus, 1)
+        name, gpus = found.technique.name, gpus_of(found.technique)
         if found.mistake:
             print(f"{name:34}{gpus:>12}  {found.mistake}", flush=True)
             continue
@@ -152,12 +190,12 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
 
 
 def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    job = args.module or " ".join(flags).removeprefix("--model ")
-    print(f"{job}, {args.gpus} GPUs of {args.memory:.1f} GiB: the largest global batch\n")
+    where = f"{args.gpus} GPUs of {args.memory:.1f} GiB"
+    print(f"{describe(args, flags)}, {where}: the largest global batch\n")
     print(f"{'':34}{'GPUs':>12}{'batch':>12}{'peak GiB':>12}")
     shown = list(predictions)
     for found in shown:
-        name, gpus = found.technique.name, max(found.technique.ranks, found.technique.gpus, 1)
+        name, gpus = found.technique.name, gpus_of(found.technique)
         batch, peak = found.batch_size or "none", f"{found.peak / GIB:.2f}"
         print(
             f"{name:34}{gpus:>12}"
@@ -171,13 +209,13 @@ def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
     shown = list(predictions)
     rows = []
     for found in shown:
-        row = dataclasses.asdict(found) | {"peak": found.peak}
+        row = dataclasses.asdict(found) | {"peak": found.peak, "sent": found.sent}
         row["technique"] = found.technique.name
         row["command"] = [*found.technique.command, *flags]
-        row["gpus"] = max(found.technique.ranks, found.technique.gpus, 1)
+        row["gpus"] = gpus_of(found.technique)
         if args.memory:
             row["fits"] = fits(args, found)
-        rows.append({name: value for name, value in row.items() if name != "error"})
+        rows.append({k: v for k, v in row.items() if k not in ("error", "messages")})
     print(json.dumps(rows, indent=2))
     return shown
 
@@ -196,6 +234,44 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
         f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
         "--gpus or a smaller --batch-size (--fit finds the largest)"
     )
+
+
+# ------------------------------------------------------------------------------- communication
+
+RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SCALED = ("torchrun_DDP", "DDP_ZeRO --use_zero", "FSDP", "FSDP --dtype bfloat16")
+
+
+def scale(args: argparse.Namespace, flags: list[str], predict, at_once: int) -> None:
+    """A row per technique, a column per number of ranks."""
+    from estimator import techniques
+
+    each, compute = args.batch_size // args.gpus, args.step_ms / 1e3
+    names = [name for name in SCALED if not args.only or name.split()[0] in args.only.split(",")]
+    tasks = [
+        partial(predict, techniques.make_technique(name, n), n * each)
+        for name in names
+        for n in RANKS
+    ]
+    shares = {name: {} for name in names}
+    for found in checked(techniques.side_by_side(tasks, at_once)):
+        least, most = network.waiting(found.messages, compute, args.link)
+        share = [least / (compute + least), most / (compute + most)]
+        shares[found.technique.name][found.technique.ranks] = share
+    if args.json:
+        return print(json.dumps(shares, indent=2))
+    print(
+        f"{describe(args, flags)}, {each} samples each: % of a step in which a rank waits for "
+        f"messages,\nif they overlap with {args.step_ms:g} ms of computing as much as they can, "
+        "and if not at all\n"
+    )
+    print(f"{'ranks':24}" + "".join(f"{n:>9,}" for n in RANKS))
+    for name, row in shares.items():
+        cells = [f"{100 * least:.0f}–{100 * most:.0f}" for least, most in row.values()]
+        print(f"{name:24}" + "".join(f"{cell:>9}" for cell in cells))
+    if args.plot:
+        unit = f"% of a step that waits ({describe(args, flags)})"
+        plots.draw(args.plot, {"unit": unit, "values": shares}, "shares")
 
 
 # ------------------------------------------------------------------------------ the largest batch
@@ -234,6 +310,8 @@ def main() -> None:
         techniques.predict, flags=flags, classes=args.classes, make_module=make_module
     )
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if args.scale:
+        return scale(args, flags, predict, at_once)
     if args.fit:
         found = search(args, chosen, predict, at_once)
     else:

@@ -2,11 +2,12 @@
 
 import contextlib
 import importlib
+import os
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.parallel import DistributedDataParallel, distributed
@@ -27,8 +28,9 @@ def stand_in_for_ranks() -> None:
     make_mesh = device_mesh.init_device_mesh
     begin = DistributedDataParallel._lazy_init
 
-    def init_process_group(*_, rank: int, world_size: int, **__):
-        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    def init_process_group(*_, **__):
+        ranks = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+        init("fake", store=FakeStore(), **ranks)
 
     def answered_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         all_reduce(tensor, op, group)
@@ -57,7 +59,13 @@ def stand_in_for_ranks() -> None:
     dcp.set_model_state_dict = lambda *_, **__: None
     distributed._verify_param_shape_across_processes = lambda *_: None
     distributed._sync_module_states = lambda *_, **__: None
-    dist.Reducer._rebuild_buckets = lambda reducer: False  # to an order read from a tensor
+    # In its second step DDP makes buckets of 1 and then 25 MiB, in an order read from a tensor.
+    assign = dist._compute_bucket_assignment_by_size
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+    dist._compute_bucket_assignment_by_size = lambda tensors, _, *rest: assign(
+        tensors, limits, *rest
+    )
+    dist.Reducer._rebuild_buckets = lambda reducer: False
 
 
 def first(future):
@@ -93,6 +101,7 @@ def stand_in_for_numbers() -> None:
         ours.data = theirs.detach()
 
     torch.utils.swap_tensors = swap
+    FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # of which a copied model has the same
     with contextlib.suppress(RuntimeError):  # it has one
         SHAPES.impl("_fused_sgd_", lambda *_, **__: None)
 

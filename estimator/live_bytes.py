@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from estimator.sent import bytes_sent
+from estimator.sent import Message, message_of
 
 SENDS = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operations that work on messages
 
@@ -32,13 +32,13 @@ class LiveBytes(TorchDispatchMode):
         self.kinds: list[str] = []  # of each storage, by its number
         self.changes: list[tuple[int, int]] = []  # number of a storage, and bytes more or less
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
-        self.sent = collections.Counter()  # bytes, by collective
+        self.messages: list[Message] = []
         self.begin = 0  # of the step that counts: an index into changes
 
     def begin_step(self) -> None:
         """Look for the peak, and count what is sent, from now on."""
         self.begin = len(self.changes)
-        self.sent.clear()
+        self.messages.clear()
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
         """Say what tensors are for.
@@ -92,13 +92,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again with what is in it
-        if message := bytes_sent(func, args):
-            collective, size = message
-            self.sent[collective] += size
+        if message := message_of(func, args, self.kind):
+            self.messages.append(message)
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for storage in (s for tensor in tensors for s in storages_of(tensor)):
-            self.count(storage)
+        if not any(result.alias_info for result in func._schema.returns):  # else nothing is new
+            for storage in (s for tensor in tensors for s in storages_of(tensor)):
+                self.count(storage)
         if func.namespace in SENDS:  # what is gathered for forward is no activation
             self.mark(tensors + tree_leaves(args), "temporary", only="activations")
         return out

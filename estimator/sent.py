@@ -1,4 +1,4 @@
-"""What a rank sends in a collective.
+"""Messages: which collective an operation is, how large, and how much of it a rank sends.
 
 Of the bytes that a collective is given, the algorithms in use let a rank of N send so much, in the
 mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
@@ -10,6 +10,8 @@ mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
     reduce           bytes * (N - 1) / N
 """
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -18,19 +20,32 @@ from torch.utils._pytree import tree_leaves
 SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "broadcast": 1, "reduce": 1}
 
 
-def share_of(kind: str, tensors, ranks: int) -> float:
-    """Bytes that a rank sends.
-
-    Args:
-        kind: one of ``SHARES``.
-        tensors: what a reduce-scatter is given; of others, what comes out.
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Args:
+    kind: one of ``SHARES``.
+    size: bytes of the whole.
+    ranks: of its group.
+    phase: of the step, as :class:`LiveBytes` has kinds: what is made then.
     """
-    size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if torch.is_tensor(t))
-    return SHARES[kind] * size * (ranks - 1) / ranks
+
+    kind: str
+    size: int
+    ranks: int
+    phase: str = ""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends."""
+        return SHARES[self.kind] * self.size * (self.ranks - 1) / self.ranks
 
 
-def bytes_sent(func, args) -> tuple[str, float] | None:
-    """Which collective an operation is, and the bytes that a rank sends; ``None`` if it is none.
+def size_of(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if torch.is_tensor(t))
+
+
+def message_of(func, args, phase: str = "") -> Message | None:
+    """The message of an operation, if it is a collective.
 
     Args:
         func, args: as a TorchDispatchMode gets them.
@@ -40,7 +55,7 @@ def bytes_sent(func, args) -> tuple[str, float] | None:
     kind = next(kind for kind in SHARES if kind in func.__name__)
     [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
     tensors = args[1] if kind == "reduce_scatter" else args[0]
-    return kind, share_of(kind, tensors, dist.ProcessGroup.unbox(group).size())
+    return Message(kind, size_of(tensors), dist.ProcessGroup.unbox(group).size(), phase)
 
 
 def is_group(value: torch.ScriptObject) -> bool:

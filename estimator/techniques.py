@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 
 from estimator import trial
+from estimator.sent import Message
 
 ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
 
@@ -71,7 +72,7 @@ class Prediction:
 
     Args:
         kinds: bytes at the moment of the peak, by what they are for.
-        sent: bytes that a rank sends in a step.
+        messages: of a step.
         mistake: what the script reported, instead.
         error: a traceback, instead.
     """
@@ -79,13 +80,18 @@ class Prediction:
     technique: Technique
     batch_size: int
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
-    sent: float = 0
+    messages: list[Message] = dataclasses.field(default_factory=list)
     mistake: str = ""
     error: str = ""
 
     @property
     def peak(self) -> int:
         return sum(self.kinds.values())
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step."""
+        return sum(message.sent for message in self.messages)
 
 
 def predict(
@@ -106,7 +112,7 @@ def predict(
     except Exception:
         found.error = traceback.format_exc()
     else:
-        found.kinds, found.sent = live.peak(technique.on_host), sum(live.sent.values())
+        found.kinds, found.messages = live.peak(technique.on_host), live.messages
         # nn.DataParallel's first GPU holds the whole batch, of which it deals out the parts.
         found.kinds["input"] *= technique.gpus
     return found

@@ -2,7 +2,7 @@
 size in memory but no numbers. Nothing is computed, sent or written.
 
 The script is the one that trains. It gets a data set of shapes, and in the place of ``common.Run``
-something that ends it after two steps: the first makes what lasts, the second is counted.
+one that ends it after two steps: the first makes what lasts, the second is counted.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -39,12 +39,14 @@ class Job:
     Args:
         classes: how many, or tokens of a vocabulary.
         make_module: see :func:`run_script`.
+        order: of images and, where the script lets it be, of a model's weights in memory.
     """
 
     unit, units = "sample", "samples"
 
-    def __init__(self, classes: int | None, make_module: Callable | None):
-        self.n_classes, self.make_module, self.example = classes, make_module, None
+    def __init__(self, classes: int | None, make_module: Callable | None, order):
+        self.n_classes, self.make_module, self.order = classes, make_module, order
+        self.example = None
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
         self.args, self.is_text = args, args.model.startswith("gpt")
@@ -56,7 +58,13 @@ class Job:
         return 10 * self.args.batch_size
 
     def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
-        """The user's own. Its answer to a batch of two tells what labels look like."""
+        """``--model``, its weights in the order that they have on a GPU; or the user's own, of
+        which the answer to a batch of two tells what labels look like."""
+        if not self.make_module:
+            import jobs.choice
+
+            model = jobs.choice.models_of(args).make_model(args, classes)
+            return model.to(memory_format=self.order) if channels_last else model
         made = self.make_module()
         model, self.example = made if isinstance(made, tuple) else (made, None)
         with torch.no_grad():
@@ -70,7 +78,7 @@ class Job:
         if self.is_text:
             return torch.zeros(n, self.args.context, dtype=torch.int64)
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
-        return images.contiguous(memory_format=torch.channels_last)
+        return images.contiguous(memory_format=self.order)
 
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         inputs = self.inputs(n, dtype)
@@ -88,10 +96,11 @@ class Loader:
         return STEPS
 
 
-class TwoSteps:
+class ShortRun:
     """In the place of :class:`harness.run.Run`, as far as a script uses it before it ends."""
 
-    start_epoch, epochs, total_steps = 0, 1, STEPS
+    start_epoch, epochs = 0, 1
+    total_steps: int
     live: LiveBytes
 
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
@@ -127,8 +136,9 @@ class TwoSteps:
         self.live.kind = "activations"
 
     def batches(self, loader: Loader, epoch: int, dtype: torch.dtype | None = None):
-        for self.step in range(1, STEPS + 1):
-            if self.step == STEPS:
+        while self.step < self.total_steps:
+            self.step += 1
+            if self.step == self.total_steps:
                 self.live.begin_step()
             self.live.kind = "input"
             batch = loader.job.batch(loader.batch_size, dtype)
@@ -149,41 +159,65 @@ def run_script(
     classes: int | None = None,
     make_module: Callable | None = None,
     block: int = 512,
+    steps: int = STEPS,
+    as_on_a_gpu: bool = True,
 ) -> LiveBytes:
     """Take two steps of a script and return what was counted in the second one.
 
-    This process is of no other use afterwards: neither PyTorch nor our modules are as they were.
-
     Args:
         words: the script and its flags.
-        ranks: this process becomes rank 0 of so many, and of none started by a launcher if it is 0.
-            ``None`` has real tensors and the real other ranks, and this process is one of them.
+        ranks: see :func:`prepare`.
         classes: of the data, or tokens of the vocabulary.
         make_module: makes the model that takes the place of ``--model``. It returns a module, which
             then gets images, or a module and a batch for it.
         block: see :class:`LiveBytes`.
+        steps: or more, of which the last one counts.
+        as_on_a_gpu: see :func:`prepare`; and images with their channels last.
 
     Raises:
         SystemExit: the script reported a mistake.
         NEEDS_NUMBERS: the model has an operation for which tensors need numbers: ``error.func``.
     """
+    prepare(ranks, as_on_a_gpu)
+    import common
+    from harness import deepspeed_engine
+
+    order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
+    job, live = Job(classes, make_module, order), LiveBytes(block)
+    common.Run, ShortRun.live, ShortRun.total_steps = ShortRun, live, steps
+    common.make_datasets, common.make_loader = job.make_datasets, Loader
+    common.make_model = job.make_model
+    deepspeed_engine.load_snapshot = ShortRun.load_engine
+    if ranks is not None:
+        common.make_store = lambda args: None
+        fakes.stand_in_for_deepspeed(deepspeed_engine)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = [*words, "--device", "cpu", "--output-dir", folder]
+        with counting(live, ranks):
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    return live
+
+
+def prepare(ranks: int | None, as_on_a_gpu: bool = True) -> None:
+    """Put the stand-ins in their places. This process is of no other use afterwards: neither
+    PyTorch nor our modules are as they were.
+
+    Args:
+        ranks: this process becomes rank 0 of so many, and of none started by a launcher if it is 0.
+            ``None`` has real tensors and the real other ranks, and this process is one of them.
+        as_on_a_gpu: optimizers and autocast do what they do there by default.
+    """
+    if as_on_a_gpu:
+        fakes.stand_in_for_a_gpu()
     if ranks is not None:
         become_rank_0(ranks)
         fakes.stand_in_for_ranks()
         fakes.stand_in_for_numbers()
-    fakes.stand_in_for_a_gpu()
-    import common
-    from harness import deepspeed_engine
 
-    if ranks is not None:
-        common.make_store = lambda args: None
-        fakes.stand_in_for_deepspeed(deepspeed_engine)
-    live, job = LiveBytes(block), Job(classes, make_module)
-    common.Run, TwoSteps.live = TwoSteps, live
-    common.make_datasets, common.make_loader = job.make_datasets, Loader
-    if make_module:
-        common.make_model = job.make_model
-    deepspeed_engine.load_snapshot = TwoSteps.load_engine
+
+@contextlib.contextmanager
+def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
+    """Count within, up to :class:`Finished`, what is made in forward and what in backward."""
     call_backward = torch.Tensor.backward
 
     def backward(loss, *args, **kwargs):
@@ -193,11 +227,8 @@ def run_script(
 
     torch.Tensor.backward = backward
     numberless = contextlib.nullcontext() if ranks is None else fake_tensor.FakeTensorMode()
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Finished):
-        sys.argv = [*words, "--device", "cpu", "--output-dir", folder]
-        with numberless, live:
-            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    return live
+    with numberless, live, contextlib.suppress(Finished):
+        yield
 
 
 def become_rank_0(ranks: int) -> None:

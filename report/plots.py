@@ -120,8 +120,13 @@ def digest_of(path: Path) -> str | None:
     return None
 
 
-def draw(path: Path, data: dict) -> None:
-    """A plot for light and dark pages: no background, and text in a grey that both can bear."""
+def draw(path: Path, data: dict, kind: str = "") -> None:
+    """A plot for light and dark pages: no background, and text in a grey that both can bear.
+
+    Args:
+        data: as :func:`plot_data` returns it.
+        kind: of plot, if the file's name does not say it.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -135,12 +140,14 @@ def draw(path: Path, data: dict) -> None:
     })  # fmt: skip
     values = data["values"]
     lines = {"scaling": draw_lines, "loss": draw_curves, "collectives": draw_bandwidths}
-    if path.stem in lines:
+    lines |= {"shares": draw_shares}
+    kind = kind or path.stem
+    if kind in lines:
         figure, axes = plt.subplots(figsize=(8, 4))
-        lines[path.stem](axes, values, data["unit"])
+        lines[kind](axes, values, data["unit"])
     else:
         figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
-        (draw_parts if path.stem == "memory" else draw_bars)(axes, values)
+        (draw_parts if kind == "memory" else draw_bars)(axes, values)
         axes.invert_yaxis()
         axes.margins(y=0.01)
         axes.set_xlabel(data["unit"])
@@ -185,6 +192,20 @@ def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]], unit: 
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.plot([], [], "--", color=GREY, linewidth=0.9, label="latency + size / bandwidth")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def draw_shares(axes, values: dict[str, dict[str, list[float]]], unit: str) -> None:
+    """By number of ranks: a band from the least to the most."""
+    for title, shares in values.items():
+        ranks = [int(n) for n in shares]
+        least, most = ([100 * pair[i] for pair in shares.values()] for i in range(2))
+        [line] = axes.plot(ranks, most, label=title)
+        axes.plot(ranks, least, "--", color=line.get_color(), linewidth=0.9)
+        axes.fill_between(ranks, least, most, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
+    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, 100))
     axes.legend(frameon=False, fontsize=9)
 
 

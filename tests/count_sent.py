@@ -4,15 +4,8 @@ Used in place of a script's name, after its launcher:
 
     torchrun --standalone --nproc_per_node=2 tests/count_sent.py pytorch_FSDP.py --max-steps 3 ...
 
-Counted is the last step, from the forward to the optimizer, without the evaluation after it. Of
-the bytes that a collective is given, the algorithms in use let a rank of N send so much, in the
-mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
-
-    all-reduce       2 * bytes * (N - 1) / N     a reduce-scatter and an all-gather
-    reduce-scatter   bytes * (N - 1) / N         of the whole that goes in
-    all-gather       bytes * (N - 1) / N         of the whole that comes out
-    broadcast        bytes * (N - 1) / N
-    reduce           bytes * (N - 1) / N
+Counted is the last step, from the forward to the optimizer, without the evaluation after it; how
+much of a message a rank sends, estimator/sent.py says.
 
 The run is as without it, but that its ``result.json`` also holds ``sent`` and ``calls``: bytes and
 number of calls by collective; and that it saves no snapshot, which would take most of its time.
@@ -27,21 +20,17 @@ import threading
 from pathlib import Path
 
 import small_resnet  # noqa: F401  a model to choose
-import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 script = next(word for word in sys.argv if word.startswith("pytorch_"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
 import common  # noqa: E402
+from estimator.sent import Message, message_of  # noqa: E402
 from harness import checkpoint  # noqa: E402
-
-# What a rank sends of the bytes given, in units of (N - 1) / N; the first that is in the name.
-SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "broadcast": 1, "reduce": 1}
 
 
 class CountSent(TorchDispatchMode):
@@ -52,22 +41,14 @@ class CountSent(TorchDispatchMode):
         self.calls, self.sent = collections.Counter(), collections.Counter()
         self.counts = False
 
-    def count(self, kind, tensors, ranks):
-        size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if torch.is_tensor(t))
-        self.calls[kind] += 1
-        self.sent[kind] += SHARES[kind] * size * (ranks - 1) / ranks
+    def count(self, message):
+        self.calls[message.kind] += 1
+        self.sent[message.kind] += message.sent
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.counts and func.namespace == "c10d" and "barrier" not in func.__name__:
-            kind = next(kind for kind in SHARES if kind in func.__name__)
-            [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
-            tensors = args[1] if kind == "reduce_scatter" else args[0]
-            self.count(kind, tensors, dist.ProcessGroup.unbox(group).size())
+        if self.counts and (message := message_of(func, args)):
+            self.count(message)
         return func(*args, **(kwargs or {}))
-
-
-def is_group(value):
-    return "ProcessGroup" in str(value._type())
 
 
 def main():
@@ -87,7 +68,7 @@ def main():
     def counted_all_reduce(tensor, *args, **kwargs):
         in_callback = threading.current_thread() is not threading.main_thread()
         if counter.counts and in_callback:  # PowerSGD's: the mode is of the main thread
-            counter.count("allreduce", tensor, dist.get_world_size())
+            counter.count(Message("allreduce", tensor.nbytes, dist.get_world_size()))
         return all_reduce(tensor, *args, **kwargs)
 
     def uncounted(method):  # what the record of a run costs is not the technique's

@@ -1,0 +1,102 @@
+"""How long messages take: latency and bandwidth of each hop, and what of it a step waits for.
+
+The model is the usual one (for collectives Thakur et al. 2005, doi:10.1177/1094342005051521). In a
+ring each of N ranks passes parts of 1/N to its neighbour, N - 1 times for a gather or a
+reduce-scatter, twice as often for an all-reduce: each link carries little, but with many ranks the
+latencies add up. In a tree a message takes log2(N) hops, each with all of its bytes. NCCL takes the
+faster of the two for an all-reduce, and a ring for the others. All hops are taken to be alike.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from estimator.sent import SHARES, Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Args:
+    latency: seconds of a hop.
+    bandwidth: bytes per second that a rank sends, in one direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+# Line rates, which no message quite reaches: NVLink 4 has 18 links of 25 GB/s (H100's data sheet);
+# PCIe 4.0 16 lanes; the others what their name says. Latencies of a hop in a ring are those that
+# NCCL plans with (src/graph/tuning.cc, hwLat, protocol Simple); of Ethernet that of a TCP message.
+LINKS = {
+    "nvlink4": Link(3.4e-6, 450e9),
+    "pcie4": Link(5.7e-6, 31.5e9),
+    "ib400": Link(14e-6, 50e9),
+    "eth25": Link(30e-6, 3.125e9),
+}
+
+
+def link_of(text: str) -> dict[str, Link]:
+    """``--link``: a name, latency and bandwidth, or what pytorch_collectives.py --sweep wrote; by
+    the kind of the message."""
+    if text in LINKS:
+        return dict.fromkeys(SHARES, LINKS[text])
+    if text.endswith(".json"):
+        return measured_links(Path(text))
+    try:
+        microseconds, gigabytes = map(float, text.split(","))
+        if microseconds >= 0 and gigabytes > 0:
+            return dict.fromkeys(SHARES, Link(1e-6 * microseconds, 1e9 * gigabytes))
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text} is neither one of {', '.join(LINKS)} nor MICROSECONDS,GB_PER_SECOND, such as 5,300"
+    )
+
+
+def measured_links(path: Path) -> dict[str, Link]:
+    """Of each collective that was swept, the latency of one of its hops."""
+    try:
+        found = json.loads(path.read_text())
+        n, links = found["ranks"], {}
+        for name, operation in found["operations"].items():
+            if (kind := name.replace("_", "")) in SHARES or (kind := name) in SHARES:
+                hops = SHARES[kind] * (n - 1)
+                links[kind] = Link(operation["latency"] / hops, operation["bandwidth"])
+    except (OSError, ValueError, KeyError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{path} is not what pytorch_collectives.py --sweep writes ({error})"
+        ) from None
+    return links | {"reduce": links["broadcast"]}
+
+
+def seconds(message: Message, links: dict[str, Link]) -> float:
+    """Of one message, if nothing else is sent."""
+    n, link, rounds = message.ranks, links[message.kind], SHARES[message.kind]
+    if n == 1:
+        return 0.0
+    ring = rounds * (n - 1) * link.latency + message.sent / link.bandwidth
+    if message.kind != "allreduce" or n == 2:
+        return ring
+    depth = math.ceil(math.log2(n))
+    return min(ring, rounds * (depth * link.latency + message.size / link.bandwidth))
+
+
+def waiting(
+    messages: Iterable[Message], compute: float, links: dict[str, Link]
+) -> tuple[float, float]:
+    """Seconds of a step in which a rank does nothing but wait for messages: at the least, if each
+    phase of the step hides as much as it lasts; and at the most, if none hides any.
+
+    Args:
+        compute: seconds of a step without messages, a third of it forward, two thirds backward.
+    """
+    spent = {"activations": 0.0, "temporary": 0.0, "update": 0.0}
+    for message in messages:
+        spent[message.phase] += seconds(message, links)
+    hides = {"activations": compute / 3, "temporary": 2 * compute / 3, "update": 0.0}
+    least = sum(max(0.0, spent[phase] - hides[phase]) for phase in spent)
+    return least, sum(spent.values())

@@ -1,0 +1,154 @@
+"""Predictions beside figures that others published and that we measured: results/estimate.json.
+
+The published figures are of https://github.com/Vincent-Yu-83/pytorch_train: decimal GB of
+``torch.cuda.max_memory_allocated()``, ResNet-50 on images of 224x224, batch 128, on Tesla P40 with
+PyTorch 2.0.1. Its loop differs from ours in what matters for memory: a head of 1,000 classes, SGD
+without momentum, gradients cleared between forward and backward, and FSDP of PyTorch's first kind
+around every convolution. So it is written here once more, as :func:`published_loop`.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from estimator import techniques, trial
+from estimator.live_bytes import LiveBytes
+
+PUBLISHED = {  # by our technique: GB, GPUs, and what published_loop() makes of it
+    "SingleGPU": (11.24, 1, {}),
+    "SingleGPU, batch 1": (0.34, 1, {"batch_size": 1}),
+    "auto_mixed_precision": (6.02, 1, {"autocast": True}),
+    "half_precision": (5.79, 1, {"dtype": torch.float16}),
+    "DP": (3.08, 4, {}),
+    "torchrun_DDP": (3.12, 4, {"wrapper": "ddp"}),
+    "DDP_ZeRO": (3.18, 4, {"wrapper": "ddp", "optimizer": "zero"}),
+    "FSDP": (2.88, 4, {"wrapper": "fsdp"}),
+}
+SUITES = ("gpt", "cpu", "gpu")  # whose rows are predicted
+GPUS = 4  # of a row that takes as many as there are
+
+
+def published_loop(
+    live, gpus, batch_size=128, dtype=None, autocast=False, wrapper="", optimizer=""
+):
+    """Two steps as they were published, and the second one counted."""
+    model = torchvision.models.resnet50(num_classes=1000).to(dtype or torch.float32)
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        policy = ModuleWrapPolicy([nn.Conv2d, nn.Linear])
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(model, device_id=cpu, auto_wrap_policy=policy)
+    options = {"lr": 0.001, "weight_decay": 5e-4, "foreach": True}
+    if optimizer == "zero":
+        adam = torch.optim.Adam
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adam, **options)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+    half = torch.autocast("cpu", torch.float16) if autocast else contextlib.nullcontext()
+    for step in range(trial.STEPS):
+        if step == trial.STEPS - 1:
+            live.begin_step()
+        images = torch.empty(batch_size // gpus, 3, 224, 224).to(dtype or torch.float32)
+        labels = torch.zeros(batch_size // gpus, dtype=torch.int64)
+        with half:
+            loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def predict_published(name: str) -> int:
+    """Bytes, in this process, which is of no other use afterwards."""
+    _, gpus, options = PUBLISHED[name]
+    ranks = gpus if "wrapper" in options else 0
+    trial.prepare(ranks)
+    if ranks:
+        dist.init_process_group("fake", rank=0, world_size=ranks)
+    live = LiveBytes()
+    with trial.counting(live, ranks):
+        published_loop(live, gpus, **options)
+    peak = sum(live.peak().values())
+    whole = 128 * 3 * 224 * 224 * 4  # which DataParallel's first GPU holds besides its part
+    return peak + whole * (gpus - 1) // gpus if name == "DP" else peak
+
+
+# ---------------------------------------------------------------------------- rows of the suites
+
+
+def technique_of(command: str, name: str, gpus: int) -> tuple[techniques.Technique, int]:
+    """What a command of a suite runs, and its batch.
+
+    Args:
+        gpus: that there are.
+    """
+    words = shlex.split(command)
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    launched = [word for word in words[:at] if word.startswith("--nproc_per_node=")]
+    script, flags = words[at], words[at + 1 :]
+    technique = techniques.Technique(
+        name,
+        (script, *flags),
+        ranks=int(launched[0].partition("=")[2]) if launched else 0,
+        gpus=gpus if script == "pytorch_DP.py" else 1,
+        on_host=techniques.ON_HOST if script == "pytorch_FSDP_offload.py" else (),
+    )
+    return technique, int(flags[flags.index("--batch-size") + 1])
+
+
+def rows_of(suite: str) -> list[tuple[techniques.Technique, int]]:
+    """Those of its front table, or of the table that has its name; with as many GPUs as the row has
+    ranks, or ``GPUS`` if it takes all."""
+    given = json.loads((trial.ROOT / "config" / f"suite_{suite}.json").read_text())
+    rows = []
+    for row in given["rows"]:
+        counts = row.get("ranks", [None])
+        for n in [1, GPUS] if counts == "gpus" else counts:
+            name = row["name"] if n is None else f"{row['name']} x{n}"
+            command = f"{row['command']} {given['job']}".replace("{ranks}", str(n))
+            shown = name in given["front"] if "front" in given else "table" not in row
+            if shown and "pytorch_compile" not in command:  # the compiler chooses what to keep
+                rows.append(technique_of(command, name, GPUS if suite == "gpu" else 1))
+    return rows
+
+
+def main() -> None:
+    """Write predictions.json into ``--output-dir``, in bytes."""
+    folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+    at_once = os.cpu_count()
+    tasks = [partial(predict_published, name) for name in PUBLISHED]
+    theirs = dict(zip(PUBLISHED, techniques.side_by_side(tasks, at_once), strict=True))
+    found = {
+        "published": [
+            {"name": name, "gpus": gpus, "published_gb": size, "predicted": theirs[name]}
+            for name, (size, gpus, _) in PUBLISHED.items()
+        ],
+        "suites": {},
+    }
+    for suite in SUITES:
+        rows = rows_of(suite)
+        tasks = [partial(techniques.predict, *row, (), None, None) for row in rows]
+        found["suites"][suite] = {
+            row.technique.name: row.peak or None  # not of DeepSpeed's offload, which reads numbers
+            for row in techniques.side_by_side(tasks, at_once)
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "predictions.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
