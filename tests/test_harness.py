@@ -63,6 +63,7 @@ def test_what_tensors_take_on_a_cpu():
     before = cpu_memory.bytes_of_tensors()
     assert kept.nbytes <= before < data.images.nbytes
     profile = cpu_memory.AllocatorProfile()
+    profile.start()
     most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
     del most
     grown = torch.zeros(2 * mib, dtype=torch.uint8)

@@ -72,7 +72,7 @@ def test_first_command(checkout):
     finished = succeed(command, cwd=checkout)
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
     assert result["eval_accuracy"][-1] > 0.93
-    assert len(finished.lines) == 3 + 5 + 1
+    assert len(finished.lines) == 3 + 5 + 2
     example = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1].splitlines()
     shown = [line.split(":")[0] for line in example]
     assert shown == [line.split(":")[0] for line in finished.lines], "the README's example output"
