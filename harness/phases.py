@@ -87,9 +87,9 @@ class Phases:
         now = self.now()
         if self.on_gpu:
             return now
-        queued = (
-            int(os.pread(self.queue, 64, 0).split()[1]) / 1e9 if self.queue is not None else 0.0
-        )
+        queued = 0.0
+        if self.queue is not None:
+            queued = int(os.pread(self.queue, 64, 0).split()[1]) / 1e9
         return now, now - time.thread_time() - queued
 
     def end_range(self) -> None:

@@ -2,8 +2,8 @@
 
 import argparse
 import json
-import re
 import math
+import re
 import shlex
 import shutil
 import subprocess
