@@ -17,7 +17,8 @@ from harness.ranks import RANK
 
 
 class Tracer:
-    """Looks at the last steps in the place of the clock, after one in which the profiler warms up.
+    """Looks at the last steps in the place of the clock: after one in which the profiler warms up,
+    and but for the very last, which is another, as it shows the loss.
 
     Args:
         steps: how many of them.
@@ -25,7 +26,7 @@ class Tracer:
     """
 
     def __init__(self, steps: int, folder: Path):
-        self.steps, self.lasts = steps, steps + 1
+        self.steps, self.lasts, self.ended = steps, steps + 2, 0
         self.path = folder / f"rank{RANK}.pt.trace.json.gz"
         self.found = None  # what trace_rows.measure() makes of the trace
 
@@ -43,11 +44,12 @@ class Tracer:
         self.profiler.start()
 
     def tick(self, clock) -> None:
-        """A step has ended. From the first one on, phases are ranges in the trace."""
-        self.lasts -= 1
-        self.profiler.step()
-        clock.phases.traced = self.lasts > 0
-        if not self.lasts:
+        """A step has ended. In those that are traced, phases are ranges."""
+        self.ended += 1
+        if self.ended <= self.steps + 1:
+            self.profiler.step()
+        clock.phases.traced = self.ended <= self.steps
+        if self.ended == self.steps + 1:
             self.profiler.stop()
 
     def write(self, profiler) -> None:
@@ -72,12 +74,12 @@ def closer_look(args: argparse.Namespace, total: int, per_epoch: int):
     if args.trace:
         in_last_epoch = total - (total - 1) // per_epoch * per_epoch
         settled = total - max(1, min(WARMUP_STEPS, total // 2))
-        most = min(in_last_epoch, settled - 1)
+        most = min(in_last_epoch - 1, settled - 2)
         if args.trace > most:
             room = f"use --trace {most}" if most > 0 else "use a longer run"
             fail(
-                f"--trace {args.trace}: this run has {max(most, 0)} steps to trace, those of the "
-                f"last epoch after the warm-up and one for the profiler's own; {room}"
+                f"--trace {args.trace}: this run has {max(most, 0)} steps to trace, in the last "
+                f"epoch, after the warm-up and one for the profiler, and before the last; {room}"
             )
         return Tracer(args.trace, args.output_dir / "trace")
     if args.profile_memory and args.device == "cpu":
