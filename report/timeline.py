@@ -115,6 +115,7 @@ def read_rows(path: Path) -> list[dict]:
 
 def slim(source: Path, target: Path) -> None:
     """Copy traces with the rows alone, without gaps in compute that nobody sees."""
+    target.mkdir(parents=True, exist_ok=True)
     paths = list_traces(source)
     ranks = [read_rows(path) for path in paths]
     first = min(row["ts"] for rows in ranks for row in rows)

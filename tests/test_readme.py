@@ -39,6 +39,8 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("python model_inference.py", "test_inference.py"),
     ("python benchmark.py", "test_benchmark.py"),
     ("torchrun --standalone --nproc_per_node=2 pytorch_collectives.py", "test_collectives.py"),
+    ("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace", "test_slow.py"),
+    ("python timeline.py", "test_timeline.py"),
 ]
 NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm)|runs all tests)$")
 
