@@ -13,27 +13,34 @@ LATE = 0.1  # of a step: a rank that is later than this, in three of four steps,
 
 def break_down(clock: StepClock) -> dict:
     """What ``result.json`` says, in milliseconds. All ranks call it."""
-    ranks = gather_objects((own_steps(clock), clock.look.found if clock.look else None))
-    traces = [trace for _, trace in ranks]
-    found = {"steps": len(ranks[0][0]), "ranks": [], "straggler": None, "overlap": None}
-    if not found["steps"]:
-        return found | {"collectives": None}
-    for steps, trace in ranks:
-        kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
-        phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
-        waits = [waited for _, _, waited in steps]
-        waiting, waiting_in = spread([sum(w.values()) for w in waits]), None
-        if clock.on_gpu:
-            waiting = {"p50": trace["exposed_ms"], "p95": None} if trace else None
-        else:
-            waiting_in = {kind: spread([w[kind] for w in waits])["p50"] for kind in kinds[1:]}
-        found["ranks"].append({**phases, "waiting": waiting, "waiting_in": waiting_in})
-    if not clock.on_gpu:
-        found["straggler"] = find_straggler([steps for steps, _ in ranks])
+    trace = clock.look.found if clock.look else None
+    everyone = gather_objects((own_steps(clock), trace))
+    traces, hidden = [trace for _, trace in everyone], None
     if all(traces):
-        hidden, exposed = (sum(t[k] for t in traces) for k in ("overlapped_ms", "exposed_ms"))
-        found["overlap"] = hidden / (hidden + exposed) if hidden + exposed else None
-    return found | {"collectives": traces[0] and traces[0]["collectives"]}
+        under, besides = (sum(t[key] for t in traces) for key in ("overlapped_ms", "exposed_ms"))
+        hidden = under / (under + besides) if under + besides else None
+    ranks = [describe_rank(steps, trace, clock.on_gpu) for steps, trace in everyone if steps]
+    straggler = None if clock.on_gpu else find_straggler([steps for steps, _ in everyone])
+    return {
+        "steps": len(everyone[0][0]),
+        "ranks": ranks,
+        "straggler": straggler,
+        "overlap": hidden,
+        "collectives": traces[0] and traces[0]["collectives"],
+    }
+
+
+def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
+    """Its phases; on a GPU, where waiting is a part of them, as much of it as a trace shows."""
+    kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
+    phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
+    if on_gpu:
+        waiting = {"p50": trace["exposed_ms"], "p95": None} if trace else None
+        return phases | {"waiting": waiting, "waiting_in": None}
+    waits = [waited for _, _, waited in steps]
+    waiting_in = {kind: spread([w[kind] for w in waits])["p50"] for kind in kinds[1:]}
+    waiting = spread([sum(waited.values()) for waited in waits])
+    return phases | {"waiting": waiting, "waiting_in": waiting_in}
 
 
 def own_steps(clock: StepClock) -> list[tuple]:
@@ -50,14 +57,13 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
     """The rank whose own work, all but waiting, takes the longest: others wait for it. ``None`` if
     it is not later than the others in three of four steps, by some share of a step."""
     own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
-    if len(own) < 2 or len(set(map(len, own))) > 1:
+    if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
         return None
     slowest = max(range(len(own)), key=lambda rank: statistics.median(own[rank]))
     others = map(statistics.median, zip(*own[:slowest], *own[slowest + 1 :], strict=True))
     late = [mine - theirs for mine, theirs in zip(own[slowest], others, strict=True)]
-    if np.percentile(late, 25) <= 0 or statistics.median(late) < LATE * statistics.median(
-        own[slowest]
-    ):
+    enough = LATE * statistics.median(own[slowest])
+    if np.percentile(late, 25) <= 0 or statistics.median(late) < enough:
         return None
     return {"rank": slowest, "late_ms": spread(late)["p50"]}
 
@@ -67,11 +73,11 @@ def in_a_line(result: dict) -> str:
     found, shares = result["breakdown"], {}
     for rank in found["ranks"]:
         for kind in (*PHASES[:4], "waiting", *PHASES[4:]):
-            if rank.get(kind):
+            if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
                 shares[kind] = shares.get(kind, 0.0) + rank[kind]["p50"]
     whole = sum(shares.values()) or 1.0
     words = [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
-    line = f"step: {result['step_ms']['p50']:,.0f} ms, {', '.join(words)}".replace("%", " %")
+    line = ", ".join([f"step: {result['step_ms']['p50']:,.0f} ms", *words]).replace("%", " %")
     if found["straggler"]:
         others = "the other" if len(found["ranks"]) == 2 else "the others"
         late = found["straggler"]

@@ -20,7 +20,7 @@ class AllocatorProfile:
     handed out before. These are still there at the end, so what is there at the end is added.
     """
 
-    lasts = 1  # step, the last one: see StepClock
+    lasts, found = 1, None  # step, the last one, and nothing of a trace: see StepClock
 
     def __init__(self):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the screen
