@@ -1,6 +1,7 @@
 """--trace N: the last steps of a run as a Chrome trace, a file for each rank."""
 
 import argparse
+import atexit
 import gzip
 import json
 import os
@@ -42,6 +43,13 @@ class Tracer:
             record_shapes=True,  # which tell the bytes of a collective
         )
         self.profiler.start()
+        atexit.register(self.give_up)
+
+    def give_up(self) -> None:
+        """A run that was stopped has no trace; a profiler that still runs would crash its exit."""
+        if self.ended <= self.steps:
+            self.profiler.on_trace_ready = None
+            self.profiler.stop()
 
     def tick(self, clock) -> None:
         """A step has ended. In those that are traced, phases are ranges."""

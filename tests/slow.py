@@ -6,6 +6,7 @@ SLOW=loader torchrun --standalone --nproc_per_node=2 tests/slow.py pytorch_torch
 import atexit
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -57,8 +58,23 @@ def slow_network():
     dist.all_reduce = late
 
 
+def stop():
+    """Asked to, in step 18: while --trace 10 looks at steps 14 to 23."""
+    from harness.run import Run
+
+    log = Run.log
+
+    def log_and_stop(run, loss):
+        if run.step == 18:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, loss)
+
+    Run.log = log_and_stop
+
+
 WAYS = {
     "": lambda: None,
+    "stop": stop,
     "loader": slow_loader,
     "core": shared_core,
     "network": slow_network,

@@ -102,6 +102,15 @@ def test_a_trace_of_each_rank(run_slowly):
     assert run_slowly("loader")["overlap"] is None
 
 
+def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
+    """Ends as any other does, and leaves no trace."""
+    command = f"python tests/slow.py pytorch_SingleGPU.py {JOB} --trace 10"
+    finished = launch(f"{command} --output-dir {tmp_path}", forked=True, SLOW="stop")
+    assert finished.code == 143, str(finished)
+    assert "stopped by SIGTERM after step 18 of 24" in finished.stdout
+    assert not list(tmp_path.glob("trace/*")) and list(tmp_path.glob("snapshots/*"))
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -120,6 +129,6 @@ def test_a_trace_that_cannot_be(flags, words, tmp_path):
 
 
 def test_the_page_has_a_row_for_each_way():
-    """But for the run as it is."""
+    """But for the run as it is, and the one that is stopped."""
     rows = re.findall(r"^\| .*`SLOW=(\w+)` \|$", (ROOT / "docs/slow.md").read_text(), re.M)
-    assert sorted(rows) == sorted(way for way in slow.WAYS if way)
+    assert sorted(rows) == sorted(slow.WAYS.keys() - {"", "stop"})
