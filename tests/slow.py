@@ -16,7 +16,7 @@ import small_resnet  # noqa: F401  a model to choose
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-LATE, LATENCY, BURNERS = 0.08, 0.06, 3  # seconds of a batch and of a message; processes
+LATE, LATENCY, BURNERS = 0.08, 0.06, 6  # seconds of a batch and of a message; processes
 
 
 def slow_loader():
