@@ -19,12 +19,11 @@ from harness.snapshots import write_snapshot
 
 # ---------------------------------------------------------------------------------- the run itself
 
-RUN = ["step", "evaluated", "history", "eval_samples", "seconds"]  # attributes of a Run
+RUN = ["step", "evaluated", "history", "eval_samples"]  # attributes of a Run
 
 
 def run_state(run) -> dict:
     """What a snapshot holds of the run itself. All ranks call it."""
-    run.read_wall_clock()
     run.clock.read()
     own = {"loss_sum": run.loss_sum.item(), "images": run.images}
     own["rng"] = {"cpu": torch.get_rng_state()}
@@ -32,6 +31,7 @@ def run_state(run) -> dict:
         own["rng"]["cuda"] = torch.cuda.get_rng_state(run.device)
     state = {name: getattr(run, name) for name in RUN}
     state |= {"step_seconds": run.clock.settled(), "epoch_seconds": run.clock.epoch_seconds}
+    state["seconds"] = run.clock.read_wall_clock()
     return state | {"ranks": gather_objects(own)} | run.store.describe()
 
 
@@ -41,6 +41,7 @@ def restore_run(run, state: dict) -> None:
     for name in RUN:
         setattr(run, name, state[name])
     run.clock.before, run.clock.epoch_seconds = state["step_seconds"], state["epoch_seconds"]
+    run.clock.wall_seconds = state["seconds"]
     ranks = state["ranks"]
     if len(ranks) == WORLD_SIZE:
         own = ranks[RANK]

@@ -6,9 +6,10 @@ import time
 
 import torch
 
-from harness.cpu_memory import AllocatorProfile
 from harness.measure import peak_memory_gib, reset_peak_memory
+from harness.phases import Phases
 
+STARTED = time.perf_counter()
 WARMUP_STEPS = 10  # left out of speed and memory: allocator, autotuner and caches are settling
 
 
@@ -22,9 +23,12 @@ class StepClock:
     Args:
         devices: those that this process computes on. Steps are timed on the first one.
         data_bytes: of a dataset that is kept on the first one. They are no part of the peak.
+        look: what looks at the last steps closely. It says how many these are (``lasts``), has a
+            ``start()``, and a ``tick()`` after each of them. They are not timed, and so it does
+            not look where there are no others.
     """
 
-    def __init__(self, devices: list[torch.device], data_bytes: int = 0):
+    def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
         self.devices, self.on_gpu = devices, devices[0].type == "cuda"
         self.data_gib = data_bytes / 2**30
         self.ticks, self.seconds = [], []  # of this process
@@ -33,21 +37,25 @@ class StepClock:
         self.first_step = None  # seconds: of this process, with what is compiled or tried in it
         self.peak_memory = {}  # GiB by kind: see peak_memory_gib()
         self.paused = False
-        self.profile = None  # of a last step on a CPU that counts what tensors take
+        self.look, self.looking = look, False
         self.spans = []  # when this process trained: from and to, in Unix time
+        self.phases = Phases(self.now, self.on_gpu)
+        self.wall_seconds, self.since = 0.0, STARTED  # up to a snapshot, and when it was loaded
 
     def start(self) -> None:
         """Begin to count: the next step starts now."""
         self.ticks, self.paused = [self.now()], False
         self.spans.append([time.time()] * 2)
         self.reset_memory()
+        self.phases.begin_step()
 
     def tick(self) -> None:
         """A step has ended, and the next one starts."""
-        if self.profile:
-            self.peak_memory["allocated"] = self.profile.peak_bytes() / 2**30
-            self.profile, self.ticks = None, []
-            return
+        self.phases.end_step()
+        if self.looking:
+            self.look.tick(self)
+            self.ticks = []
+            return self.phases.begin_step()
         self.ticks.append(self.now())
         steps = len(self.seconds) + len(self.ticks) - 1
         if steps == WARMUP_STEPS:
@@ -56,14 +64,21 @@ class StepClock:
             self.peak_memory = {}  # there are others: forget what cuDNN tried in the warm-up
         if self.paused:
             self.reset_memory()
+        self.phases.begin_step()
 
-    def profile_step(self) -> None:
-        """Count what tensors take in the step that begins, on a CPU. It is the last one, and not
-        among the steps that are timed; so it is not counted where it is the only one."""
-        if not self.on_gpu and len(self.seconds) + len(self.ticks) > 1:
+    def begin_step(self, left: int) -> None:
+        """A batch is loaded.
+
+        Args:
+            left: how many steps of the run follow this one.
+        """
+        if not self.look or self.looking or left >= self.look.lasts:
+            return
+        if len(self.seconds) + len(self.ticks) > 1:
             self.read()
             self.pause()
-            self.profile = AllocatorProfile()
+            self.looking = True
+            self.look.start()
 
     def now(self):
         """On a GPU an event in its queue, for which nobody waits."""
@@ -76,7 +91,7 @@ class StepClock:
     def read(self) -> None:
         """Turn the ticks so far into seconds. On a GPU this waits for the last of them."""
         if len(self.ticks) < 2:
-            return
+            return self.phases.read()
         if self.on_gpu:
             self.ticks[-1].synchronize()
             seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.ticks)]
@@ -87,6 +102,7 @@ class StepClock:
         self.first_step = self.seconds[0]
         self.epoch_seconds += sum(seconds)
         self.spans[-1][1] = time.time()
+        self.phases.read()
 
     def settled(self) -> list[float]:
         """Seconds of the steps after each process's warm-up, which is half of a short one."""
@@ -94,6 +110,7 @@ class StepClock:
 
     def pause(self) -> None:
         """Read the memory before what is not training: it counts again from the next tick on."""
+        self.phases.leave_out()
         if self.paused:
             return
         self.paused = True
@@ -106,3 +123,9 @@ class StepClock:
         self.paused = False
         for device in self.devices:
             reset_peak_memory(device)
+
+    def read_wall_clock(self) -> float:
+        """Seconds of this run so far, up to a snapshot and since it was loaded."""
+        now = time.perf_counter()
+        self.wall_seconds, self.since = self.wall_seconds + now - self.since, now
+        return self.wall_seconds

@@ -155,6 +155,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--profile-memory", action="store_true",
          help="on a CPU, count what tensors take in the last step, and keep no freed memory, which "
          "makes steps slower (a GPU's memory is always counted)")
+    flag("--trace", type=positive, metavar="N",
+         help="write the last N steps as a Chrome trace, a file per rank in the folder trace of "
+         "--output-dir; timeline.py draws them (default: no trace)")
     flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
          help="the longest wait of a rank for the others, a download included (default: 1800)")
     flag = parser.add_argument_group("the files").add_argument
@@ -183,6 +186,8 @@ def complete(args: argparse.Namespace) -> None:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.trace and args.profile_memory:
+        fail("--trace and --profile-memory both look at the last step; leave out one of the two")
     if args.profile_memory and args.device == "cpu":
         keep_no_free_memory()
     if args.batch_size % WORLD_SIZE:

@@ -14,16 +14,24 @@ from torch.utils.data import Dataset
 
 
 class AllocatorProfile:
-    """Peak bytes of this process's tensors, from now until :meth:`peak_bytes`.
+    """Peak bytes of this process's tensors, from :meth:`start` until :meth:`peak_bytes`.
 
     PyTorch's profiler sees each block that the allocator hands out and gets back, but not those
     handed out before. These are still there at the end, so what is there at the end is added.
     """
 
+    lasts, found = 1, None  # step, the last one, and nothing of a trace: see StepClock
+
     def __init__(self):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the screen
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def start(self) -> None:
         self.profiler.start()
+
+    def tick(self, clock) -> None:
+        """The step has ended, of which the clock is to know the peak."""
+        clock.peak_memory["allocated"] = self.peak_bytes() / 2**30
 
     def peak_bytes(self) -> int:
         """Stop counting. Datasets are no part of it."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.breakdown import break_down
 from harness.clock import StepClock
 from harness.command_line import settings
 from harness.measure import (
@@ -72,9 +73,24 @@ def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
     }
 
 
-def write_result(run, precision: str, state_bytes: dict, memory: dict, gpus: list[str]) -> dict:
-    """Write ``result.json`` into ``--output-dir``, and return what it says. Rank 0 does."""
+def gather_figures(run, model: nn.Module, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
+    """What result.json says of all ranks; they all call it."""
+    return {
+        "gpu_uuids": uuids_of_all(run.clock.devices),
+        "peak_memory_gib": {"allocated": None, "reserved": None} | peak_memory(run.clock),
+        "state_bytes": count_state_bytes(model, optimizer, **held),
+        "breakdown": break_down(run.clock),
+    }
+
+
+def write_result(run, model: nn.Module, figures: dict) -> dict:
+    """Write ``result.json`` into ``--output-dir``, and return what it says. Rank 0 does.
+
+    Args:
+        figures: of :func:`gather_figures`.
+    """
     args, seconds = run.args, run.clock.settled()
+    precision = precision_of(args, model)
     result = {
         "technique": SCRIPT,
         "command": launch_command(),
@@ -82,7 +98,6 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict, gpus: lis
         "world_size": WORLD_SIZE,
         "devices": WORLD_SIZE * len(run.clock.devices),
         "device": device_name(run.device),
-        "gpu_uuids": gpus,
         "threads": torch.get_num_threads(),
         "model": args.model,
         "norm": args.norm,
@@ -95,14 +110,13 @@ def write_result(run, precision: str, state_bytes: dict, memory: dict, gpus: lis
         "epochs": run.epochs,
         "steps": run.step,
         "seed": args.seed,
-        "seconds_total": run.read_wall_clock(),
+        "seconds_total": run.clock.read_wall_clock(),
         "seconds_train": sum(run.history["seconds"]),
         "trained_between": run.clock.spans,
         **run.train_set.rates(args.batch_size / statistics.median(seconds)),
         "first_step_seconds": run.clock.first_step,
         "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
-        "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
-        "state_bytes": state_bytes,
+        **figures,
         **run.history,
         "eval_samples": run.eval_samples,
         "versions": versions(),

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from harness import checkpoint, result
+from harness import breakdown, checkpoint, result
 from harness.clock import StepClock
 from harness.display import Display
 from harness.guard import Guard
@@ -21,8 +21,7 @@ from harness.loaders import batches_of
 from harness.ranks import RANK, WORLD_SIZE, exit_all, max_over_ranks, print0, wait_for_gloo
 from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
-
-STARTED = time.perf_counter()
+from harness.trace import closer_look
 
 
 def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
@@ -47,9 +46,9 @@ class Run:
         self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
         self.images = 0  # of this epoch and rank
-        self.seconds, self.since = 0.0, STARTED
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
-        self.clock = StepClock(devices, self.train_set.bytes_on_gpu)
+        look = closer_look(args, self.total_steps, self.steps_per_epoch)
+        self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
         self.display = Display(args.output_dir, self.train_set.unit)
         self.store = SnapshotStore(args)
         self.guard = Guard(args, self.store.newest)
@@ -70,7 +69,7 @@ class Run:
             if isinstance(model, DistributedDataParallel) and self.args.deterministic:
                 checkpoint.rebuild_buckets(model, self.train_set.example(2).to(self.device))
         scaler = others.get("scaler")
-        self.start(checkpoint.plain(model), optimizer, scheduler, snapshot, scaler=scaler)
+        self.start(model, optimizer, scheduler, snapshot, scaler=scaler)
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
         """Write a snapshot, from which ``--resume`` goes on: rank 0 does, and all ranks call it.
@@ -108,6 +107,7 @@ class Run:
         """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file.
 
         Args:
+            model: what the loop calls: also in DDP's wrapper.
             scheduler: ``None`` if a library looks after it.
             skips_by: see :meth:`Guard.attach`.
         """
@@ -129,7 +129,10 @@ class Run:
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {path} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.guard.attach(self, model, optimizer, **skips_by)
+        self.guard.attach(self, checkpoint.plain(model), optimizer, **skips_by)
+        self.clock.phases.attach(
+            skips_by.get("engine") or model, optimizer, len(self.clock.devices)
+        )
         if RANK == 0:
             if snapshot:
                 result_file.unlink(missing_ok=True)  # it comes back when this run ends
@@ -153,9 +156,10 @@ class Run:
         for index, batch in zip(range(begin, end), batches_of(loader), strict=False):
             self.step += 1
             self.batch, self.lr = len(batch[-1]), self.optimizer.param_groups[0]["lr"]
-            if args.profile_memory and self.step == self.total_steps:
-                self.clock.profile_step()
-            yield self.train_set.prepare(batch, self.device, args.seed, epoch, index, dtype)
+            self.clock.begin_step(self.total_steps - self.step)
+            batch = self.train_set.prepare(batch, self.device, args.seed, epoch, index, dtype)
+            self.clock.phases.has_data()
+            yield batch
             self.clock.tick()
             self.display.bar.update(args.batch_size)
         self.display.bar.close()
@@ -227,25 +231,18 @@ class Run:
             self.clock.epoch_seconds = 0.0
 
     def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:
-        """Write ``result.json`` and TensorBoard's HPARAMS, and print the last line.
+        """Write ``result.json`` and TensorBoard's HPARAMS, and print the last lines.
 
         Args:
             model, optimizer: as this rank holds them, with the gradients of the last step; the
                 tensors are counted for ``state_bytes``.
             held: see :func:`result.count_state_bytes`.
         """
-        state_bytes = result.count_state_bytes(model, optimizer, **held)
-        memory, gpus = result.peak_memory(self.clock), result.uuids_of_all(self.clock.devices)
+        figures = result.gather_figures(self, model, optimizer, held)
         if RANK == 0:
-            of_model = result.precision_of(self.args, model), state_bytes
-            written = result.write_result(self, *of_model, memory, gpus)
+            written = result.write_result(self, model, figures)
             result.add_hparams(self.display.writer, self.args, written)
             self.display.close()
+            print0(breakdown.in_a_line(written))
             print0(f"{result.in_a_line(written)}, files in {self.args.output_dir}")
         wait_for_gloo()
-
-    def read_wall_clock(self) -> float:
-        """Seconds of this run so far, up to a snapshot and since it was loaded."""
-        now = time.perf_counter()
-        self.seconds, self.since = self.seconds + now - self.since, now
-        return self.seconds

@@ -249,9 +249,9 @@ class SnapshotStore:
             print0(f"snapshot {path} is damaged and left out: {damage}")
 
     def archive_previous_run(self) -> None:
-        """Move what an earlier run left in this folder to ``previous/``, and drop its curves. Of
-        the run that goes on, these are only snapshots that are damaged or newer than the resumed
-        one. Rank 0 does this."""
+        """Move what an earlier run left in this folder to ``previous/``, and drop its curves and
+        traces. Of the run that goes on, these are only snapshots that are damaged or newer than
+        the resumed one. Rank 0 does this."""
         output_dir, resumed = self.args.output_dir, self.resumed
         aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
         if resumed and resumed.resolve().parent == self.folder.resolve():
@@ -259,6 +259,8 @@ class SnapshotStore:
         else:
             for events in output_dir.glob("events.out.tfevents.*"):
                 events.unlink()
+            for trace in output_dir.glob("trace/rank*.json.gz"):
+                trace.unlink()
             if not list_snapshots(self.folder):  # of an attempt that came to nothing
                 shutil.rmtree(self.folder, ignore_errors=True)
         for path in aside:

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from report import drawings, plots, stale, tables
+from report import drawings, plots, stale, tables, timeline
 from report.results import ROOT, Unusable, read_results, size_of
 
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu")  # that are rendered
@@ -70,7 +70,8 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
     drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
     blocks = make_blocks(root, results) | {"collectives": sweep_block(root, sweep)}
-    pictures = {root / "docs" / name: text for name, text in drawings.pictures().items()}
+    pictures = drawings.pictures() | timeline.pictures(root)
+    pictures = {root / "docs" / name: text for name, text in pictures.items()}
     changed = {p: text for p, text in pictures.items() if not p.is_file() or p.read_text() != text}
     for chinese in (False, True):
         missing = dict.fromkeys(blocks)

@@ -134,6 +134,9 @@ class Event:
     def record(self, stream=None):
         self.cuda.note("Event.record", *([stream.name] if stream else []))
 
+    def query(self):
+        return False  # the GPU is not there yet
+
     def synchronize(self):
         self.cuda.note("Event.synchronize")
 
@@ -343,9 +346,10 @@ def main():
     stand_in_for_ranks(cuda.note)
     import common
     import harness.stop
+    from harness.phases import Phases
     from harness.run import Run
 
-    fake, start, batches = FakeGpus(cuda), Run.start, Run.batches
+    fake, start, batches, mark = FakeGpus(cuda), Run.start, Run.batches, Phases.mark
 
     def watched_start(run, model, *args, **kwargs):
         fake.model = model
@@ -365,7 +369,12 @@ def main():
             yield images, labels
         cuda.note("end of epoch")
 
-    Run.start, Run.batches = watched_start, watched_batches
+    def watched_mark(phases, phase):
+        if phases.marks is not None:
+            cuda.note("phase", phase)
+        mark(phases, phase)
+
+    Run.start, Run.batches, Phases.mark = watched_start, watched_batches, watched_mark
     mode = contextlib.nullcontext()
     if "cuda" in sys.argv:
         cuda.install()

@@ -87,6 +87,7 @@ def test_the_branches_of_a_gpu(script, dtype, tmp_path):
     check_tensors(seen, script, dtype, gpus, gpu)
     check_copies(seen.log, 24 if alone else 6)
     check_clock(seen.log, gpus, gpu)
+    check_phases(seen.log, script)
     waits = [name for name, *_ in seen.log].count("synchronize")
     assert waits == (6 if "powersgd" in script else 0)  # PyTorch's hook, in the steps after ten
     check_result(result, dtype, 1 if alone else 4, gpus)
@@ -151,15 +152,16 @@ def check_copies(log, batch_size):
 def check_clock(log, gpus, gpu):
     """An event a step, on the stream that computes; memory is of the steps alone."""
     words = {"reset_peak_memory_stats": "reset", "max_memory_allocated": "read"}
-    happened = []
+    happened, before = [], ""
     for name, *what in log:
+        of_a_phase, before = before == "phase", name
         if name in ("epoch", "end of epoch", "step"):
             happened.append(name)
         elif name in words and what == [gpu]:
             happened.append(words[name])
         elif name == "Event.record" and what:
             assert what == [f"current stream of {gpu}"]
-            happened.append("tick")
+            happened += [] if of_a_phase else ["tick"]
         elif name == "Event.elapsed_time" and happened[-1] != "times":
             happened.append("times")
         elif name == "save" and what[0] == "state.pt":
@@ -173,6 +175,22 @@ def check_clock(log, gpus, gpu):
     for name in words:
         counts = {where: log.count([name, where]) for where in gpus}
         assert len(set(counts.values())) == 1, "all GPUs are looked at alike"
+
+
+def check_phases(log, script):
+    """Each step has all of them, but for several replicas, whose forward is called by threads, and
+    a half model beside the one that is known; the first step is the one to find that out."""
+    inner = ["rest", "forward", "backward"]
+    if "accumulation" in script:
+        inner += ["forward", "backward"]
+    apart = script.split()[0] != "pytorch_DP" and "master" not in script
+    if not apart:
+        inner = ["forward_and_backward"]
+    phases = " ".join(what.replace(" ", "_") for _, what in (e for e in log if e[0] == "phase"))
+    whole = f"data {' '.join(inner)} optimizer rest"
+    steps = [phases.strip() for phases in phases.split("data")]
+    steps = [f"data {phases}" for phases in steps if phases]  # at the end of an epoch none follows
+    assert steps.count(f"{whole} end") == 13 + apart and steps.count(whole) == 2, "with a snapshot"
 
 
 def check_result(result, dtype, world_size, gpus):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, started, wait_for
 
-from harness import clock, command_line, cpu_memory, ranks, stop
+from harness import clock, command_line, cpu_memory, phases, ranks, stop
 
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 
@@ -51,6 +51,63 @@ def test_the_peak_is_that_of_the_steps():
     assert began <= ended <= again <= end
 
 
+# ---------------------------------------------------------------------------------------- phases
+
+
+def make_phases(model, **options):
+    """As a clock does, on a CPU, with an optimizer that has something to do."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = phases.Phases(time.perf_counter, on_gpu=False)
+    ours.attach(model, optimizer, **options)
+    return ours, optimizer
+
+
+def train_step(ours, model, optimizer, pause=0.0):
+    ours.begin_step()
+    ours.has_data()
+    loss = model(torch.ones(1, 2)).sum()
+    time.sleep(pause)
+    loss.backward()
+    optimizer.step()
+    ours.end_step()
+
+
+def test_the_phases_of_a_step():
+    """Blocked, not computing: that is waiting. An evaluation after the step is no part of it."""
+    model = torch.nn.Linear(2, 2)
+    ours, optimizer = make_phases(model)
+    train_step(ours, model, optimizer, pause=0.1)
+    model(torch.ones(1, 2))
+    [(number, seconds, waits)] = ours.steps
+    assert number == 1 and list(seconds) == ["data", "rest", "forward", "backward", "optimizer"]
+    assert waits["backward"] > 0.09 > seconds["backward"] and waits["data"] == 0
+
+
+def test_a_step_with_a_snapshot_is_left_out_and_memory_is_bounded():
+    model = torch.nn.Linear(2, 2)
+    ours, optimizer = make_phases(model)
+    for _ in range(phases.KEPT + 5):
+        train_step(ours, model, optimizer)
+    ours.begin_step()
+    ours.leave_out()
+    ours.end_step()
+    assert len(ours.steps) == phases.KEPT and ours.steps[-1][0] == ours.number - 1
+
+
+@pytest.mark.parametrize("how", ["compiled", "threads"])
+def test_a_forward_without_hooks_is_one_with_backward(how):
+    """Of a compiled model they would cut the graph; replicas would call them from threads."""
+    model = torch.nn.Linear(2, 2)
+    if how == "compiled":
+        model.compile(backend="eager")
+    ours, optimizer = make_phases(model, threads=2 if how == "threads" else 1)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    for _ in range(2):
+        train_step(ours, model, optimizer)
+    _, (_, seconds, _) = ours.steps
+    assert list(seconds) == ["data", "forward and backward", "optimizer", "rest"]
+
+
 # ------------------------------------------------------------------------------------- launchers
 
 
@@ -63,6 +120,7 @@ def test_what_tensors_take_on_a_cpu():
     before = cpu_memory.bytes_of_tensors()
     assert kept.nbytes <= before < data.images.nbytes
     profile = cpu_memory.AllocatorProfile()
+    profile.start()
     most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
     del most
     grown = torch.zeros(2 * mib, dtype=torch.uint8)

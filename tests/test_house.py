@@ -18,6 +18,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "report": set(),
     "model_inference": {"common", "inference", "report"},
     "benchmark": {"harness", "report"},
+    "timeline": {"harness", "report"},
     "pytorch_DeepSpeed": {"common", "harness"},  # which keeps things in places of its own
 }
 

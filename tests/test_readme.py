@@ -39,6 +39,8 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("python model_inference.py", "test_inference.py"),
     ("python benchmark.py", "test_benchmark.py"),
     ("torchrun --standalone --nproc_per_node=2 pytorch_collectives.py", "test_collectives.py"),
+    ("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace", "test_slow.py"),
+    ("python timeline.py", "test_timeline.py"),
 ]
 NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm)|runs all tests)$")
 
@@ -72,7 +74,7 @@ def test_first_command(checkout):
     finished = succeed(command, cwd=checkout)
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
     assert result["eval_accuracy"][-1] > 0.93
-    assert len(finished.lines) == 3 + 5 + 1
+    assert len(finished.lines) == 3 + 5 + 2
     example = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1].splitlines()
     shown = [line.split(":")[0] for line in example]
     assert shown == [line.split(":")[0] for line in finished.lines], "the README's example output"

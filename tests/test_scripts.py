@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def eval_set():
 
 def test_screen(run):
     script, world_size, finished, output = run
-    first, settings, data, *epochs, last = finished.lines
+    first, settings, data, *epochs, step, last = finished.lines
     for word in [
         script,
         f"{world_size} x cpu",
@@ -93,6 +94,7 @@ def test_screen(run):
         deterministic=False,
         double=False,
         profile_memory=False,
+        trace=None,
         timeout=1800,
         output_dir=output,
         resume="none",
@@ -102,6 +104,7 @@ def test_screen(run):
     )
     assert "250 training and 203 evaluation images, 10 classes" in data
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+    assert re.match(r"step: [\d,]+ ms, data \d+ %, .*, rest \d+ %", step), step
     assert last.startswith("done: accuracy ") and str(output) in last
     assert not finished.our_warnings
     if (script, world_size) not in LAUNCHED:

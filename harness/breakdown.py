@@ -1,0 +1,87 @@
+"""Where the steps of a run went: for each rank and phase, which rank is late, and in a line."""
+
+import statistics
+
+import numpy as np
+
+from harness.clock import WARMUP_STEPS, StepClock
+from harness.phases import PHASES
+from harness.ranks import gather_objects
+
+LATE = 0.1  # of a step: a rank that is later than this, in three of four steps, is a straggler
+
+
+def break_down(clock: StepClock) -> dict:
+    """What ``result.json`` says, in milliseconds. All ranks call it."""
+    trace = clock.look.found if clock.look else None
+    everyone = gather_objects((own_steps(clock), trace))
+    traces, hidden = [trace for _, trace in everyone], None
+    if all(traces):
+        under, besides = (sum(t[key] for t in traces) for key in ("overlapped_ms", "exposed_ms"))
+        hidden = under / (under + besides) if under + besides else None
+    ranks = [describe_rank(steps, trace, clock.on_gpu) for steps, trace in everyone if steps]
+    straggler = None if clock.on_gpu else find_straggler([steps for steps, _ in everyone])
+    return {
+        "steps": len(everyone[0][0]),
+        "ranks": ranks,
+        "straggler": straggler,
+        "overlap": hidden,
+        "collectives": traces[0] and traces[0]["collectives"],
+    }
+
+
+def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
+    """Its phases; on a GPU, where waiting is a part of them, as much of it as a trace shows."""
+    kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
+    phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
+    if on_gpu:
+        waiting = {"p50": trace["exposed_ms"], "p95": None} if trace else None
+        return phases | {"waiting": waiting, "waiting_in": None}
+    waits = [waited for _, _, waited in steps]
+    waiting_in = {kind: spread([w[kind] for w in waits])["p50"] for kind in kinds[1:]}
+    waiting = spread([sum(waited.values()) for waited in waits])
+    return phases | {"waiting": waiting, "waiting_in": waiting_in}
+
+
+def own_steps(clock: StepClock) -> list[tuple]:
+    """The settled ones of this process, of those that are kept: see :meth:`StepClock.settled`."""
+    warmup = min(WARMUP_STEPS, len(clock.seconds) // 2)
+    return [step for step in clock.phases.steps if step[0] > warmup]
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {f"p{p}": round(1e3 * float(np.percentile(seconds, p)), 3) for p in (50, 95)}
+
+
+def find_straggler(ranks: list[list[tuple]]) -> dict | None:
+    """The rank whose own work, all but waiting, takes the longest: others wait for it. ``None`` if
+    it is not later than the others in three of four steps, by some share of a step."""
+    own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
+    if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
+        return None
+    slowest = max(range(len(own)), key=lambda rank: statistics.median(own[rank]))
+    others = map(statistics.median, zip(*own[:slowest], *own[slowest + 1 :], strict=True))
+    late = [mine - theirs for mine, theirs in zip(own[slowest], others, strict=True)]
+    enough = LATE * statistics.median(own[slowest])
+    if np.percentile(late, 25) <= 0 or statistics.median(late) < enough:
+        return None
+    return {"rank": slowest, "late_ms": spread(late)["p50"]}
+
+
+def in_a_line(result: dict) -> str:
+    """What is said when a run ends: shares of the ranks' mean, and who is late."""
+    found, shares = result["breakdown"], {}
+    for rank in found["ranks"]:
+        for kind in (*PHASES[:4], "waiting", *PHASES[4:]):
+            if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
+                shares[kind] = shares.get(kind, 0.0) + rank[kind]["p50"]
+    whole = sum(shares.values()) or 1.0
+    words = [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
+    line = ", ".join([f"step: {result['step_ms']['p50']:,.0f} ms", *words]).replace("%", " %")
+    if found["straggler"]:
+        others = "the other" if len(found["ranks"]) == 2 else "the others"
+        late = found["straggler"]
+        line += f"; rank {late['rank']} is {late['late_ms']:,.0f} ms slower than {others}"
+    if found["overlap"] is not None:
+        line += f"; {found['overlap']:.0%} of communication under compute".replace("%", " %")
+    return line

@@ -1,0 +1,132 @@
+"""Where each training step goes: marks between data, forward, backward, optimizer and the rest,
+set by hooks, so that no training loop has a line for it."""
+
+import collections
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable
+
+from torch import nn
+from torch.profiler import record_function
+
+TOGETHER = "forward and backward"  # where no hook of the model is called between them
+PHASES = ("data", "forward", "backward", TOGETHER, "optimizer", "rest")  # as a step has them
+KEPT = 1000  # steps, the last ones: memory is bounded
+
+
+class Phases:
+    """Seconds of each phase of this process's steps, and how long it waited in them.
+
+    A mark ends one phase and begins the next. On a GPU it is an event in the queue, read when the
+    GPU has come to it. On a CPU it is the time, and how long the main thread had been blocked until
+    then: neither on a core nor queueing for one. That is waiting for other ranks: gloo's waits
+    block, and PyTorch's own threads are waited for by spinning, but for a moment.
+
+    Args:
+        now: sets a mark on a GPU, or is the time.
+    """
+
+    def __init__(self, now: Callable, on_gpu: bool):
+        self.now, self.on_gpu = now, on_gpu
+        self.attached = self.traced = False
+        self.marks = None  # of the present step; None between steps
+        self.number = 0  # steps of this process so far
+        self.unread = collections.deque()  # numbers and marks of steps that the GPU may be at
+        self.steps = collections.deque(maxlen=KEPT)  # numbers, seconds and waits by phase
+        self.after_data, self.range, self.queue = "rest", None, None
+        with contextlib.suppress(OSError):  # Linux only
+            self.queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def attach(self, model: nn.Module, optimizer, threads: int = 1) -> None:
+        """Have the model's forward and the optimizer's step set marks.
+
+        Args:
+            model: what the loop calls: in its wrapper; or DeepSpeed's engine, which is both.
+            threads: in which forward is called, as nn.DataParallel does. Like a model that is
+                compiled as a whole, where a hook would cut the graph, it gets no hooks then.
+        """
+        self.attached = True
+        if threads == 1 and not (model._compiled_call_impl or hasattr(model, "_orig_mod")):
+            # first, and last, of the hooks: FSDP's are part of forward
+            model.register_forward_pre_hook(lambda *_: self.mark("forward"), prepend=True)
+            model.register_forward_hook(lambda *_: self.mark("backward"))
+        if step := getattr(model, "step", None):  # DeepSpeed's, in which optimizers step
+
+            def marked_step(*args, **kwargs):
+                self.mark("optimizer")
+                step(*args, **kwargs)
+                self.mark("rest")
+
+            model.step = marked_step
+        else:
+            optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
+            optimizer.register_step_post_hook(lambda *_: self.mark("rest"))
+
+    def begin_step(self) -> None:
+        """What follows, from now on, is loading."""
+        if self.attached:
+            self.marks = []
+            self.mark("data")
+
+    def has_data(self) -> None:
+        self.mark(self.after_data)
+
+    def mark(self, phase: str) -> None:
+        """A phase begins; outside of a step, as in an evaluation, that means nothing."""
+        if self.marks is not None:
+            self.end_range()
+            self.marks.append((phase, self.point()))
+            if self.traced and phase in PHASES:
+                self.range = record_function(phase)
+                self.range.__enter__()
+
+    def point(self):
+        """A point in time, as a GPU's event, or as seconds and those among them spent blocked."""
+        now = self.now()
+        if self.on_gpu:
+            return now
+        queued = 0.0
+        if self.queue is not None:
+            queued = int(os.pread(self.queue, 64, 0).split()[1]) / 1e9
+        return now, now - time.thread_time() - queued
+
+    def end_range(self) -> None:
+        if self.range:
+            self.range.__exit__(None, None, None)
+            self.range = None
+
+    def end_step(self) -> None:
+        """Keep the step's marks, and read those of which the GPU has seen the last."""
+        self.number += 1
+        if self.marks is not None:
+            self.mark("end")
+            if "forward" not in (phase for phase, _ in self.marks):
+                self.after_data = TOGETHER  # from the next step on
+            if not self.traced:
+                self.unread.append((self.number, self.marks))
+            self.marks = None
+        while self.unread and (not self.on_gpu or self.unread[0][1][-1][1].query()):
+            self.read_step(*self.unread.popleft())
+
+    def leave_out(self) -> None:
+        """The present step has something else in it, a snapshot, or is none."""
+        self.end_range()
+        self.marks = None
+
+    def read(self) -> None:
+        """Read all that there is: the GPU has come so far."""
+        while self.unread:
+            self.read_step(*self.unread.popleft())
+
+    def read_step(self, number: int, marks: list[tuple]) -> None:
+        seconds, waits = collections.Counter(), collections.Counter()
+        for (phase, begin), (_, end) in itertools.pairwise(marks):
+            if self.on_gpu:
+                seconds[phase] += begin.elapsed_time(end) / 1e3
+            else:
+                waited = max(0.0, end[1] - begin[1]) if phase != "data" else 0.0
+                seconds[phase] += end[0] - begin[0] - waited
+                waits[phase] += waited
+        self.steps.append((number, seconds, waits))

@@ -1,0 +1,140 @@
+"""What a trace of torch.profiler comes to: four rows at its top, of phases, compute, communication,
+and where these two overlap. On a GPU the rows but the first are of kernels, later than the CPU."""
+
+import collections
+import itertools
+
+from harness.phases import PHASES
+
+Spans = list[tuple[float, float]]  # from and to, in microseconds
+
+ROWS = ("phases", "compute", "communication", "overlap")
+WAITING = ("c10d", "_c10d_functional", "autograd", "torch")  # ranges that may contain waits
+NAMES = {  # of the dispatcher's collectives
+    "allreduce": "all_reduce", "allgather": "all_gather", "allgather_base": "all_gather",
+    "reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all", "send": "send",
+    "alltoall_base": "all_to_all", "recv": "recv", "recv_any_source": "recv",
+}  # fmt: skip
+SIZES = {"float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half": 2, "Half": 2,
+         "c10::BFloat16": 2, "BFloat16": 2}  # fmt: skip
+
+
+def make_rows(events: list[dict], rank: int) -> list[dict]:
+    """The rows as events of a process of their own, named after the rank."""
+    events = [event for event in events if event.get("ph") == "X"]
+    phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if kernels:
+        calls = [e for e in kernels if e["name"].startswith("nccl")]
+        working = [e for e in kernels if not e["name"].startswith("nccl")]
+        sent = [(e, *describe_nccl(e["args"])) for e in calls]
+    else:
+        threads = {event["tid"] for event in phases}
+        working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
+        working = [e for e in working if computes(e["name"])]
+        sent = describe_gloo(events)
+    compute = union(map(span, working))
+    rows = [row(rank, "phases", e["name"], span(e)) for e in phases]
+    rows += [row(rank, "compute", "compute", found) for found in compute]
+    rows += [row(rank, "communication", name, span(e), bytes=size) for e, name, size in sent]
+    both = intersection(compute, union(span(e) for e, *_ in sent))
+    rows += [row(rank, "overlap", "overlap", found) for found in both]
+    names = [("process_name", 0, {"name": f"rank {rank}"})]
+    names += [("process_sort_index", 0, {"sort_index": -1})]
+    names += [("thread_name", i, {"name": name}) for i, name in enumerate(ROWS)]
+    about = {"ph": "M", "pid": f"rank {rank}"}
+    return rows + [about | {"tid": i, "name": n, "args": args} for n, i, args in names]
+
+
+def row(rank: int, kind: str, name: str, found: tuple[float, float], **args) -> dict:
+    event = {"ph": "X", "cat": kind, "name": name, "pid": f"rank {rank}", "tid": ROWS.index(kind)}
+    return event | {"ts": found[0], "dur": found[1] - found[0], "args": args}
+
+
+def measure(rows: list[dict], steps: int) -> dict:
+    """What result.json says of the traced steps: milliseconds of communication in each that lie
+    under compute, and that do not; and how many collectives of each kind there are, with bytes."""
+    spans = {kind: union(span(e) for e in rows if e.get("cat") == kind) for kind in ROWS}
+    sums = {kind: sum(b - a for a, b in found) / 1e3 / steps for kind, found in spans.items()}
+    calls = collections.defaultdict(lambda: {"per_step": 0.0, "bytes_per_step": 0.0})
+    for event in rows:
+        if event.get("cat") == "communication":
+            calls[event["name"]]["per_step"] += 1 / steps
+            calls[event["name"]]["bytes_per_step"] += event["args"]["bytes"] / steps
+    exposed = sums["communication"] - sums["overlap"]
+    return {"overlapped_ms": sums["overlap"], "exposed_ms": exposed, "collectives": dict(calls)}
+
+
+# ----------------------------------------------------------------------- what an event of a row is
+
+
+def computes(name: str) -> bool:
+    """Whether an operation on a CPU is one that does not wait, or compiled code."""
+    first, _, operation = name.partition("::")
+    return bool(operation) and first not in WAITING or name.startswith("## Call CompiledFxGraph")
+
+
+def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
+    """Events of gloo's threads, each with the collective that was asked for and the bytes of its
+    largest tensor. Both are of the dispatcher's call: gloo itself sends a reduce_scatter as an
+    all_reduce. Calls and events are in one order; at a border of the trace one may be missing."""
+    own = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
+    calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
+    known = len(own) == len(calls)
+    found = []
+    for event, call in zip(own, calls if known else own, strict=True):
+        name = call["name"].partition(":")[2].strip(":_")
+        sizes = [*count_elements(event["args"]), *count_elements(call["args"])]
+        kind = (event["args"].get("Input type") or [""])[0]
+        found.append((event, NAMES.get(name, name), max(sizes, default=0) * SIZES.get(kind, 1)))
+    return found
+
+
+def count_elements(args: dict) -> list[int]:
+    """Of each tensor, or list of tensors, that a profiled operation got."""
+
+    def count(shape: list) -> int:
+        if shape and isinstance(shape[0], list):
+            return sum(map(count, shape))
+        product = 1
+        for size in shape:
+            product *= size
+        return product
+
+    return [count(shape) for shape in args.get("Input Dims", []) if shape]
+
+
+def describe_nccl(args: dict) -> tuple[str, int]:
+    """The collective of a kernel, and the bytes of its larger tensor."""
+    name = args.get("Collective name", "nccl").strip("_")
+    elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
+    return NAMES.get(name, name), elements * SIZES.get(args.get("dtype", ""), 1)
+
+
+# ------------------------------------------------------------------------------------------- spans
+
+
+def span(event: dict) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event.get("dur", 0)
+
+
+def union(spans) -> Spans:
+    """Those that touch or overlap made one."""
+    joined = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def intersection(ours: Spans, theirs: Spans) -> Spans:
+    """Where two unions both are."""
+    edges = [edge for a, b in ours + theirs for edge in ((a, 1), (b, -1))]
+    depth, found = 0, []
+    for (here, step), (there, _) in itertools.pairwise(sorted(edges)):
+        depth += step
+        if depth == 2 and there > here:
+            found.append((here, there))
+    return found

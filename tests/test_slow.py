@@ -1,0 +1,137 @@
+"""The breakdown of a step tells why a run is slow: each row of docs/slow.md, produced on purpose.
+Its command: torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace 3
+"""
+
+import json
+import os
+import re
+
+import pytest
+import slow
+from conftest import ROOT, commands, launch, launcher, succeed
+
+from harness import breakdown
+
+JOB = "--model small_resnet --dataset synthetic --eval-samples 8 --batch-size 16 --epochs 1"
+JOB += " --train-samples 384 --print-freq 6"  # 24 steps, of which the 23rd may be traced
+LATE, LATENCY = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY))
+
+
+@pytest.fixture(scope="module")
+def run_slowly(tmp_path_factory):
+    """A function that trains with DDP on two ranks, in a way of tests/slow.py, and returns what
+    result.json says of the steps. The same run is done only once."""
+    runs = {}
+
+    def get(way, flags=""):
+        if (way, flags) not in runs:
+            output = tmp_path_factory.mktemp("slow")
+            command = launcher("pytorch_torchrun_DDP", 2, through="tests/slow.py")
+            command = f"{command} {JOB} {flags} --output-dir {output}"
+            finished = succeed(command, forked=True, SLOW=way)
+            line = next(line for line in finished.lines if line.startswith("step: "))
+            result = json.loads((output / "result.json").read_text())
+            runs[way, flags] = finished.by_hand, result["breakdown"] | {"line": line}
+        by_hand, found = runs[way, flags]
+        commands[by_hand] = True
+        return found
+
+    return get
+
+
+def test_a_slow_loader_on_one_rank(run_slowly):
+    found = run_slowly("loader")
+    fast, late = found["ranks"]
+    assert late["data"]["p50"] > LATE > fast["data"]["p50"]
+    assert fast["waiting_in"]["backward"] > LATE / 2 > late["waiting_in"]["backward"]
+    assert found["straggler"]["rank"] == 1 and found["straggler"]["late_ms"] > LATE / 2
+    assert re.search(r"; rank 1 is \d+ ms slower than the other$", found["line"])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="ranks cannot be put on a core")
+def test_a_rank_that_shares_its_core(run_slowly):
+    """To queue for a core is no waiting: the rank takes longer, and the other waits for it."""
+    found = run_slowly(
+        "core", "--batch-size 32 --train-samples 768"
+    )  # for longer than the kernel lets it run at once
+    free, shared = found["ranks"]
+    assert free["waiting"]["p50"] > shared["waiting"]["p50"]
+    if found["straggler"]:  # where other work takes turns on all cores, it may not be clear enough
+        assert found["straggler"]["rank"] == 1
+
+
+def test_tiny_buckets(run_slowly):
+    tiny, usual = (run_slowly(way, "--trace 1")["collectives"] for way in ("buckets", ""))
+    assert usual["all_reduce"]["per_step"] <= 2 and tiny["all_reduce"]["per_step"] >= 8
+    sent = [found["all_reduce"]["bytes_per_step"] for found in (tiny, usual)]
+    assert sent[0] == sent[1] > 0, "the same bytes, in more messages"
+
+
+def test_looking_for_unused_parameters(run_slowly):
+    """One collective more: which parameters were used on any rank, in an int for each."""
+    more, usual = (run_slowly(way, "--trace 1")["collectives"] for way in ("unused", ""))
+    assert more["all_reduce"]["per_step"] == usual["all_reduce"]["per_step"] + 1
+    extra = more["all_reduce"]["bytes_per_step"] - usual["all_reduce"]["bytes_per_step"]
+    assert 0 < extra < 1000
+
+
+def test_a_sync_in_the_loop(run_slowly):
+    """On a slow network, the loss of all ranks in every step, or in every sixth."""
+    every, none = (run_slowly("network", f) for f in ("--print-freq 1", ""))
+    for often, seldom in zip(every["ranks"], none["ranks"], strict=True):
+        assert often["waiting_in"]["rest"] > 0.8 * LATENCY > 2 * seldom["waiting_in"]["rest"]
+
+
+def test_ranks_that_are_alike_are_no_stragglers():
+    """Nor is one that was late in a few steps, or by a little."""
+
+    def ranks(*own):
+        return [[(i, {"forward": t}, {}) for i, t in enumerate(times)] for times in own]
+
+    assert breakdown.find_straggler(ranks([1.0] * 8, [1.05] * 8)) is None
+    assert breakdown.find_straggler(ranks([1.0] * 8, [9.0, 9.0] + [1.0] * 6)) is None
+    assert breakdown.find_straggler(ranks([1.0] * 8)) is None
+    found = breakdown.find_straggler(ranks([1.0] * 8, [1.0, 1.0, *[1.5] * 6], [1.0] * 8))
+    assert found == {"rank": 1, "late_ms": 500.0}
+
+
+# ------------------------------------------------------------------------------------------ traces
+
+
+def test_a_trace_of_each_rank(run_slowly):
+    """What communication and compute it says overlap is a share."""
+    found = run_slowly("", "--trace 1")
+    assert 0 <= found["overlap"] <= 1 and "of communication under compute" in found["line"]
+    assert run_slowly("loader")["overlap"] is None
+
+
+def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
+    """Ends as any other does, and leaves no trace."""
+    command = f"python tests/slow.py pytorch_SingleGPU.py {JOB} --trace 10"
+    finished = launch(f"{command} --output-dir {tmp_path}", forked=True, SLOW="stop")
+    assert finished.code == 143, str(finished)
+    assert "stopped by SIGTERM after step 18 of 24" in finished.stdout
+    assert not list(tmp_path.glob("trace/*")) and list(tmp_path.glob("snapshots/*"))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--trace 13", "--trace 13: this run has 12 steps to trace"),
+        ("--trace 1 --max-steps 3", "this run has 0 steps to trace"),
+        ("--trace 1 --profile-memory", "leave out one of the two"),
+        ("--trace 0", "--trace: 0 is out of range"),
+    ],
+)
+def test_a_trace_that_cannot_be(flags, words, tmp_path):
+    command = f"python tests/small_resnet.py pytorch_SingleGPU.py {JOB} {flags}"
+    finished = launch(f"{command} --output-dir {tmp_path}", forked=True)
+    assert finished.code == 2, str(finished)
+    [line] = finished.errors
+    assert words in line
+
+
+def test_the_page_has_a_row_for_each_way():
+    """But for the run as it is, and the one that is stopped."""
+    rows = re.findall(r"^\| .*`SLOW=(\w+)` \|$", (ROOT / "docs/slow.md").read_text(), re.M)
+    assert sorted(rows) == sorted(slow.WAYS.keys() - {"", "stop"})
