@@ -230,7 +230,7 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
     short = closest.peak / GIB + args.spare - args.memory
     fail(
-        f"nothing fits {args.memory:.1f} GiB with {args.spare} GiB to spare; "
+        f"nothing fits {args.memory:g} GiB with {args.spare} GiB to spare; "
         f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
         "--gpus or a smaller --batch-size (--fit finds the largest)"
     )

@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from estimator import techniques, trial
+from estimator import network, techniques, trial
 from estimator.live_bytes import LiveBytes
 
 PUBLISHED = {  # by our technique: GB, GPUs, and what published_loop() makes of it
@@ -40,6 +40,8 @@ PUBLISHED = {  # by our technique: GB, GPUs, and what published_loop() makes of 
 }
 SUITES = ("gpt", "cpu", "gpu")  # whose rows are predicted
 GPUS = 4  # of a row that takes as many as there are
+SCALED = ("torchrun_DDP", "DDP_ZeRO --use_zero", "FSDP")
+RANKS = tuple(2**k for k in range(1, 11))
 
 
 def published_loop(
@@ -126,8 +128,25 @@ def rows_of(suite: str) -> list[tuple[techniques.Technique, int]]:
     return rows
 
 
+def messages_of_steps() -> dict[str, dict[int, float]]:
+    """Seconds that the messages of a step take, by technique and number of ranks, on the link that
+    results/collectives.json measured; with the model of the suite ``scaling``."""
+    links = network.measured_links(trial.ROOT / "results" / "collectives.json")
+    chosen = [techniques.make_technique(name, n) for name in SCALED for n in RANKS]
+    flags = ["--model", "resnet18"]
+    tasks = [
+        partial(techniques.predict, technique, 32 * technique.ranks, flags, None, None)
+        for technique in chosen
+    ]
+    found = {name: {} for name in SCALED}
+    for row in techniques.side_by_side(tasks, os.cpu_count()):
+        _, most = network.waiting(row.messages, 0.0, links)
+        found[row.technique.name][row.technique.ranks] = most
+    return found
+
+
 def main() -> None:
-    """Write predictions.json into ``--output-dir``, in bytes."""
+    """Write predictions.json into ``--output-dir``, in bytes and seconds."""
     folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
     at_once = os.cpu_count()
     tasks = [partial(predict_published, name) for name in PUBLISHED]
@@ -138,6 +157,7 @@ def main() -> None:
             for name, (size, gpus, _) in PUBLISHED.items()
         ],
         "suites": {},
+        "messages": messages_of_steps(),
     }
     for suite in SUITES:
         rows = rows_of(suite)

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from report import drawings, plots, stale, tables, timeline
+from report import drawings, estimates, plots, stale, tables, timeline
 from report.results import ROOT, Unusable, read_results, size_of
 
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu")  # that are rendered
@@ -23,6 +23,11 @@ HEADS = {  # of the tables, in Chinese
     "peak GiB (allocated)": "峰值内存 GiB（已分配）",
     "kept (theory)": "每参数字节（理论）", "weights": "权重差", "accuracy": "准确率",
     "loss": "损失",
+    "predicted on a GPU": "GPU 上的预测值",
+    "published GB": "公布值 GB", "predicted for that job": "对该任务的预测",
+    "ratio": "比值", "GPUs": "GPU 数", "predicted for ours, GiB": "对我们任务的预测 GiB",
+    "measured, GiB": "实测 GiB", "step ms, 1 rank": "每步毫秒，1 进程",
+    "2 ranks, predicted": "2 进程，预测", "2 ranks, measured": "2 进程，实测",
     "against one process": "与单进程相比", "loop": "训练循环", "of the bare loop": "相对裸循环",
     "script": "脚本", "loss in fp32": "fp32 损失", "its loss": "它的损失", "difference": "差",
     "SGD with momentum": "带动量的 SGD", "1 rank": "1 进程", "2 ranks": "2 进程",
@@ -62,11 +67,12 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     """
     results = {
         name: read_results(path)
-        for name in SUITES
+        for name in (*SUITES, "scaling")
         if (path := root / "results" / f"{name}.json").is_file()
     }
     sweep = read_sweep(root)
     shown = plots.plot_data(results) | plots.bandwidths(sweep)
+    shown |= estimates.scaling_plot(estimates.read(root), results.get("scaling"))
     drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
     drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
     blocks = make_blocks(root, results) | {"collectives": sweep_block(root, sweep)}
@@ -141,23 +147,30 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
+    estimate = estimates.read(root)
     for name in SUITES:
         suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
         front = ["front" if name == "cpu" else f"front-{name}"] if "front" in suite else []
         for table in [*suite["tables"], *front]:
-            block = name in results and suite_block(root, results[name], table, proof, suite)
+            predicted = estimate.get("suites", {}).get(name, {})
+            block = name in results and suite_block(
+                root, results[name], table, proof, suite, predicted
+            )
             blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
-    # The rows of by_hand stand together, in docs/under_the_hood.md.
-    others = {name: found for name, found in results.items() if name != "by_hand"}
+    # The rows of these stand together, in docs/under_the_hood.md and docs/estimate.md.
+    others = {name: found for name, found in results.items() if name not in ("by_hand", "scaling")}
+    blocks |= estimates.blocks(root, estimate, results)
     return blocks | {name: technique_block(root, name, others) for name in tables.PARENTS}
 
 
-def suite_block(root: Path, found: dict, table: str, proof: dict, suite: dict) -> str:
+def suite_block(
+    root: Path, found: dict, table: str, proof: dict, suite: dict, predicted: dict
+) -> str:
     """One of a suite's tables, with what has changed since its rows were measured; empty if it has
     none."""
     if table.startswith("front"):
         rows = [row for row in found["rows"] if row["name"] in suite["front"]]
-        drawn = tables.front_table(found, proof, suite["front"])
+        drawn = tables.front_table(found, proof, suite["front"], predicted)
     else:
         rows = [row for row in found["rows"] if row["table"] == table]
         drawn = tables.suite_table(found, table)

@@ -23,19 +23,16 @@ def plot_data(results: dict) -> dict[str, dict]:
     for suite in ("cpu", "gpu"):  # the latter wins
         rows = results.get(suite, {"rows": []})["rows"]
         rows = [row for row in rows if row["table"] == suite and row["runs"]]
-        memory, epochs, scaling = {}, {}, {}
+        memory, epochs = {}, {}
         for row in rows:
             run, title = row["runs"][0], row["name"]
             speed = middle(speeds_of(row["runs"]))
             epochs[title] = round(run["train_samples"] / speed, 2)
-            scaling.setdefault(name_of(row), {})[str(run["world_size"])] = round(speed, 1)
             if "offload" not in title:  # whose bytes are counted, but not on the device
                 memory[title] = memory_parts(run)
-        scaling = {title: speeds for title, speeds in scaling.items() if len(speeds) > 1}
         for name, unit, values in (
             ("memory", "MiB per rank", memory),
             ("epoch", "seconds per epoch", epochs),
-            ("scaling", "images/s", scaling),
         ):
             if values:
                 run = rows[0]["runs"][0]
@@ -139,7 +136,7 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
         "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
     })  # fmt: skip
     values = data["values"]
-    lines = {"scaling": draw_lines, "loss": draw_curves, "collectives": draw_bandwidths}
+    lines = {"scaling": draw_scaling, "loss": draw_curves, "collectives": draw_bandwidths}
     lines |= {"shares": draw_shares}
     kind = kind or path.stem
     if kind in lines:
@@ -160,14 +157,19 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
     plt.close(figure)
 
 
-def draw_lines(axes, values: dict[str, dict[str, float]], unit: str) -> None:
-    """By number of ranks."""
-    for i, (title, speeds) in enumerate(values.items()):
-        ranks = [int(n) for n in speeds]
-        axes.plot(ranks, list(speeds.values()), "o-" if i < 8 else "s--", label=title)
-    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None))
-    axes.set_xticks(sorted({int(n) for speeds in values.values() for n in speeds}))
-    axes.legend(frameon=False, fontsize=9, bbox_to_anchor=(1, 1), loc="upper left")
+def draw_scaling(axes, values: dict[str, dict[str, dict]], unit: str) -> None:
+    """By number of ranks: points are measured, lines are the model's."""
+    for i, (title, lines) in enumerate(values.items()):
+        style = {"color": COLOURS[i % len(COLOURS)]}
+        ranks = [int(n) for n in lines["model"]]
+        axes.plot(ranks, [100 * share for share in lines["model"].values()], label=title, **style)
+        points = {int(n): 100 * share for n, share in lines["measured"].items()}
+        axes.plot(list(points), list(points.values()), "o", **style)
+    axes.plot([], [], "o", color=GREY, label="measured")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
+    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, 110))
+    axes.legend(frameon=False, fontsize=9)
 
 
 def draw_curves(axes, values: dict[str, dict[str, float]], unit: str) -> None:

@@ -75,7 +75,7 @@ def machine_line(machine: dict, on_cpu: bool) -> str:
     return ", ".join(machine["gpus"] + machine.get("power_limits", []))
 
 
-def front_table(found: dict, proof: dict, names: list[str]) -> str:
+def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> str:
     """A row a technique, with links to docs/techniques.md: what it costs, and how far its result
     is from one process's, as the tests measured it.
 
@@ -83,6 +83,7 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
         found: a suite's results.
         proof: what the tests measured.
         names: of the rows to show.
+        predicted: bytes that a row would take on a GPU, by its name.
     """
     rows = {row["name"]: row for row in found["rows"]}
     lines, unit = [], unit_of(next(run for row in found["rows"] for run in row["runs"]))
@@ -92,7 +93,7 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
         link = f"[`{title}`](docs/techniques.md#{section.lower()})"
         row = rows.get(name, {"runs": [], "failed": "not measured yet"})
         if not row["runs"]:
-            lines.append([link, "", why_empty(row), "", "", ""])
+            lines.append([link, "", why_empty(row), "", "", "", ""])
             continue
         run = row["runs"][0]
         kept, expected = kept_bytes(run)
@@ -102,13 +103,15 @@ def front_table(found: dict, proof: dict, names: list[str]) -> str:
                 ranks_cell(run),
                 spread(speeds_of(row["runs"])),
                 memory_cell(row["runs"]),
+                gib(predicted.get(name)),
                 f"{digits(kept)} ({digits(expected)})",
                 against_one_process(f"pytorch_{title}", proof, unit),
             ]
         )
     shown = [rows[name] for name in names if name in rows]
     header = ["technique", ranks_head(shown), f"{unit} (min–max)", memory_head(shown)]
-    table = markdown([*header, "kept (theory)", "against one process"], lines)
+    header += ["predicted on a GPU", "kept (theory)", "against one process"]
+    table = markdown(header, lines)
     return f"{table}\n\n{measured_where(found, list(rows.values()))}"
 
 
@@ -150,6 +153,11 @@ def memory_cell(runs: list[dict]) -> str:
     kinds = MEMORY[kind_of_memory(runs)]
     first, *more = [f"{middle(of_all(runs, 'peak_memory_gib', kind)):.2f}" for kind in kinds]
     return f"{first} ({more[0]})" if more else first
+
+
+def gib(size: float | None) -> str:
+    """Of bytes, if there are any."""
+    return f"{size / 2**30:.2f}" if size else ""
 
 
 def why_empty(row: dict) -> str:

@@ -1,0 +1,122 @@
+"""What was predicted, beside what was published and what was measured: tables and a plot."""
+
+import json
+from pathlib import Path
+
+from report import stale, tables
+from report.results import Unusable, middle, of_all
+
+AGAIN = "python benchmark.py --suite estimate"
+# Rows of the suite gpu that are the published techniques.
+OURS = {
+    "SingleGPU": "SingleGPU",
+    "auto_mixed_precision": "auto_mixed_precision --dtype float16",
+    "half_precision": "half_precision --dtype float16",
+    "DP": "DP",
+    "torchrun_DDP": "torchrun_DDP x4",
+    "DDP_ZeRO": "DDP_ZeRO --use_zero x4",
+    "FSDP": "FSDP x4",
+}
+
+
+def read(root: Path) -> dict:
+    """``results/estimate.json``; empty if that has not been made.
+
+    Raises:
+        Unusable: it is damaged.
+    """
+    path = root / "results" / "estimate.json"
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path} cannot be used ({error}); {AGAIN}") from None
+    for key in ("published", "suites", "messages", "git_commit", "versions"):
+        if key not in found:
+            raise Unusable(f"{path} has no {key}; {AGAIN}")
+    return found
+
+
+def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
+    """The tables, by the name of their place."""
+    missing = f"not measured yet: `{AGAIN}`"
+    if not found:
+        return {"estimate": missing, "scaling": missing}
+    since = stale.note(root, found["git_commit"], ["estimator/published.py estimator"])
+    about = f"torch {found['versions']['torch']}; [results/estimate.json](results/estimate.json)"
+    estimate = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
+    scaled = results.get("scaling")
+    if not scaled:
+        return {
+            "estimate": estimate,
+            "scaling": "not measured yet: `python benchmark.py --suite scaling`",
+        }
+    commands = [run["command"] for row in scaled["rows"] for run in row["runs"]]
+    since = stale.note(root, scaled["git_commit"], commands)
+    where = tables.measured_where(scaled, scaled["rows"])
+    return {"estimate": estimate, "scaling": f"{scaling_table(found, scaled)}\n\n{where}{since}"}
+
+
+def published_table(found: dict, gpu: dict | None) -> str:
+    """Published, predicted for that job, and of ours predicted and measured."""
+    rows = {row["name"]: row for row in gpu["rows"]} if gpu else {}
+    lines = []
+    for row in found["published"]:
+        ours = OURS.get(row["name"])
+        runs = rows.get(ours, {"runs": []})["runs"]
+        took = middle(of_all(runs, "peak_memory_gib", "allocated"))
+        lines.append(
+            [
+                f"`{row['name']}`",
+                row["gpus"],
+                f"{row['published_gb']:.2f}",
+                f"{row['predicted'] / 1e9:.2f}",
+                f"{row['predicted'] / 1e9 / row['published_gb']:.3f}",
+                tables.gib(found["suites"]["gpu"].get(ours)),
+                "" if took is None else f"{took:.2f}",
+            ]
+        )
+    header = ["technique", "GPUs", "published GB", "predicted for that job", "ratio"]
+    return tables.markdown([*header, "predicted for ours, GiB", "measured, GiB"], lines)
+
+
+def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
+    """Milliseconds of a measured step, by technique of the prediction and number of ranks."""
+    steps = {name: {} for name in found["messages"]}
+    for row in scaled["rows"]:
+        name, _, ranks = row["name"].rpartition(" x")
+        if row["runs"] and name in steps:
+            steps[name][int(ranks)] = middle(of_all(row["runs"], "step_ms", "p50"))
+    return {name: took for name, took in steps.items() if 1 in took}
+
+
+def scaling_table(found: dict, scaled: dict) -> str:
+    """Of two ranks, a step as predicted from one rank's and the messages, and as measured."""
+    lines = []
+    for name, took in steps_of(found, scaled).items():
+        predicted = took[1] + 1e3 * found["messages"][name]["2"]
+        cells = [f"`{name}`", f"{took[1]:.0f}", f"{predicted:.0f}"]
+        if 2 in took:
+            cells += [f"{took[2]:.0f}", f"{predicted / took[2]:.2f}"]
+        lines.append(cells + [""] * (5 - len(cells)))
+    header = ["technique", "step ms, 1 rank", "2 ranks, predicted", "2 ranks, measured", "ratio"]
+    return tables.markdown(header, lines)
+
+
+def scaling_plot(found: dict, scaled: dict | None) -> dict[str, dict]:
+    """How much of one rank's speed each of N has: measured, and by the model up to 1,024."""
+    if not found or not scaled:
+        return {}
+    values = {}
+    for name, took in steps_of(found, scaled).items():
+        model = {1: 1.0}
+        for ranks, seconds in found["messages"][name].items():
+            model[int(ranks)] = round(took[1] / (took[1] + 1e3 * seconds), 3)
+        measured = {ranks: round(took[1] / step, 3) for ranks, step in took.items()}
+        values[name] = {"measured": measured, "model": model}
+    if not values:
+        return {}
+    run = next(run for row in scaled["rows"] for run in row["runs"])
+    job = f"{run['model']} at {run['image_size']}, {run['device']}, gloo"
+    return {"scaling": {"unit": f"% of one rank's speed ({job})", "values": values}}
