@@ -33,6 +33,7 @@ GPUS = {
     "T4": 15360, "L4": 23034, "A10": 23028, "L40S": 46068, "RTX3090": 24576,
     "A100-40GB": 40960, "A100-80GB": 81920, "H100": 81559,
 }  # fmt: skip
+NAME = 37  # the width of a technique's
 COLUMNS = {  # of a table, and the kinds of memory in each
     "weights": ["parameters"],
     "gradients": ["gradients"],
@@ -172,27 +173,27 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
     batch = f"global batch {args.batch_size}{each}"
     print(f"{describe(args, flags)}, {batch}: predicted peak of one GPU, GiB\n")
     heads = ["GPUs", "peak", *COLUMNS, "sent MB"] + (["fits"] if args.memory else [])
-    print(f"{'':34}" + "".join(f"{head:>12}" for head in heads))
+    print(f"{'':{NAME}}" + "".join(f"  {head:>6}" for head in heads))
     shown = []
     for found in predictions:
         shown.append(found)
-        name, gpus = found.technique.name, gpus_of(found.technique)
-        if found.mistake:
-            print(f"{name:34}{gpus:>12}  {found.mistake}", flush=True)
-            continue
-        parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
-        cells = [f"{size / GIB:.2f}" for size in (found.peak, *parts)]
-        cells.append(f"{found.sent / 1e6:,.0f}")
-        if args.memory:
-            cells.append("yes" if fits(args, found) else "no")
-        print(f"{name:34}" + "".join(f"{cell:>12}" for cell in [gpus, *cells]), flush=True)
+        cells = [gpus_of(found.technique)]
+        if not found.mistake:
+            parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
+            cells += [f"{size / GIB:.2f}" for size in (found.peak, *parts)]
+            cells.append(f"{found.sent / 1e6:,.0f}")
+            if args.memory:
+                cells.append("yes" if fits(args, found) else "no")
+        widths = [max(6, len(head)) for head in heads]
+        line = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+        print(f"{found.technique.name:{NAME}}{line}  {found.mistake}".rstrip(), flush=True)
     return shown
 
 
 def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
     where = f"{args.gpus} GPUs of {args.memory:.1f} GiB"
     print(f"{describe(args, flags)}, {where}: the largest global batch\n")
-    print(f"{'':34}{'GPUs':>12}{'batch':>12}{'peak GiB':>12}")
+    print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
     shown = list(predictions)
     for found in shown:
         name, gpus = found.technique.name, gpus_of(found.technique)

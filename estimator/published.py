@@ -162,10 +162,12 @@ def main() -> None:
     for suite in SUITES:
         rows = rows_of(suite)
         tasks = [partial(techniques.predict, *row, (), None, None) for row in rows]
-        found["suites"][suite] = {
-            row.technique.name: row.peak or None  # not of DeepSpeed's offload, which reads numbers
-            for row in techniques.side_by_side(tasks, at_once)
-        }
+        found["suites"][suite] = {}
+        for row in techniques.side_by_side(tasks, at_once):
+            if row.error:
+                raise RuntimeError(f"{row.technique.name}: {row.error}")
+            # There is none of DeepSpeed's offload, which reads numbers.
+            found["suites"][suite][row.technique.name] = row.peak or None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "predictions.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -222,7 +222,7 @@ def test_nothing_fits():
     failed = estimate(f"{IMAGES} --gpus 2 --memory 1.55 --only SingleGPU,FSDP", code=2)
     assert "nothing fits 1.55 GiB" in failed.stderr and "comes closest" in failed.stderr
     assert "FSDP" in failed.stderr and "0.0" in failed.stderr and failed.stderr.count("\n") == 1
-    assert failed.stdout.count(" no\n") == 3
+    assert failed.stdout.count("  no\n") == 3
 
 
 # ------------------------------------------------------------------------------ how long it takes

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 LESSONS = sorted(ROOT.glob("pytorch_*.py"))
-ROOMS = ["harness", "jobs", "report", "inference"]
+ROOMS = ["harness", "jobs", "report", "inference", "estimator"]
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room
@@ -16,6 +16,8 @@ MAY_KNOW = {  # of ours; besides its own room
     "common": {"jobs", "harness"},
     "inference": {"common", "jobs", "harness"},
     "report": set(),
+    "estimator": {"common", "jobs", "harness"},
+    "estimate": {"estimator", "harness", "report"},
     "model_inference": {"common", "inference", "report"},
     "benchmark": {"harness", "report"},
     "timeline": {"harness", "report"},

@@ -41,6 +41,7 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("torchrun --standalone --nproc_per_node=2 pytorch_collectives.py", "test_collectives.py"),
     ("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace", "test_slow.py"),
     ("python timeline.py", "test_timeline.py"),
+    ("python estimate.py", "test_estimate.py"),
 ]
 NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm)|runs all tests)$")
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from report import pages, stale, tables
+from report import estimates, pages, stale, tables
 from report.results import read_results
 
 # ----------------------------------------------------------------------------------------- tables
@@ -32,7 +32,9 @@ def test_tables_tell_ranks_from_gpus():
     drawn = tables.techniques_table(new)
     assert "| ranks (GPUs) |" in drawn and "| `DP` | 1 (4) | float32 (TF32) |" in drawn
     assert "| `torchrun_DDP` | 4 | float32 (TF32) |" in drawn and "| 1.50 (2.00) | 88 |" in drawn
-    assert "| 1 (4) |" in tables.front_table(found, {"parity": [], "loss": []}, ["DP"])
+    proof, predicted = {"parity": [], "loss": []}, {"DP": 3 * 2**30}
+    front = tables.front_table(found, proof, ["DP"], predicted)
+    assert "| 1 (4) |" in front and "| 3.00 |" in front
 
 
 def test_what_was_run_on_which_hardware():
@@ -110,3 +112,29 @@ def test_a_proof_with_a_commit_says_what_has_changed(clone):
     (root / "pytorch_DP.py").write_text("1")
     note = pages.proof_note(root, proof, "parity")
     assert note.endswith("(results/proof.json); since then changed: pytorch_DP.py")
+
+
+def test_predictions_beside_measurements():
+    """Of a step of two ranks and of memory; a GPU's column fills when there is one."""
+    found = {
+        "published": [{"name": "DP", "gpus": 4, "published_gb": 3.08, "predicted": 3_012_000_000}],
+        "suites": {"gpu": {"DP": 2 * 2**30}},
+        "messages": {"FSDP": {"2": 0.05, "1024": 0.3}},
+    }
+    row = "| `DP` | 4 | 3.08 | 3.01 | 0.978 | 2.00 |"
+    assert estimates.published_table(found, None).endswith(f"{row}  |")
+    memory = {"peak_memory_gib": {"allocated": 2.125}}
+    gpu = {"rows": [{"name": "DP", "runs": [memory]}]}
+    assert estimates.published_table(found, gpu).endswith(f"{row} 2.12 |")
+    run = {"model": "resnet18", "image_size": 32, "device": "cpu"}
+    steps = {1: [100, 90, 120], 2: [160, 170, 150]}
+    rows = [
+        {"name": f"FSDP x{n}", "runs": [run | {"step_ms": {"p50": ms}} for ms in took]}
+        for n, took in steps.items()
+    ]
+    table = estimates.scaling_table(found, {"rows": rows})
+    assert table.endswith("| `FSDP` | 100 | 150 | 160 | 0.94 |")
+    [plot] = estimates.scaling_plot(found, {"rows": rows}).values()
+    lines = plot["values"]["FSDP"]
+    assert lines["measured"] == {1: 1.0, 2: 0.625}
+    assert lines["model"] == {1: 1.0, 2: 0.667, 1024: 0.25}
