@@ -9,6 +9,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 
+import torch
+import torchvision
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from estimator import trial
 from estimator.sent import Message
 
@@ -118,8 +122,15 @@ def predict(
     return found
 
 
+def warm_up() -> None:
+    """Do once what each process would do first: fake tensors import and look up a lot."""
+    with FakeTensorMode(), torch.no_grad():
+        torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
+
+
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
     """What the tasks return, in their order, each computed by a process of its own."""
+    warm_up()
     context = multiprocessing.get_context("fork")  # which has imported PyTorch already
     waiting, running, done = list(enumerate(tasks)), {}, {}
 
