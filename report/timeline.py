@@ -98,15 +98,7 @@ def read_rows(path: Path) -> list[dict]:
         rows = [row for row in trace["traceEvents"] if row.get("cat") in KINDS]
         base = trace.get("baseTimeNanoseconds", 0) / 1e3
         rows = [row | {"ts": row["ts"] + base, "dur": row["dur"] + 0} for row in rows]
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except DAMAGED as error:
         raise Unusable(f"{path} is damaged ({type(error).__name__}: {error}); {again}") from None
     if not any(row["cat"] == "phases" for row in rows):
         raise Unusable(f"{path} has no phases of a step, as --trace writes them; {again}")
