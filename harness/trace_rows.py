@@ -81,12 +81,14 @@ def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
     own = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
     calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
     known = len(own) == len(calls)
+    kinds = [(event["args"].get("Input type") or [""])[0] for event in own]
+    usual = next(filter(None, kinds), "")  # of one that ended after the profiler none is noted
     found = []
-    for event, call in zip(own, calls if known else own, strict=True):
+    for event, kind, call in zip(own, kinds, calls if known else own, strict=True):
         name = call["name"].partition(":")[2].strip(":_")
         sizes = [*count_elements(event["args"]), *count_elements(call["args"])]
-        kind = (event["args"].get("Input type") or [""])[0]
-        found.append((event, NAMES.get(name, name), max(sizes, default=0) * SIZES.get(kind, 1)))
+        size = max(sizes, default=0) * SIZES.get(kind or usual, 1)
+        found.append((event, NAMES.get(name, name), size))
     return found
 
 
