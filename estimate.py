@@ -23,7 +23,7 @@ from pathlib import Path
 
 from estimator import network
 from estimator.network import LINKS, link_of
-from harness.command_line import fail, make_parser, number
+from harness.command_line import check_writable, fail, make_parser, number
 from report import plots
 
 GIB = 2**30
@@ -34,6 +34,7 @@ GPUS = {
     "A100-40GB": 40960, "A100-80GB": 81920, "H100": 81559,
 }  # fmt: skip
 NAME = 37  # the width of a technique's
+PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # and what is made
 COLUMNS = {  # of a table, and the kinds of memory in each
     "weights": ["parameters"],
     "gradients": ["gradients"],
@@ -92,6 +93,16 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--json", action="store_true", help="print JSON, in bytes")
     # fmt: on
     args, others = parser.parse_known_args()
+    if args.memory is not None and args.memory <= args.spare:
+        fail(
+            f"--memory {args.memory:g} is no more than --spare {args.spare:g}; use a lower --spare"
+        )
+    if args.scale and (args.fit or args.memory):
+        fail("--scale is about messages, --memory and --fit are about memory; give one of the two")
+    if args.plot and (args.json or not args.scale):
+        fail(f"--plot {args.plot} draws --scale, and not as --json")
+    if args.plot:
+        check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
         fail("--fit needs to know the --memory of a GPU; for example --memory 24")
     if args.batch_size % args.gpus:
@@ -112,7 +123,8 @@ def step_of(path: Path | None) -> float:
     try:
         found = json.loads(path.read_text())
         ranks, milliseconds = found["world_size"], found["step_ms"]["p50"]
-    except (OSError, ValueError, KeyError) as error:
+        milliseconds, ranks = float(milliseconds), int(ranks)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f"--from {path} is no result.json of ours ({error}); or give --step-ms")
     if ranks > 1:
         fail(f"--from {path} is of {ranks} ranks, which wait for each other; give a run of one")
@@ -124,9 +136,11 @@ def load_function(given: str):
     path, _, name = given.rpartition(":")
     if not Path(path).is_file() or not name:
         fail(f"--module {given}: no such file; give FILE:FUNCTION, such as my_model.py:make_model")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).parent.absolute()))
+    spec = importlib.util.spec_from_file_location("module_to_estimate", path)
+    if spec is None:
+        fail(f"--module {given}: {path} is no Python file; give one that ends in .py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(Path(path).parent.absolute()))
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         fail(f"--module {given}: {path} has no function {name}; give the one that makes the model")
@@ -137,7 +151,7 @@ def choose(name: str, techniques: list):
     found = [technique for technique in techniques if technique.name.split()[0] == name.strip()]
     if not found:
         names = dict.fromkeys(technique.name.split()[0] for technique in techniques)
-        fail(f"--only {name}: on this number of GPUs there are {', '.join(names)}")
+        fail(f"--only {name}: here there are {', '.join(names)}")
     return found
 
 
@@ -160,7 +174,7 @@ def describe(args: argparse.Namespace, flags: list[str]) -> str:
 
 
 def fits(args: argparse.Namespace, prediction) -> bool:
-    return not prediction.mistake and prediction.peak <= (args.memory - args.spare) * GIB
+    return bool(prediction.kinds) and prediction.peak <= (args.memory - args.spare) * GIB
 
 
 def gpus_of(technique) -> int:
@@ -198,10 +212,8 @@ def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
     for found in shown:
         name, gpus = found.technique.name, gpus_of(found.technique)
         batch, peak = found.batch_size or "none", f"{found.peak / GIB:.2f}"
-        print(
-            f"{name:34}{gpus:>12}"
-            + (f"  {found.mistake}" if found.mistake else f"{batch:>12}{peak:>12}")
-        )
+        figures = f"  {found.mistake}" if found.mistake else f"{batch:>12}{peak:>12}"
+        print(f"{name:{NAME}}{gpus:>6}{figures}")
     return shown
 
 
@@ -212,6 +224,10 @@ def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
     for found in shown:
         row = dataclasses.asdict(found) | {"peak": found.peak, "sent": found.sent}
         row["technique"] = found.technique.name
+        row["sent_in"] = {
+            name: sum(message.sent for message in found.messages if message.phase == kind)
+            for name, kind in PHASES.items()
+        }
         row["command"] = [*found.technique.command, *flags]
         row["gpus"] = gpus_of(found.technique)
         if args.memory:
@@ -225,9 +241,14 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     """The answer in a line; exit code 2 if it is that nothing fits."""
     good = [found.technique.name for found in predictions if fits(args, found)]
     if good:
-        if not args.json:
+        if not args.json and not args.fit:
             print(f"\nfits {args.memory:.1f} GiB, {args.spare} GiB to spare: {', '.join(good)}")
         return
+    if args.fit:
+        fail(
+            f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
+            "use more --gpus, or a smaller model"
+        )
     closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
     short = closest.peak / GIB + args.spare - args.memory
     fail(
@@ -243,12 +264,12 @@ RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SCALED = ("torchrun_DDP", "DDP_ZeRO --use_zero", "FSDP", "FSDP --dtype bfloat16")
 
 
-def scale(args: argparse.Namespace, flags: list[str], predict, at_once: int) -> None:
+def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     """A row per technique, a column per number of ranks."""
     from estimator import techniques
 
     each, compute = args.batch_size // args.gpus, args.step_ms / 1e3
-    names = [name for name in SCALED if not args.only or name.split()[0] in args.only.split(",")]
+    names = [technique.name for technique in chosen]
     tasks = [
         partial(predict, techniques.make_technique(name, n), n * each)
         for name in names
@@ -256,6 +277,8 @@ def scale(args: argparse.Namespace, flags: list[str], predict, at_once: int) -> 
     ]
     shares = {name: {} for name in names}
     for found in checked(techniques.side_by_side(tasks, at_once)):
+        if found.mistake:
+            fail(f"{found.technique.name}: {found.mistake}")
         least, most = network.waiting(found.messages, compute, args.link)
         share = [least / (compute + least), most / (compute + most)]
         shares[found.technique.name][found.technique.ranks] = share
@@ -303,8 +326,21 @@ def main() -> None:
     args, flags = parse_args()
     from estimator import techniques
 
+    try:
+        predict_all(args, flags)
+    except techniques.Killed as error:
+        fail(f"a process was killed (exit code {error}); is there enough memory?", code=3)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
+    from estimator import techniques
+
     make_module = load_function(args.module) if args.module else None
     chosen = techniques.techniques_for(args.gpus)
+    if args.scale:
+        chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:
         chosen = [technique for name in args.only.split(",") for technique in choose(name, chosen)]
     predict = partial(
@@ -312,7 +348,7 @@ def main() -> None:
     )
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.scale:
-        return scale(args, flags, predict, at_once)
+        return scale(args, flags, chosen, predict, at_once)
     if args.fit:
         found = search(args, chosen, predict, at_once)
     else:
@@ -320,7 +356,7 @@ def main() -> None:
         found = techniques.side_by_side(tasks, at_once)
     show = print_json if args.json else print_fit if args.fit else print_table
     predictions = show(args, flags, checked(found))
-    if args.memory and not args.fit:
+    if args.memory:
         say_what_fits(args, predictions)
 
 

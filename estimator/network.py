@@ -66,11 +66,12 @@ def measured_links(path: Path) -> dict[str, Link]:
             if (kind := name.replace("_", "")) in SHARES or (kind := name) in SHARES:
                 hops = SHARES[kind] * (n - 1)
                 links[kind] = Link(operation["latency"] / hops, operation["bandwidth"])
-    except (OSError, ValueError, KeyError) as error:
+        links["reduce"] = links["broadcast"]
+        return {kind: links[kind] for kind in SHARES}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(
             f"{path} is not what pytorch_collectives.py --sweep writes ({error})"
         ) from None
-    return links | {"reduce": links["broadcast"]}
 
 
 def seconds(message: Message, links: dict[str, Link]) -> float:

@@ -52,7 +52,9 @@ def message_of(func, args, phase: str = "") -> Message | None:
     """
     if func.namespace != "c10d" or "barrier" in func.__name__:
         return None
-    kind = next(kind for kind in SHARES if kind in func.__name__)
+    kind = next((kind for kind in SHARES if kind in func.__name__), None)
+    if not kind:
+        raise NotImplementedError(f"{func}: what a rank sends in it is not known here")
     [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
     tensors = args[1] if kind == "reduce_scatter" else args[0]
     return Message(kind, size_of(tensors), dist.ProcessGroup.unbox(group).size(), phase)

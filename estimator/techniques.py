@@ -5,6 +5,7 @@ import dataclasses
 import io
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
@@ -111,8 +112,11 @@ def predict(
                 live = trial.run_script(words, technique.ranks, classes, make_module)
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{error.func}: its result depends on numbers, which are not there"
+    except NotImplementedError as error:
+        found.mistake = str(error)
     except SystemExit:
-        found.mistake = complaint.getvalue().strip().rpartition(": error: ")[2]
+        _, _, said = complaint.getvalue().strip().rpartition(": error: ")
+        found.mistake = said.splitlines()[0] if said else "it ended before its first step"
     except Exception:
         found.error = traceback.format_exc()
     else:
@@ -120,6 +124,10 @@ def predict(
         # nn.DataParallel's first GPU holds the whole batch, of which it deals out the parts.
         found.kinds["input"] *= technique.gpus
     return found
+
+
+class Killed(Exception):
+    """A process was, by the system or by somebody; the argument is its exit code."""
 
 
 def warm_up() -> None:
@@ -135,6 +143,7 @@ def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
     waiting, running, done = list(enumerate(tasks)), {}, {}
 
     def work(task, pipe):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who waits
         pipe.send(task())
         os._exit(0)  # nothing of what it imported need be freed
 
@@ -143,9 +152,15 @@ def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
             while waiting and len(running) < at_once:
                 index, task = waiting.pop(0)
                 ours, theirs = context.Pipe(duplex=False)
-                context.Process(target=work, args=(task, theirs), daemon=True).start()
+                process = context.Process(target=work, args=(task, theirs), daemon=True)
+                process.start()
                 theirs.close()
-                running[ours] = index
+                running[ours] = index, process
             for pipe in wait(list(running)):
-                done[running.pop(pipe)] = pipe.recv()
+                index, process = running.pop(pipe)
+                try:
+                    done[index] = pipe.recv()
+                except EOFError:
+                    process.join()
+                    raise Killed(process.exitcode) from None
         yield done[number]

@@ -73,7 +73,9 @@ class Job:
 
     def inputs(self, n: int, dtype: torch.dtype | None) -> Tensor:
         if self.example is not None:
-            return torch.zeros(n, *self.example.shape[1:], dtype=self.example.dtype)
+            own = self.example.dtype
+            dtype = (dtype or own) if own.is_floating_point else own
+            return torch.zeros(n, *self.example.shape[1:], dtype=dtype)
         if self.is_text:
             return torch.zeros(n, self.args.context, dtype=torch.int64)
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
@@ -110,8 +112,9 @@ class ShortRun:
         groups = [*optimizer.param_groups, *self.optimizer.param_groups]
         self.parameters = [*model.parameters(), *(p for group in groups for p in group["params"])]
         self.live.mark([*self.parameters, *model.buffers()], "parameters")
-        self.optimizer.register_step_pre_hook(self.before_update)
-        self.optimizer.register_step_post_hook(self.after_update)
+        # Of the outer one: ZeroRedundancyOptimizer sends after its inner one has stepped.
+        optimizer.register_step_pre_hook(self.before_update)
+        optimizer.register_step_post_hook(self.after_update)
 
     load_sharded_snapshot = load_snapshot
 
@@ -191,6 +194,7 @@ def run_script(
         common.make_store = lambda args: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
     command_line.check_writable = lambda folder, flag: None  # nothing is written
+    command_line.speaks_first = lambda: True  # of processes side by side each is a run of its own
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
@@ -238,7 +242,6 @@ def become_rank_0(ranks: int) -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ["MASTER_PORT"] = "29500"
-    for name in [
-        name for name in sys.modules if name.split(".")[0] in ("common", "harness", "jobs")
-    ]:
+    ours = {"common", "harness", "jobs"}
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]

@@ -156,8 +156,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
          help="on a CPU, count what tensors take in the last step, and keep no freed memory, which "
          "makes steps slower (a GPU's memory is always counted)")
     flag("--trace", type=positive, metavar="N",
-         help="write the last N steps as a Chrome trace, a file per rank in the folder trace of "
-         "--output-dir; timeline.py draws them (default: no trace)")
+         help="write the N steps before the last one as a Chrome trace, a file per rank in the "
+         "folder trace of --output-dir; timeline.py draws them (default: no trace)")
     flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
          help="the longest wait of a rank for the others, a download included (default: 1800)")
     flag = parser.add_argument_group("the files").add_argument

@@ -116,7 +116,9 @@ class Phases:
         self.marks = None
 
     def read(self) -> None:
-        """Read all that there is: the GPU has come so far."""
+        """Read all that there is."""
+        if self.on_gpu and self.unread:
+            self.unread[-1][1][-1][1].synchronize()
         while self.unread:
             self.read_step(*self.unread.popleft())
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ SCRIPTS = {  # and with how many ranks
     "pytorch_comm_hooks --comm-hook bf16": [2],
     "pytorch_FSDP": [1, 2, 4],
     "pytorch_FSDP --dtype bfloat16": [2],
+    "pytorch_FSDP_offload": [2, 4],
     "pytorch_HSDP --shard 1": [2],
     "pytorch_HSDP --shard 2": [4],
     "pytorch_DDP_by_hand": [2],
@@ -98,6 +100,11 @@ def test_published_figures_are_met():
         else:
             assert predicted == pytest.approx(size, rel=0.03)
             assert predicted < size  # which has workspaces besides
+    name = "auto_mixed_precision"
+    code = f"from estimator.published import *; print(predict_published({name!r}))"
+    again = int(succeed([sys.executable, "-c", code]).stdout)
+    [recorded] = [row["predicted"] for row in found if row["name"] == name]
+    assert again == pytest.approx(recorded, rel=0.005)
 
 
 def test_another_tracker_agrees():
@@ -166,6 +173,10 @@ class Last(nn.Linear):
     def forward(self, x):
         return super().forward(x).transpose(1, 2)
 
+def grey():
+    layers = nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    return nn.Sequential(*layers), torch.zeros(1, 1, 28, 28)
+
 class Chooses(nn.Linear):
     def forward(self, x):
         return super().forward(x.flatten(1)) if x.sum().item() > 0 else x
@@ -185,6 +196,9 @@ def test_a_module_of_ones_own(tmp_path):
         flags = f"--module {tmp_path}/mine.py:{function} --gpus 1 --only SingleGPU --json"
         [row] = json.loads(estimate(flags).stdout)
         assert 4 * parameters <= row["kinds"]["parameters"] <= 4 * parameters + 4096
+    flags = f"--module {tmp_path}/mine.py:grey --gpus 1 --only half_precision --json"
+    [row] = json.loads(estimate(flags).stdout)
+    assert row["kinds"]["input"] == pytest.approx(128 * 28 * 28 * 2, abs=4096)
     for function, code, words in (
         ("chooses", 2, "aten._local_scalar_dense.default"),
         ("broken", 1, "a bug of my own"),
@@ -197,12 +211,15 @@ def test_a_module_of_ones_own(tmp_path):
 
 
 MISTAKES = {
+    "--only FSDP --model resnet19": "--model resnet19 is not a torchvision classifier",
+    "--memory 1": "--memory 1 is no more than --spare 1.5; lower --spare",
+    "--scale --fit": "--scale is about messages",
     "--model resnet19": "--model resnet19 is not a torchvision classifier; try resnet",
     "-b 7 --gpus 2": "--batch-size 7 is the global batch and is not divisible by 2 GPUs; use "
     "--batch-size 6",
     "--memory RTX9090": "RTX9090 is neither a number of GiB nor one of T4, L4,",
     "--fit": "--fit needs to know the --memory of a GPU; for example --memory 24",
-    "--only DPD": "--only DPD: on this number of GPUs there are SingleGPU,",
+    "--only DPD": "--only DPD: here there are SingleGPU,",
     "--module nowhere.py:f": "--module nowhere.py:f: no such file; give FILE:FUNCTION",
     "--no-such-flag 3": "unrecognized arguments: --no-such-flag 3",
     "--scale": "--scale needs to know how long a step computes: --step-ms MS, or --from",
@@ -252,6 +269,13 @@ def test_what_overlaps_is_not_waited_for():
     ]
     assert network.waiting(messages, 3.0, links) == pytest.approx((0.5, 1.5))
     assert network.waiting(messages, 0.75, links) == pytest.approx((1.0, 1.5))
+
+
+def test_zero_sends_after_the_step():
+    """Where nothing hides it."""
+    [row] = json.loads(estimate(f"{TEXT} --gpus 2 --only DDP_ZeRO --json").stdout)
+    sent = row["sent_in"]
+    assert sent["forward"] == 0 and sent["update"] == pytest.approx(sent["backward"] / 2, rel=0.01)
 
 
 def test_a_measured_link(tmp_path):
