@@ -212,7 +212,7 @@ def test_a_module_of_ones_own(tmp_path):
 
 MISTAKES = {
     "--only FSDP --model resnet19": "--model resnet19 is not a torchvision classifier",
-    "--memory 1": "--memory 1 is no more than --spare 1.5; lower --spare",
+    "--memory 1": "--memory 1 is no more than --spare 1.5; use a lower --spare",
     "--scale --fit": "--scale is about messages",
     "--model resnet19": "--model resnet19 is not a torchvision classifier; try resnet",
     "-b 7 --gpus 2": "--batch-size 7 is the global batch and is not divisible by 2 GPUs; use "
