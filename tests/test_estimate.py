@@ -149,6 +149,13 @@ def test_the_largest_batch():
         assert search.best == best and len(trials) < 12, shape
 
 
+def test_a_model_that_draws_truncated_normals():
+    """Which looks at the numbers that it draws."""
+    flags = "--model vit_b_16 --image-size 224 -b 2 --gpus 1 --only SingleGPU --json"
+    [row] = json.loads(estimate(flags).stdout)
+    assert row["kinds"]["parameters"] == pytest.approx(4 * 85_806_346, rel=0.01)
+
+
 def test_fit_names_the_largest():
     found = estimate("--model resnet18 --gpus 2 --memory 2 --spare 1.5 --only torchrun_DDP --fit")
     batch = int(re.search(r"torchrun_DDP\s+2\s+(\d+)", found.stdout)[1])
