@@ -1,10 +1,9 @@
 """What was predicted, beside what was published and what was measured: tables and a plot."""
 
-import json
 from pathlib import Path
 
 from report import stale, tables
-from report.results import Unusable, middle, of_all
+from report.results import middle, of_all, read_figures
 
 AGAIN = "python benchmark.py --suite estimate"
 # Rows of the suite gpu that are the published techniques.
@@ -20,22 +19,9 @@ OURS = {
 
 
 def read(root: Path) -> dict:
-    """``results/estimate.json``; empty if that has not been made.
-
-    Raises:
-        Unusable: it is damaged.
-    """
-    path = root / "results" / "estimate.json"
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{path} cannot be used ({error}); {AGAIN}") from None
-    for key in ("published", "suites", "messages", "git_commit", "versions"):
-        if key not in found:
-            raise Unusable(f"{path} has no {key}; {AGAIN}")
-    return found
+    """``results/estimate.json``; see :func:`report.results.read_figures`."""
+    keys = ("published", "suites", "messages", "git_commit", "versions")
+    return read_figures(root / "results" / "estimate.json", keys, AGAIN)
 
 
 def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from report import drawings, estimates, plots, stale, tables, timeline
-from report.results import ROOT, Unusable, read_results, size_of
+from report.results import ROOT, Unusable, read_figures, read_results, size_of
 
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu")  # that are rendered
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -103,23 +103,10 @@ def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
 
 
 def read_sweep(root: Path) -> dict:
-    """What ``--suite collectives`` measured; empty if that has not been run.
-
-    Raises:
-        Unusable: it is damaged, or does not say where it was measured.
-    """
-    path = root / "results" / "collectives.json"
-    again = "measure it again: python benchmark.py --suite collectives"
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{path} cannot be used ({error}); {again}") from None
-    for key in ("operations", "command", "hardware", "versions", "git_commit"):
-        if key not in found:
-            raise Unusable(f"{path} has no {key}; {again}")
-    return found
+    """What ``--suite collectives`` measured; see :func:`report.results.read_figures`."""
+    keys = ("operations", "command", "hardware", "versions", "git_commit")
+    again = "python benchmark.py --suite collectives"
+    return read_figures(root / "results" / "collectives.json", keys, again)
 
 
 def list_pages(root: Path, chinese: bool) -> list[Path]:

@@ -35,6 +35,28 @@ def read_results(path: Path) -> dict:
     return found
 
 
+def read_figures(path: Path, keys: Iterable[str], again: str) -> dict:
+    """A file that a suite of steps leaves; empty if there is none.
+
+    Args:
+        keys: that it has to have.
+        again: what makes it.
+
+    Raises:
+        Unusable: it is damaged, or lacks one of them.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path} cannot be used ({error}); measure it again: {again}") from None
+    for key in keys:
+        if key not in found:
+            raise Unusable(f"{path} has no {key}; measure it again: {again}")
+    return found
+
+
 def of_all(runs: list[dict], *keys: str) -> list:
     """A figure of each run."""
     values = runs

@@ -88,6 +88,14 @@ def test_a_row_for_each_technique():
     assert half["kinds"]["activations"] < 0.6 * fsdp["kinds"]["activations"]
 
 
+def test_the_page_shows_what_is_printed():
+    """One row of the table in docs/estimate.md, predicted once more."""
+    page = (ROOT / "docs/estimate.md").read_text()
+    flags = re.search(r"python estimate\.py (.* --memory 24)", page)[1]
+    row = re.search(r"^torchrun_DDP .*$", page, re.M)[0]
+    assert row in estimate(f"{flags} --only torchrun_DDP").stdout.splitlines()
+
+
 def test_published_figures_are_met():
     """Of the table this repository began from: within 3 %, of a batch of one within 50 MB."""
     found = json.loads((ROOT / "results" / "estimate.json").read_text())["published"]
