@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
 from harness import command_line, loaders, ranks, timeouts
-from harness.command_line import ArgumentParser, check_writable, fail, number
+from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
 from harness.files import load_file, save_file
 from harness.measure import device_name
 from harness.ranks import (
@@ -53,7 +53,7 @@ from jobs.text import Text
 # What scripts use, in the order in which they do; some of it comes from below.
 # fmt: off
 __all__ = [
-    "argument_parser", "number", "parse_args", "fail", "announce", "print0",
+    "import_optional", "argument_parser", "number", "parse_args", "fail", "announce", "print0",
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import hashlib
+import importlib
 import math
 import os
 import shlex
@@ -68,6 +69,14 @@ def check_writable(folder: Path, flag: str) -> None:
         probe.unlink()
     except OSError as error:
         fail(f"{flag} cannot be written ({error.strerror}); give another")
+
+
+def import_optional(library: str):
+    """A library that few scripts need, or one line that says how to install it."""
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        fail(f"{library} cannot be imported ({error}); pip install -r requirements-ecosystem.txt")
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -43,8 +43,13 @@ ONE_PROCESS = (
 CLOSED_PORT = (
     "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
 )
-# What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
-DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
+LIBRARIES = {  # what a server imports for scripts with such a name
+    # What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
+    "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
+    "accelerate_": ("accelerate",),
+    "lightning_": ("lightning",),
+    "transformers_": ("transformers.trainer",),
+}
 
 LONG = ("test_injection", "test_readme", "test_multi_node", "test_benchmark")  # come first
 
@@ -83,7 +88,8 @@ class Finished:
     @property
     def our_warnings(self):
         """Python's warnings that point at a line of ours."""
-        ours = r"^\S*\b(?:common|pytorch_\w+|harness/\w+|jobs/\w+)\.py:\d+: .*$"
+        scripts = r"(?:pytorch|accelerate|lightning|transformers)_\w+"
+        ours = rf"^\S*\b(?:common|{scripts}|harness/\w+|jobs/\w+)\.py:\d+: .*$"
         return re.findall(ours, self.stderr, re.MULTILINE)
 
     def __str__(self):
@@ -92,7 +98,8 @@ class Finished:
 
 def server(words):
     """That which has imported what a command needs, started when first asked for."""
-    modules = DEEPSPEED if any("DeepSpeed" in word for word in words) else ()
+    scripts = " ".join(word for word in words if word.endswith(".py"))
+    modules = next((theirs for name, theirs in LIBRARIES.items() if name in scripts), ())
     if modules not in servers:
         servers[modules] = Server(environment(DS_ACCELERATOR="cpu"), *modules)
     return servers[modules]
@@ -266,6 +273,9 @@ def launcher(script, world_size=1, through=""):
         start += f"--nproc_per_node={world_size} --master_port={free_port()}"
     elif name == "pytorch_DeepSpeed":
         start = f"deepspeed --num_gpus {world_size} --master_port {free_port()}"
+    elif name.startswith("accelerate_"):
+        start = f"accelerate launch --config_file config/{name}.yml --num_processes {world_size}"
+        start += f" --main_process_port {free_port()}"
     else:
         start = f"torchrun --standalone --nproc_per_node={world_size}"
     return " ".join(f"{start} {through} {name}.py {flags}".split())
