@@ -5,8 +5,8 @@ and by nothing else:
 
     command line            flags, their defaults, what runs where
     device and seeds        which one, how many threads, which precision
-    datasets and loader     images or text, one loader
-    model                   any torchvision classifier, or a GPT
+    datasets and loader     images, a text or reviews, one loader
+    model                   any torchvision classifier, a GPT, or an encoder
     optimizer and schedule  SGD or AdamW, warm-up and cosine
     evaluation              every sample counted once
     model.pt                plain, whatever the technique
@@ -48,6 +48,7 @@ from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.images import Images, ImagesOnDisk, UnreadableImage
+from jobs.reviews import Reviews
 from jobs.text import Text
 
 # What scripts use, in the order in which they do; some of it comes from below.
@@ -181,14 +182,16 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 # ------------------------------------------------------------------------- datasets and loader
 
 
-def make_datasets(args: argparse.Namespace) -> tuple[Images, Images] | tuple[Text, Text]:
+def make_datasets(
+    args: argparse.Namespace,
+) -> tuple[Images, Images] | tuple[Text, Text] | tuple[Reviews, Reviews]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
     return jobs.choice.data_of(args).make_datasets(args)
 
 
 def make_loader(
     args: argparse.Namespace,
-    dataset: Images | Text,
+    dataset: Images | Text | Reviews,
     batch_size: int,
     sampler: Sampler | None = None,
     drop_last: bool = False,
@@ -232,8 +235,8 @@ def make_loader(
 def make_model(
     args: argparse.Namespace, classes: list[str], channels_last: bool = True
 ) -> nn.Module:
-    """``--model``: a torchvision classifier with one output per class, or a GPT with one per
-    character, on the CPU, with ``--weights``.
+    """``--model``: a torchvision classifier or an encoder with one output per class, or a GPT with
+    one per character, on the CPU, with ``--weights``.
 
     Args:
         classes: or the vocabulary.

@@ -1,22 +1,28 @@
-"""Which job a command line asks for: a model that begins with "gpt" reads text, others see images.
+"""Which job a command line asks for: a model that begins with "gpt" goes on with a text, one that
+begins with "encoder" classifies reviews, and others classify images.
 
-Both jobs offer the same functions, so that nothing above them asks which one it is.
+All jobs offer the same functions, so that nothing above them asks which one it is.
 """
 
 import argparse
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import jobs.classifiers
+import jobs.encoder
 import jobs.gpt
 import jobs.images
+import jobs.reviews
 import jobs.text
 from harness.command_line import fail, positive
 
 DATASETS = {
     jobs.images: ["auto", "cifar10", "folder", "synthetic"],
     jobs.text: ["auto", "shakespeare", "text", "synthetic"],
+    jobs.reviews: ["auto", "reviews"],
 }
+MODELS = {jobs.images: jobs.classifiers, jobs.text: jobs.gpt, jobs.reviews: jobs.encoder}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,55 +31,60 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument_group("the job").add_argument
     flag("--model", metavar="NAME",
          help="any torchvision classifier, or a GPT: gpt-nano, gpt-mini, gpt2 or gpt-LxHxD, such "
-         "as gpt-4x4x128 (default: resnet50 on a GPU, resnet18 on a CPU)")
+         "as gpt-4x4x128 (default: resnet50 on a GPU, resnet18 on a CPU); of reviews: distilbert, "
+         "or encoder-LxHxD (default: encoder-2x4x128; with --weights, what they are of)")
     flag("--dataset", default="auto",
-         choices=["auto", "cifar10", "folder", "shakespeare", "text", "synthetic"],
+         choices=["auto", "cifar10", "folder", "shakespeare", "text", "reviews", "synthetic"],
          help="auto (default): CIFAR-10, or for a GPT Shakespeare, if present or downloadable, "
          "else synthetic")
     flag("--data-dir", type=Path, default=Path("data"), metavar="DIR",
          help="of what is downloaded; of a folder dataset: holds train/ and test/ or val/; of "
-         "text: its files, or one file (default: data)")
+         "text: its files, or one file; of reviews: holds train.tsv and test.tsv (default: data)")
     flag("--train-samples", type=positive, metavar="N",
-         help="use the first N (default: all; 2048 on a CPU, except of folder and text)")
+         help="use the first N (default: all; 2048 on a CPU, of images and Shakespeare)")
     flag("--eval-samples", type=positive, metavar="N",
-         help="use the first N (default: all; 1000 on a CPU, except of folder and text)")
+         help="use the first N (default: all; 1000 on a CPU, of images and Shakespeare)")
     flag("--weights", default="none", metavar="none|imagenet|PATH",
-         help="start from these weights (default: none)")
+         help="start from these weights; of reviews also a folder or a name on huggingface.co "
+         "(default: none)")
     # fmt: on
     jobs.images.add_flags(parser)
     jobs.text.add_flags(parser)
 
 
 def data_of(args: argparse.Namespace) -> ModuleType:
-    return jobs.text if is_gpt(args) else jobs.images
+    model = args.model or ""
+    if args.dataset == "reviews" or model.startswith("encoder") or model == "distilbert":
+        return jobs.reviews
+    return jobs.text if model.startswith("gpt") else jobs.images
 
 
 def models_of(args: argparse.Namespace) -> ModuleType:
-    return jobs.gpt if is_gpt(args) else jobs.classifiers
-
-
-def is_gpt(args: argparse.Namespace) -> bool:
-    return (args.model or "").startswith("gpt")
+    return MODELS[data_of(args)]
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fill in what the job's defaults are, and report what belongs to the other one."""
+    """Fill in what the job's defaults are, and report what belongs to another one."""
     ours = data_of(args)
-    other = jobs.images if ours is jobs.text else jobs.text
-    model = args.model or "a classifier"
-    for name in other.FLAGS:
+    for name in sorted({name for job in DATASETS for name in job.FLAGS} - set(ours.FLAGS)):
         if getattr(args, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            if ours is jobs.text:
-                fail(f"{flag} is for images, and {model} reads text; leave it out")
-            fail(f"{flag} is for a GPT; add --model gpt-nano, or leave it out")
+            complain(args, ours, f"--{name.replace('_', '-')}", name in jobs.images.FLAGS)
     if args.dataset not in DATASETS[ours]:
         fail(
-            f"--dataset {args.dataset} is not for --model {model}; "
+            f"--dataset {args.dataset} is not for --model {args.model}; "
             f"use {', '.join(DATASETS[ours])}, or another --model"
         )
     ours.complete(args)
-    if args.weights not in ("none", "imagenet") and not Path(args.weights).is_file():
+    named = ours is jobs.reviews or args.weights in ("none", "imagenet")
+    if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if Path(args.weights).resolve() == (args.output_dir / "model.pt").resolve():
         fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
+
+
+def complain(args: argparse.Namespace, ours: ModuleType, flag: str, of_images: bool) -> NoReturn:
+    """Report a flag that belongs to another job."""
+    if ours is jobs.images:
+        fail(f"{flag} is for a GPT; add --model gpt-nano, or leave it out")
+    model = args.model or "an encoder"
+    fail(f"{flag} is for {'images' if of_images else 'a GPT'}, and {model} reads text; leave it out")

@@ -62,10 +62,10 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of every nn.Sequential that have parameters: in torchvision's models these are
-    residual blocks, or layers. A BatchNorm by itself is too small to be one."""
+    """The parts of every nn.Sequential, or nn.ModuleList, that have parameters: in torchvision's
+    models these are residual blocks, or layers. A BatchNorm by itself is too small to be one."""
     for child in model.children():
-        if isinstance(child, nn.Sequential):
+        if isinstance(child, (nn.Sequential, nn.ModuleList)):
             parts = (part for part in child if not isinstance(part, BATCH_NORMS))
             yield from (part for part in parts if any(True for _ in part.parameters()))
         else:

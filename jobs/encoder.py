@@ -1,0 +1,117 @@
+"""An encoder that classifies texts: DistilBERT's layers, by the library transformers."""
+
+import argparse
+import difflib
+import json
+import re
+
+import torch
+from torch import Tensor, nn
+
+from harness.command_line import fail, import_optional
+from harness.files import check_weights, load_file
+from jobs import reviews
+
+# Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
+SIZES = {"encoder": None, "encoder-2x4x128": (2, 4, 128), "distilbert": (6, 12, 768)}
+
+
+def size_of(name: str) -> tuple[int, int, int] | None:
+    """Layers, heads and width of ``--model``; ``None`` if they are those of pretrained weights."""
+    if name in SIZES:
+        return SIZES[name]
+    numbers = re.fullmatch(r"encoder-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
+    if not numbers:
+        close = difflib.get_close_matches(name, SIZES) or SIZES
+        fail(
+            f"--model {name} is not for --dataset reviews; try {', '.join(close)}, or "
+            "encoder-LxHxD, such as encoder-2x4x128 for 2 layers of 4 heads and width 128"
+        )
+    layers, heads, width = map(int, numbers.groups())
+    if width % heads:
+        fail(f"--model {name}: {heads} heads cannot share a width of {width}; use a multiple")
+    return layers, heads, width
+
+
+def check_model_name(name: str) -> None:
+    size_of(name)
+
+
+class Encoder(nn.Module):
+    """Tokens ``[batch, context]`` to logits ``[batch, classes]``.
+
+    Its state dict holds all that is needed to use it: the configuration and the tokenizer are
+    buffers, of the bytes of their JSON.
+
+    Args:
+        model: of transformers, for the classification of sequences.
+        tokenizer: JSON, as ``tokenizers.Tokenizer.to_str`` writes it.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: str):
+        super().__init__()
+        self.encoder, self.pad = model, model.config.pad_token_id
+        config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+        self.register_buffer("config", torch.tensor(list(config.encode()), dtype=torch.uint8))
+        self.register_buffer("tokenizer", torch.tensor(list(tokenizer.encode()), dtype=torch.uint8))
+        for module in model.modules():  # a buffer that is not in the state dict would be lost where
+            module._non_persistent_buffers_set.clear()  # a model is made without memory: see FSDP
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # With the dimensions of heads and queries the library takes a mask as it is. Of any other
+        # it looks whether it masks anything, for which the CPU would wait for the GPU.
+        mask = (tokens != self.pad)[:, None, None, :]
+        return self.encoder(input_ids=tokens, attention_mask=mask).logits
+
+
+def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
+    """``--model``, or what ``--weights`` names, on the CPU or the default device."""
+    transformers = import_optional("transformers")
+    tokenizer = reviews.make_tokenizer(args)
+    if size := size_of(args.model):
+        layers, heads, width = size
+        config = transformers.DistilBertConfig(
+            n_layers=layers, n_heads=heads, dim=width, hidden_dim=4 * width,
+            vocab_size=len(tokenizer), max_position_embeddings=args.context,
+        )  # fmt: skip
+    else:
+        config = reviews.from_pretrained(args.weights, "AutoConfig")
+        longest = getattr(config, "max_position_embeddings", args.context)
+        if args.context > longest:
+            fail(f"--context {args.context}: {args.weights} has {longest} positions; use no more")
+    config.num_labels, config.pad_token_id = len(classes), tokenizer.pad_token_id
+    set_dropout(config, args.dropout)
+    auto = "AutoModelForSequenceClassification"
+    if size is None and torch.get_default_device().type != "meta":  # else it has shapes alone
+        options = {"config": config, "dtype": torch.get_default_dtype()}
+        model = reviews.from_pretrained(args.weights, auto, **options)
+    else:
+        model = getattr(transformers, auto).from_config(config, dtype=torch.get_default_dtype())
+    model = Encoder(model, tokenizer.backend_tokenizer.to_str())
+    if size and args.weights != "none":
+        weights = load_file(args.weights, "--weights")
+        flags = f"--model {args.model} --context {args.context}"
+        check_weights(model, weights, f"--weights {args.weights} does not fit {flags} or this data")
+        if not next(model.parameters()).is_meta:
+            model.load_state_dict(weights)
+    return model
+
+
+def set_dropout(config, rate: float) -> None:
+    """Every rate of dropout that a configuration has, whatever the architecture calls it."""
+    for name, value in config.to_dict().items():
+        if ("drop" in name) and isinstance(value, float):
+            setattr(config, name, rate)
+
+
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """What an optimizer takes: ``--weight-decay`` is for matrices, not for biases and norms."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1]},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def check_deterministic(name: str, model: nn.Module) -> None:
+    """Nothing in it is computed in an order that changes."""

@@ -1,0 +1,208 @@
+"""Movie reviews with a label each, to be classified; their tokenizer."""
+
+import argparse
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from harness.command_line import fail, import_optional
+from harness.ranks import print0
+
+CLASSES = ["negative", "positive"]
+COLUMNS = ["label", "rating", "text"]
+VOCABULARY = 8000  # tokens of a tokenizer that is trained here
+FLAGS = ["context", "dropout"]  # of those that not all jobs have
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what depends on the job, and check what needs no data."""
+    args.dataset = "reviews"
+    if args.model is None:
+        args.model = "encoder" if has_pretrained(args) else "encoder-2x4x128"
+    defaults = {"context": 64, "dropout": 0.3, "optimizer": "adamw"}
+    if has_pretrained(args):
+        defaults["dropout"] = 0.1
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.lr is None:
+        args.lr = 5e-5 if has_pretrained(args) else 0.001
+        args.lr = args.lr if args.optimizer == "adamw" else 0.1
+    if args.weight_decay is None:
+        args.weight_decay = 0.1 if args.optimizer == "adamw" else 0.0005
+    if args.weights == "imagenet":
+        fail("--weights imagenet is of images; give a folder or the name of a pretrained encoder")
+    if (args.model == "encoder") != has_pretrained(args):
+        fail(
+            f"--model {args.model} with --weights {args.weights}: encoder has the shape of "
+            "pretrained weights, and others have their own; use one of encoder-2x4x128 and "
+            "distilbert without pretrained weights, or --weights FOLDER alone"
+        )
+
+
+def has_pretrained(args: argparse.Namespace) -> bool:
+    """Whether ``--weights`` is for ``from_pretrained``: a folder, or the name of one on the hub."""
+    return args.weights != "none" and not Path(args.weights).is_file()
+
+
+def describe(args: argparse.Namespace) -> str:
+    return f"of {args.context} tokens"
+
+
+class Reviews(Dataset):
+    """Texts as one tensor of tokens, all cut or padded to the same length.
+
+    Args:
+        tokens: int64 ``[n, context]``.
+        labels: int64 ``[n]``.
+    """
+
+    unit, units = "rev", "reviews"
+    classes = CLASSES
+
+    def __init__(self, tokens: Tensor, labels: Tensor):
+        self.tokens, self.labels = tokens, labels
+
+    bytes_on_gpu = 0  # of all sets of this process
+
+    def keep_on_gpu(self) -> None:
+        """Move them to the current GPU if they leave nine tenths of its free memory."""
+        needed = self.tokens.nbytes + self.labels.nbytes
+        free, _ = torch.cuda.mem_get_info()
+        if not self.tokens.is_cuda and needed <= free / 10:
+            self.tokens, self.labels = self.tokens.cuda(), self.labels.cuda()
+            Reviews.bytes_on_gpu += needed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def count_labels(self) -> int:
+        return len(self)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
+        """What a DataLoader calls for a batch: the numbers of the samples, ``[batch]``."""
+        return (torch.tensor(indices),)
+
+    def prepare(self, batch, device, seed: int, epoch: int, step: int, dtype=None):
+        """This rank's batch: tokens int64 ``[n, context]`` and labels int64 ``[n]``."""
+        return self.prepare_evaluation(batch, device)
+
+    def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
+        [index] = batch
+        index = index.to(self.tokens.device, non_blocking=True)
+        tokens, labels = self.tokens[index], self.labels[index]
+        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    def example(self, n: int) -> Tensor:
+        """n inputs of the model, all alike."""
+        return self.tokens[:1].expand(n, -1)
+
+    def rates(self, samples_per_second: float) -> dict[str, float]:
+        """How fast that is, in the unit in which it is reported."""
+        return {"reviews_per_second": samples_per_second}
+
+    def describe(self) -> dict:
+        """What ``result.json`` says of the data."""
+        context = self.tokens.shape[1]
+        return {"train_samples": len(self), "classes": self.classes, "context": context}
+
+
+def make_datasets(args: argparse.Namespace) -> tuple[Reviews, Reviews]:
+    """The training and the evaluation set."""
+    tokenizer = make_tokenizer(args)
+    splits = []
+    for split, file in {"train": "train.tsv", "eval": "test.tsv"}.items():
+        texts, labels = read(args.data_dir / file)
+        wanted = getattr(args, f"{split}_samples") or len(texts)
+        if wanted > len(texts):
+            fail(f"--{split}-samples {wanted}: there are {len(texts)}; ask for no more than that")
+        padded = {"padding": "max_length", "truncation": True, "max_length": args.context}
+        tokens = tokenizer(texts[:wanted], **padded)["input_ids"]
+        splits.append(Reviews(torch.tensor(tokens), torch.tensor(labels[:wanted])))
+    print0(
+        f"data: reviews, {len(splits[0]):,} training and {len(splits[1]):,} evaluation reviews, "
+        f"{len(tokenizer):,} different tokens"
+    )
+    return splits[0], splits[1]
+
+
+@functools.cache
+def read(path: Path) -> tuple[list[str], list[int]]:
+    """Texts and labels of a file of tab-separated columns: a label, 0 or 1; a rating, which is not
+    used; a text. The first line names them."""
+    example = "a line is label, rating and text with a tab between them, such as 1 2.4 'A delight.'"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        fail(
+            f"--data-dir {path.parent}: {path.name} cannot be read ({error.strerror}); give the "
+            "folder that holds train.tsv and test.tsv"
+        )
+    texts, labels = [], []
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line:
+            continue  # after the last end of line
+        try:
+            label, rating, text = line.decode().rstrip("\r").split("\t")
+            if number == 1 and [label, rating, text] == COLUMNS:
+                continue
+            float(rating)
+            labels.append(["0", "1"].index(label))
+            texts.append(text)
+            if not text.strip():
+                raise ValueError("no text")
+        except ValueError as error:  # UnicodeDecodeError is one, too
+            fail(f"{path}, line {number} is broken ({error}); {example}; correct or remove it")
+    if not texts:
+        fail(f"{path} has no line of a review; {example}")
+    return texts, labels
+
+
+def make_tokenizer(args: argparse.Namespace):
+    """That of pretrained weights; or one of byte pairs, trained on the training split, the same on
+    all ranks. (A ``PreTrainedTokenizerFast``.)"""
+    if has_pretrained(args):
+        return from_pretrained(args.weights, "AutoTokenizer")
+    return train_tokenizer(args.data_dir)
+
+
+@functools.cache
+def train_tokenizer(data_dir: Path):
+    """Byte pairs (Sennrich et al. 2016, arXiv:1508.07909) of bytes, in lower case; a text begins
+    with [CLS] and ends with [SEP], as DistilBERT expects it."""
+    transformers = import_optional("transformers")
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    texts, _ = read(data_dir / "train.tsv")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["[PAD]", "[CLS]", "[SEP]"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def from_pretrained(weights: str, kind: str, **options):
+    """``transformers.KIND.from_pretrained``, with what goes wrong in one line."""
+    transformers = import_optional("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return getattr(transformers, kind).from_pretrained(weights, **options)
+    except Exception as error:  # of a folder, the hub, the network, safetensors
+        why = str(error).partition("\n")[0][:200]
+        fail(
+            f"--weights {weights} cannot be loaded ({type(error).__name__}: {why}); give a folder "
+            "with config.json, model.safetensors and a tokenizer, or a name on huggingface.co"
+        )
