@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--model", metavar="NAME",
          help="any torchvision classifier, or a GPT: gpt-nano, gpt-mini, gpt2 or gpt-LxHxD, such "
          "as gpt-4x4x128 (default: resnet50 on a GPU, resnet18 on a CPU); of reviews: distilbert, "
-         "or encoder-LxHxD (default: encoder-2x4x128; with --weights, what they are of)")
+         "or encoder-LxHxD (default: encoder-1x4x128; with --weights, what they are of)")
     flag("--dataset", default="auto",
          choices=["auto", "cifar10", "folder", "shakespeare", "text", "reviews", "synthetic"],
          help="auto (default): CIFAR-10, or for a GPT Shakespeare, if present or downloadable, "

@@ -13,7 +13,7 @@ from harness.files import check_weights, load_file
 from jobs import reviews
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
-SIZES = {"encoder": None, "encoder-2x4x128": (2, 4, 128), "distilbert": (6, 12, 768)}
+SIZES = {"encoder": None, "encoder-1x4x128": (1, 4, 128), "distilbert": (6, 12, 768)}
 
 
 def size_of(name: str) -> tuple[int, int, int] | None:
@@ -25,7 +25,7 @@ def size_of(name: str) -> tuple[int, int, int] | None:
         close = difflib.get_close_matches(name, SIZES) or SIZES
         fail(
             f"--model {name} is not for --dataset reviews; try {', '.join(close)}, or "
-            "encoder-LxHxD, such as encoder-2x4x128 for 2 layers of 4 heads and width 128"
+            "encoder-LxHxD, such as encoder-1x4x128 for a layer of 4 heads and width 128"
         )
     layers, heads, width = map(int, numbers.groups())
     if width % heads:

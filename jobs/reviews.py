@@ -21,8 +21,8 @@ def complete(args: argparse.Namespace) -> None:
     """Fill in what depends on the job, and check what needs no data."""
     args.dataset = "reviews"
     if args.model is None:
-        args.model = "encoder" if has_pretrained(args) else "encoder-2x4x128"
-    defaults = {"context": 64, "dropout": 0.3, "optimizer": "adamw"}
+        args.model = "encoder" if has_pretrained(args) else "encoder-1x4x128"
+    defaults = {"context": 64, "dropout": 0.5, "optimizer": "adamw"}
     if has_pretrained(args):
         defaults["dropout"] = 0.1
     for name, value in defaults.items():
@@ -32,13 +32,14 @@ def complete(args: argparse.Namespace) -> None:
         args.lr = 5e-5 if has_pretrained(args) else 0.001
         args.lr = args.lr if args.optimizer == "adamw" else 0.1
     if args.weight_decay is None:
-        args.weight_decay = 0.1 if args.optimizer == "adamw" else 0.0005
+        args.weight_decay = 0.01 if has_pretrained(args) else 0.5
+        args.weight_decay = args.weight_decay if args.optimizer == "adamw" else 0.0005
     if args.weights == "imagenet":
         fail("--weights imagenet is of images; give a folder or the name of a pretrained encoder")
     if (args.model == "encoder") != has_pretrained(args):
         fail(
             f"--model {args.model} with --weights {args.weights}: encoder has the shape of "
-            "pretrained weights, and others have their own; use one of encoder-2x4x128 and "
+            "pretrained weights, and others have their own; use one of encoder-1x4x128 and "
             "distilbert without pretrained weights, or --weights FOLDER alone"
         )
 

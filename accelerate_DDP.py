@@ -1,0 +1,104 @@
+"""Train on several devices with DistributedDataParallel, by Hugging Face Accelerate.
+
+Differs     from pytorch_torchrun_DDP.py: Accelerate makes the process group and wraps the model in
+            DDP; whether it does, and on how many devices, is in a file that `accelerate launch`
+            reads. Lines tagged "# Accelerate:".
+Command:    accelerate launch --config_file config/accelerate_DDP.yml accelerate_DDP.py
+            accelerate launch --config_file config/accelerate_DDP.yml --num_processes 4 ...
+Use it      when one script is to run on a GPU, on several and on TPUs. Not to learn what happens.
+Holds       what pytorch_torchrun_DDP.py does.
+Sends       what pytorch_torchrun_DDP.py does.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DistributedSampler
+
+import common
+
+accelerate = common.import_optional("accelerate")
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()
+        cpu=device.type == "cpu",
+        kwargs_handlers=[
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout)),
+            accelerate.DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    # Accelerate: sends rank 0's weights to all. Given the loaders, it would multiply the batch by
+    # world_size, deal it out in blocks, and repeat samples in evaluation; given the schedule, it
+    # would go world_size steps further at each step. So both stay as they are.
+    model = accelerator.prepare(model)
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            accelerator.backward(loss)  # DDP: averages the gradients, bucket by bucket, as they are ready
+            if args.clip_grad:
+                accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(model, optimizer, scheduler)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(model, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

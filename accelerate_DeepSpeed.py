@@ -1,0 +1,117 @@
+"""Train on several devices with DeepSpeed, ZeRO stages 0 to 3, by Hugging Face Accelerate.
+
+Differs     from pytorch_DeepSpeed.py: Accelerate makes the process group and calls DeepSpeed; the
+            file that `accelerate launch` reads names that of DeepSpeed. Lines tagged
+            "# Accelerate:".
+Command:    accelerate launch --config_file config/accelerate_DeepSpeed.yml accelerate_DeepSpeed.py
+Use it      when one script is to run under DDP, FSDP and DeepSpeed.
+Holds       what pytorch_DeepSpeed.py does.
+Sends       what pytorch_DeepSpeed.py does.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DistributedSampler
+
+import common
+from harness import deepspeed_engine
+
+accelerate = common.import_optional("accelerate")
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument(
+        "--deepspeed_config", "--deepspeed-config", metavar="FILE",
+        # Accelerate: deepspeed_config_file in the file that its launcher reads
+        default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "config/zero_stage2_config.json"),
+        help="(default: %(default)s)",
+    )  # fmt: skip
+    args = common.parse_args(parser)
+    if args.double:
+        common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    config = deepspeed_engine.read_config(args)  # DeepSpeed: and the batch size into it
+    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed: looks for one while it is imported
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()
+        cpu=device.type == "cpu",
+        deepspeed_plugin=plugin,
+        kwargs_handlers=[
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))
+        ],
+    )
+    if device.type == "cpu":  # Accelerate: knows DeepSpeed on GPUs only; its code runs on CPUs, too
+        for state in (accelerate.PartialState(), accelerator.state):
+            state.distributed_type = accelerate.DistributedType.DEEPSPEED
+        accelerator.state.deepspeed_plugins = plugin
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+    deepspeed_engine.import_deepspeed(args, device, config)
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    # DeepSpeed: weights in plain order, because it puts them in a row
+    model = common.make_model(args, train_set.classes, channels_last=False).to(device)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    model, _ = accelerator.prepare(model, optimizer)  # Accelerate: calls deepspeed.initialize()
+    # Accelerate: passes on only schedules of DeepSpeed's own
+    model.lr_scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    dtype = next(model.parameters()).dtype  # DeepSpeed: bfloat16 if the file says so
+    run = common.Run(args, device, train_loader)
+    held = deepspeed_engine.load_snapshot(run, model)  # DeepSpeed: each rank reads its part
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in it
+            logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
+            loss = F.cross_entropy(logits, labels)
+            # Accelerate: steps optimizer and scheduler, and clears the gradients, in here
+            accelerator.backward(loss)  # DeepSpeed: averages the gradients, bucket by bucket
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its part
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        deepspeed_engine.save_snapshot(run, model)
+
+    # 7. Save and report
+    # DeepSpeed: gathered one tensor at a time, of the fp32 copy, to the memory of rank 0's CPU
+    weights = deepspeed_engine.gather_weights(model)
+    if rank == 0:
+        common.save_model(weights, args.output_dir)
+    run.finish(model, model.basic_optimizer, **held)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Train on several devices with fully_shard (FSDP2), by Hugging Face Accelerate.
+
+Differs     from pytorch_FSDP.py: Accelerate makes the process group and shards the model; how, is in
+            the file that `accelerate launch` reads. Lines tagged "# Accelerate:".
+Command:    accelerate launch --config_file config/accelerate_FSDP.yml accelerate_FSDP.py
+Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when rank 0 alone has room
+            for the weights as they begin: here each rank makes all of them.
+Holds       what pytorch_FSDP.py does, once the model is sharded.
+Sends       what pytorch_FSDP.py does.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DistributedSampler
+
+import common
+
+accelerate = common.import_optional("accelerate")
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    # Accelerate: the rest of the plugin's settings are in the environment, from the file
+    plugin = accelerate.FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()
+        cpu=device.type == "cpu",
+        fsdp_plugin=plugin,
+        kwargs_handlers=[
+            accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))
+        ],
+    )
+    if device.type == "cpu":  # Accelerate: knows FSDP on GPUs only; its code runs on CPUs, too
+        for state in (accelerate.PartialState(), accelerator.state):
+            state.distributed_type = accelerate.DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        os.environ["DS_ACCELERATOR"] = "cpu"  # Accelerate: imports DeepSpeed, which looks for a GPU
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    # Accelerate: takes of each rank's own weights what is to be its shards, so all make the same
+    torch.manual_seed(args.seed)
+    model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    if rank > 0:
+        torch.manual_seed(args.seed + rank)
+    # Accelerate: the names of the units that are gathered one at a time
+    model._no_split_modules = list({type(block).__name__ for block in common.blocks_of(model)})
+
+    # 4. Optimizer and schedule
+    fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
+    optimizer = common.make_optimizer(args, model, fused)
+    model, optimizer = accelerator.prepare(model, optimizer)  # Accelerate: shards both
+    optimizer = optimizer.optimizer  # Accelerate: PyTorch's, out of a wrapper for GradScaler
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            loss = F.cross_entropy(logits, labels)
+            accelerator.backward(loss)  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            if args.clip_grad:
+                accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+    # 7. Save and report
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
+    if rank == 0:
+        common.save_model(weights, args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
