@@ -13,7 +13,6 @@ Sends       what pytorch_torchrun_DDP.py does.
 import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -29,6 +28,7 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
+    common.check_launch()  # Accelerate: was its launcher given a file for this?
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -76,7 +76,7 @@ def main():
             optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            accelerator.backward(loss)  # DDP: averages the gradients, bucket by bucket, as they are ready
+            accelerator.backward(loss)  # DDP: averages the gradients, bucket by bucket
             if args.clip_grad:
                 accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()

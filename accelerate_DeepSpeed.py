@@ -12,7 +12,6 @@ Sends       what pytorch_DeepSpeed.py does.
 import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -30,11 +29,11 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument(
         "--deepspeed_config", "--deepspeed-config", metavar="FILE",
-        # Accelerate: deepspeed_config_file in the file that its launcher reads
-        default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "config/zero_stage2_config.json"),
-        help="(default: %(default)s)",
+        default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),  # Accelerate: from its file
+        help="(default: deepspeed_config_file of the launcher's file)",
     )  # fmt: skip
     args = common.parse_args(parser)
+    common.check_launch("DEEPSPEED")  # Accelerate: was its launcher given a file for this?
     if args.double:
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

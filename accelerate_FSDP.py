@@ -1,7 +1,7 @@
 """Train on several devices with fully_shard (FSDP2), by Hugging Face Accelerate.
 
-Differs     from pytorch_FSDP.py: Accelerate makes the process group and shards the model; how, is in
-            the file that `accelerate launch` reads. Lines tagged "# Accelerate:".
+Differs     from pytorch_FSDP.py: Accelerate makes the process group and shards the model, as the
+            file says that `accelerate launch` reads. Lines tagged "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_FSDP.yml accelerate_FSDP.py
 Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when rank 0 alone has room
             for the weights as they begin: here each rank makes all of them.
@@ -32,6 +32,7 @@ def main():
     parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
+    common.check_launch("FSDP")  # Accelerate: was its launcher given a file for this?
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -93,7 +94,7 @@ def main():
             optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
             loss = F.cross_entropy(logits, labels)
-            accelerator.backward(loss)  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            accelerator.backward(loss)  # FSDP: gathers once more, and reduce-scatters gradients
             if args.clip_grad:
                 accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()

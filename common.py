@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
 from harness import command_line, loaders, ranks, timeouts
+from harness.accelerate_file import check_launch
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
 from harness.files import load_file, save_file
 from harness.measure import device_name
@@ -54,7 +55,8 @@ from jobs.text import Text
 # What scripts use, in the order in which they do; some of it comes from below.
 # fmt: off
 __all__ = [
-    "import_optional", "argument_parser", "number", "parse_args", "fail", "announce", "print0",
+    "import_optional", "argument_parser", "number", "parse_args", "check_launch", "fail",
+    "announce", "print0",
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",

@@ -86,5 +86,5 @@ def complain(args: argparse.Namespace, ours: ModuleType, flag: str, of_images: b
     """Report a flag that belongs to another job."""
     if ours is jobs.images:
         fail(f"{flag} is for a GPT; add --model gpt-nano, or leave it out")
-    model = args.model or "an encoder"
-    fail(f"{flag} is for {'images' if of_images else 'a GPT'}, and {model} reads text; leave it out")
+    owner, model = "images" if of_images else "a GPT", args.model or "an encoder"
+    fail(f"{flag} is for {owner}, and {model} reads text; leave it out")

@@ -1,0 +1,143 @@
+"""Train on several devices with DistributedDataParallel, by the Trainer of transformers.
+
+Differs     from pytorch_torchrun_DDP.py: Trainer makes the process group, wraps the model in DDP
+            and has the loop, which takes its batches from us. Most of its arguments below switch
+            off what it would do besides. Lines tagged "# Trainer:".
+Command:    torchrun --nproc_per_node=4 transformers_Trainer.py --dataset reviews --data-dir PATH
+Use it      to fine-tune a model of transformers, with its tokenizers, metrics and checkpoints. Not
+            to change what happens in a step.
+Holds       what pytorch_torchrun_DDP.py does, and a copy of the gradients in DDP's buckets.
+Sends       what pytorch_torchrun_DDP.py does.
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DistributedSampler
+
+import common
+
+transformers = common.import_optional("transformers")
+
+
+class Steps:
+    """Trainer: in the place of a DataLoader, all steps that are left, as one epoch."""
+
+    def __init__(self, batches: Iterator[dict], length: int):
+        self.batches, self.length = batches, length
+
+    def __iter__(self) -> Iterator[dict]:
+        return self.batches
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Trainer(transformers.Trainer):
+    """Trainer: with our batches, and a loss of logits, as our models return no loss."""
+
+    def __init__(self, steps: Steps, **options):
+        super().__init__(**options)
+        self.steps = steps
+
+    def get_train_dataloader(self) -> Steps:
+        return self.steps
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(inputs["images"])
+        self.loss = F.cross_entropy(logits, inputs["targets"])
+        return self.loss
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    options = transformers.TrainingArguments(  # Trainer: init_process_group() and set_device()
+        output_dir=args.output_dir,
+        use_cpu=device.type == "cpu",
+        ddp_backend="nccl" if device.type == "cuda" else "gloo",
+        ddp_timeout=args.timeout,
+        ddp_find_unused_parameters=False,  # Trainer: would look for them at every step
+        max_grad_norm=args.clip_grad or 0.0,  # Trainer: would clip at 1
+        logging_nan_inf_filter=False,  # Trainer: would hide a NaN, and wait for each step's loss
+        num_train_epochs=1,  # Trainer: see Steps
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(model, optimizer, scheduler)
+
+    # 5. Train
+    def batches():
+        trainer.model_wrapped.broadcast_buffers = False  # DDP: sent before evaluation alone
+        for epoch in range(run.start_epoch, run.epochs):
+            sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+            for images, labels in run.batches(train_loader, epoch):
+                yield {"images": images, "targets": labels}  # Trainer: comes back after the step
+                run.log(trainer.loss)  # fetched only when it is printed
+                if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                    run.save_snapshot(model, optimizer, scheduler)
+
+            # 6. Evaluate
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+            run.save_snapshot(model, optimizer, scheduler)
+
+    steps = batches()
+    with torch.random.fork_rng():  # Trainer: begins random numbers anew, the same on all ranks
+        trainer = Trainer(
+            Steps(steps, run.total_steps - run.step),
+            args=options,
+            model=model,
+            optimizers=(optimizer, scheduler),
+            callbacks=[],
+        )
+    trainer.remove_callback(transformers.PrinterCallback)
+    if run.step < run.total_steps:
+        trainer.train()
+    next(steps, None)  # Trainer: leaves out what comes after the last step
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
