@@ -74,7 +74,8 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model)
+    optimizer_class, options = common.optimizer_class(args)
+    optimizer = optimizer_class(common.parameter_groups(args, model), **options)
     model, _ = accelerator.prepare(model, optimizer)  # Accelerate: calls deepspeed.initialize()
     # Accelerate: passes on only schedules of DeepSpeed's own
     model.lr_scheduler = common.make_scheduler(args, optimizer, len(train_loader))
