@@ -1,0 +1,155 @@
+"""Reviews: their files, their tokenizer, and the encoder that classifies them."""
+
+import json
+
+import pytest
+import torch
+from conftest import launch, launcher, succeed
+
+transformers = pytest.importorskip("transformers")
+
+from jobs import reviews  # noqa: E402
+
+GOOD = ["a delight", "warm and funny", "a joy to see", "great fun", "the best of its kind"]
+BAD = ["a bore", "cold and flat", "a pain to see", "no fun", "the worst of its kind"]
+TINY = "--model encoder-1x2x16 --context 12 --batch-size 16 --print-freq 1"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """120 reviews to train with and 30 to be judged by, which a small model tells apart."""
+    folder = tmp_path_factory.mktemp("reviews")
+    lines = [f"{label}\t{2 * label - 1.5}\t{said[i % 5]}, scene {i} of {i % 7}"
+             for i in range(75) for label, said in enumerate((BAD, GOOD))]  # fmt: skip
+    for name, part in {"train": lines[:120], "test": lines[120:]}.items():
+        (folder / f"{name}.tsv").write_text("\n".join(["label\trating\ttext", *part, ""]))
+    return folder
+
+
+def train(script, ranks, folder, output, flags):
+    command = f"{launcher(script, ranks)} --dataset reviews --data-dir {folder} {flags}"
+    succeed(f"{command} --output-dir {output}", forked=True)
+    state = torch.load(output / "model.pt", weights_only=True)
+    return state, json.loads((output / "result.json").read_text())
+
+
+def test_it_learns(folder, tmp_path):
+    _, result = train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --epochs 10 --lr 0.01")
+    assert result["eval_accuracy"][-1] > 0.9
+    assert result["eval_samples"] == 30 and result["train_samples"] == 120
+    assert result["classes"] == ["negative", "positive"]
+    assert result["reviews_per_second"] > 0
+
+
+@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP"])
+def test_techniques_agree(script, folder, tmp_path):
+    """In float64, after eight steps; FSDP makes the model of two ranks without memory."""
+    flags = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
+    expected, _ = train("pytorch_SingleGPU", 1, folder, tmp_path / "one", flags)
+    weights, _ = train(script, 2, folder, tmp_path / "two", flags)
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+def test_what_is_saved_is_all_that_is_needed(folder, tmp_path):
+    """Stock transformers and tokenizers make of model.pt what the run reported."""
+    from tokenizers import Tokenizer
+
+    state, result = train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --epochs 3 --lr 0.01")
+    config = json.loads(bytes(state.pop("config").tolist()))
+    tokenizer = Tokenizer.from_str(bytes(state.pop("tokenizer").tolist()).decode())
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_config(transformers.DistilBertConfig(**config)).eval()
+    weights = {name.removeprefix("encoder."): tensor for name, tensor in state.items()}
+    missing, _ = model.load_state_dict(weights, strict=False)
+    assert not missing
+    texts, labels = reviews.read(folder / "test.tsv")
+    tokenizer.enable_truncation(12)
+    tokenizer.enable_padding(pad_id=config["pad_token_id"])
+    batch = tokenizer.encode_batch(texts)
+    tokens, mask = (torch.tensor([getattr(e, n) for e in batch]) for n in ("ids", "attention_mask"))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+    assert loss == pytest.approx(result["eval_loss"][-1], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pretrained(folder, tmp_path_factory):
+    """A folder as `save_pretrained` leaves it: tiny, and of another kind than ours."""
+    path = tmp_path_factory.mktemp("pretrained")
+    reviews.train_tokenizer(folder).save_pretrained(path)
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        vocab_size=reviews.VOCABULARY, max_position_embeddings=20,
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("script, ranks", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)])
+def test_pretrained_weights(script, ranks, folder, pretrained, tmp_path):
+    """At a rate of nothing, what is evaluated is what was loaded."""
+    flags = f"--weights {pretrained} --context 12 --batch-size 16 --max-steps 1 --lr 1e-30"
+    flags += " --weight-decay 0"
+    weights, result = train(script, ranks, folder, tmp_path, flags)
+    stock = transformers.BertForSequenceClassification.from_pretrained(pretrained).eval()
+    for name, tensor in stock.state_dict().items():
+        assert torch.allclose(weights[f"encoder.{name}"], tensor, atol=1e-20)
+    assert result["model"] == "encoder"
+    texts, labels = reviews.read(folder / "test.tsv")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
+    with torch.no_grad():
+        logits = stock(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+    assert loss == pytest.approx(result["eval_loss"][-1], rel=1e-4)
+
+
+BROKEN = {
+    "two columns": (b"1\tonly two", "line 3 is broken (not enough values to unpack"),
+    "four columns": (b"1\t2.0\ta\tb", "line 3 is broken (too many values to unpack"),
+    "label": (b"yes\t2.0\tfine", "line 3 is broken ('yes' is not in list"),
+    "rating": (b"1\tmuch\tfine", "line 3 is broken (could not convert string to float: 'much'"),
+    "no text": (b"1\t2.0\t ", "line 3 is broken (no text"),
+    "not UTF-8": (b"1\t2.0\t\xff", "line 3 is broken ('utf-8' codec can't decode"),
+}
+
+
+@pytest.mark.parametrize("line, words", BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_told_by_its_number(line, words, tmp_path, capsys):
+    path = tmp_path / "train.tsv"
+    path.write_bytes(b"label\trating\ttext\n0\t-1.0\tfine\n" + line + b"\n1\t1.0\tfine\n")
+    with pytest.raises(SystemExit) as exit:
+        reviews.read(path)
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{path}, {words}" in error and error.count("\n") == 1
+
+
+MISTAKES = {
+    "--data-dir /nowhere": "train.tsv cannot be read",
+    "--model gpt-nano": "--model gpt-nano is not for --dataset reviews",
+    "--model encoder-2x3x16": "3 heads cannot share a width of 16",
+    "--tie": "--tie is for a GPT",
+    "--image-size 32": "--image-size is for images",
+    "--train-samples 121": "--train-samples 121: there are 120",
+    "--weights imagenet": "--weights imagenet is of images",
+    "--weights no/such-model": "--weights no/such-model cannot be loaded",
+    "--weights {pretrained} --model distilbert": "--model distilbert with --weights",
+    "--weights {pretrained} --context 21 --batch-size 16": "--context 21: ",
+    "--model encoder": "--model encoder with --weights none",
+}
+
+
+@pytest.mark.parametrize("flags, words", MISTAKES.items())
+def test_mistakes(flags, words, folder, pretrained, tmp_path):
+    flags = flags.format(pretrained=pretrained)
+    command = f"python pytorch_SingleGPU.py --dataset reviews --data-dir {folder} {flags}"
+    command = f"{command} --output-dir {tmp_path} --max-steps 1"
+    finished = launch(command, forked=True, HF_HUB_OFFLINE="1")  # it tries for a minute otherwise
+    assert finished.code == 2
+    assert len(finished.errors) == 1 and words in finished.errors[0]
+    assert "Traceback" not in finished.stderr
