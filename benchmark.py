@@ -50,6 +50,7 @@ KEPT = (  # of result.json, in each run of a row
     "technique", "command", "world_size", "devices", "device", "threads", "model", "precision",
     "tf32", "dataset", "image_size", "context", "global_batch_size", "optimizer", "train_samples",
     "steps", "seconds_total", "images_per_second", "samples_per_second", "tokens_per_second",
+    "reviews_per_second",
     "first_step_seconds", "step_ms", "peak_memory_gib", "state_bytes",
 )  # fmt: skip
 
@@ -274,7 +275,7 @@ def all_versions() -> dict[str, str]:
     import importlib.metadata as metadata
 
     found = versions()
-    for package in ("deepspeed", "lightning-fabric", "accelerate"):
+    for package in ("deepspeed", "accelerate", "lightning", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

@@ -3,16 +3,15 @@
 Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one page.
 """
 
-import difflib
 import json
 import os
 import re
 from pathlib import Path
 
-from report import drawings, estimates, plots, stale, tables, timeline
+from report import drawings, ecosystem, estimates, plots, stale, tables, timeline
 from report.results import ROOT, Unusable, read_figures, read_results, size_of
 
-SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu")  # that are rendered
+SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews")  # that are rendered
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HEADS = {  # of the tables, in Chinese
     "technique": "技术", "ranks": "进程数", "precision": "精度",
@@ -29,7 +28,11 @@ HEADS = {  # of the tables, in Chinese
     "measured, GiB": "实测 GiB", "step ms, 1 rank": "每步毫秒，1 进程",
     "2 ranks, predicted": "2 进程，预测", "2 ranks, measured": "2 进程，实测",
     "against one process": "与单进程相比", "loop": "训练循环", "of the bare loop": "相对裸循环",
-    "script": "脚本", "loss in fp32": "fp32 损失", "its loss": "它的损失", "difference": "差",
+    "script": "脚本", "lines": "行数", "not in SingleGPU": "SingleGPU 没有的行",
+    "not in the raw script": "原生脚本没有的行", "of the bare loop, 1 rank": "相对裸循环，1 进程",
+    "of the raw script, 1 rank": "相对原生脚本，1 进程",
+    "of the raw script, 2 ranks": "相对原生脚本，2 进程",
+    "reviews/s (min–max)": "影评/秒（最小–最大）", "loss in fp32": "fp32 损失", "its loss": "它的损失", "difference": "差",
     "SGD with momentum": "带动量的 SGD", "1 rank": "1 进程", "2 ranks": "2 进程",
     "4 ranks": "4 进程", "runtime": "运行时", "batch 1": "批 1", "batch 8": "批 8",
     "batch 32": "批 32", "batch 128": "批 128", "memory GiB": "内存 GiB",
@@ -144,9 +147,10 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
                 root, results[name], table, proof, suite, predicted
             )
             blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
-    # The rows of these stand together, in docs/under_the_hood.md and docs/estimate.md.
-    others = {name: found for name, found in results.items() if name not in ("by_hand", "scaling")}
-    blocks |= estimates.blocks(root, estimate, results)
+    # The rows of these stand together, on a page of their own.
+    apart = ("by_hand", "scaling", "reviews")
+    others = {name: found for name, found in results.items() if name not in apart}
+    blocks |= estimates.blocks(root, estimate, results) | ecosystem.blocks(root)
     return blocks | {name: technique_block(root, name, others) for name in tables.PARENTS}
 
 
@@ -205,14 +209,7 @@ def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
             run = rows[0]["runs"][0]
             job = f"{run['model']}, {size_of(run)}, {run['device']}:"
             parts += [job, tables.techniques_table(rows)]
-    old, new = (
-        (root / f"{which}.py").read_text().split('"""\n', 1)[1].splitlines()
-        for which in (parent, script)
-    )
-    _, _, *diff = difflib.unified_diff(old, new, n=1, lineterm="")
-    diff = "\n".join("" if line.startswith("@@") else line for line in diff).strip("\n")
-    summary = f"<details><summary><code>diff {parent}.py {script}.py</code></summary>"
-    return "\n\n".join([*parts, summary, f"```diff\n{diff}\n```", "</details>"])
+    return "\n\n".join([*parts, ecosystem.diff(root, parent, script)])
 
 
 def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: bool) -> str:

@@ -66,13 +66,14 @@ def of_all(runs: list[dict], *keys: str) -> list:
 
 
 def speeds_of(runs: list[dict]) -> list[float]:
-    """Tokens per second, or images."""
-    return [run.get("tokens_per_second") or run["images_per_second"] for run in runs]
+    """Tokens per second, or images, or reviews."""
+    return [run[unit_of(run).replace("/s", "_per_second")] for run in runs]
 
 
 def unit_of(run: dict) -> str:
     """Of :func:`speeds_of`."""
-    return "tokens/s" if "tokens_per_second" in run else "images/s"
+    names = (name for name in ("tokens", "reviews") if f"{name}_per_second" in run)
+    return f"{next(names, 'images')}/s"
 
 
 def size_of(run: dict) -> str:

@@ -40,7 +40,7 @@ def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
     changed = []
     for line in listed.decode().splitlines():
         about, path = line.split("\t")
-        counts = path.endswith((".py", ".json")) and {path, path.split("/")[0]} & measured
+        counts = path.endswith((".py", ".json", ".yml")) and {path, path.split("/")[0]} & measured
         if counts and is_changed(root, path, blob=about.split()[2]):
             changed.append(path)
     said = "; measured on uncommitted changes" if dirty else ""

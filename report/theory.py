@@ -6,6 +6,15 @@ from pathlib import Path
 
 from report.results import ROOT
 
+RAW = {  # a library's script, and the one that does the same without the library
+    "accelerate_DDP": "pytorch_torchrun_DDP",
+    "lightning_Fabric": "pytorch_torchrun_DDP",
+    "lightning_Trainer": "pytorch_torchrun_DDP",
+    "transformers_Trainer": "pytorch_torchrun_DDP",
+    "accelerate_FSDP": "pytorch_FSDP",
+    "accelerate_DeepSpeed": "pytorch_DeepSpeed",
+}
+
 
 def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
     """Bytes per parameter that a rank keeps after a step.
@@ -17,6 +26,7 @@ def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
         words: of the command.
     """
     script = next(Path(word).stem for word in words if word.endswith(".py"))
+    script = RAW.get(script, script)
     k = {"sgd": 4, "adamw": 8}[optimizer]
     kept = {"parameters": 4, "gradients": 4, "optimizer": k}
     if script == "pytorch_half_precision":

@@ -2,11 +2,11 @@
 
     python tests/peers.py --loop seed --dataset synthetic --max-steps 24
 
-bare        batches that lie on the device already; only forward, backward and step: the limit
-seed        as in the page that this began from: PIL images, transforms for each in loader
-            processes, and two .item() a step
-fabric      Lightning Fabric (pip install lightning-fabric), with torchvision's transforms as above
-accelerate  Hugging Face Accelerate (pip install accelerate), likewise
+bare  batches that lie on the device already; only forward, backward and step: the limit
+seed  as in the page that this began from: PIL images, transforms for each in loader processes, and
+      two .item() a step
+
+The libraries have scripts of their own: docs/ecosystem.md.
 
 Model, optimizer, batch and images are the script's, in fp32 or by --dtype. So are clock and memory
 (harness/clock.py): on a GPU no step is waited for, unless the loop itself does so. The images stay
@@ -59,7 +59,7 @@ class Pictures(Dataset):
 
 def main():
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--loop", choices=["bare", "seed", "fabric", "accelerate"], required=True)
+    parser.add_argument("--loop", choices=["bare", "seed"], required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
     device = common.get_device(args)
@@ -75,19 +75,6 @@ def main():
             num_workers=2 if args.workers is None else args.workers, persistent_workers=True,
             pin_memory=device.type == "cuda",
         )  # fmt: skip
-    if args.loop == "fabric":
-        from lightning_fabric import Fabric
-
-        fabric = Fabric(accelerator=device.type, devices=1)
-        fabric.launch()
-        model, optimizer = fabric.setup(model, optimizer)
-        loader = fabric.setup_dataloaders(loader)
-    if args.loop == "accelerate":
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=device.type == "cpu")
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
     def step(images, labels):
         if args.loop == "seed":
             images, labels = images.to(device), labels.to(device)
@@ -96,12 +83,7 @@ def main():
         with torch.autocast(device.type, torch.bfloat16 if autocast else None, enabled=autocast):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if args.loop == "fabric":
-            fabric.backward(loss)
-        elif args.loop == "accelerate":
-            accelerator.backward(loss)
-        else:
-            loss.backward()
+        loss.backward()
         optimizer.step()
         if args.loop == "seed":  # its running loss and accuracy
             return loss.item(), (logits.argmax(1) == labels).sum().item()

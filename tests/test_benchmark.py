@@ -443,6 +443,7 @@ def test_peers_have_the_scripts_clock(loop, tmp_path):
     succeed(f"{command} --output-dir {tmp_path}", forked=True)
     result = json.loads((tmp_path / "result.json").read_text())
     of_text = {"context", "samples_per_second", "tokens_per_second", "first_step_seconds"}
+    of_text |= {"reviews_per_second"}
     assert set(benchmark.KEPT) - of_text <= result.keys() and result["devices"] == 1
     [[begin, end]] = result["trained_between"]
     assert 0 < end - begin < 60 and result["gpu_uuids"] == []
