@@ -44,6 +44,6 @@ for model in (small_resnet, small_resnet_dropout):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    script = next(word for word in sys.argv if word.startswith("pytorch_"))
+    script = next(word for word in sys.argv if word.startswith(("pytorch_", "lightning_")))
     sys.argv = [script, *(w for w in sys.argv[1:] if w != script)]  # launch adds a flag before it
     runpy.run_path(script, run_name="__main__")
