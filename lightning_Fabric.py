@@ -28,7 +28,8 @@ lightning = common.import_optional("lightning")
 
 def make_fabric(args, world_size):
     """Fabric, or one line that says why `fabric run` and this script do not agree."""
-    logging.getLogger("lightning").setLevel(logging.ERROR)  # Fabric: what Run says in its own words
+    logging.getLogger("lightning").setLevel(logging.ERROR)  # Fabric: what Run says, too
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Fabric: or sets both
     # Fabric: would refuse this object beside a name on the command line of `fabric run`
     named = os.environ.pop("LT_STRATEGY", "ddp")
     if named != "ddp":
@@ -109,9 +110,7 @@ def main():
             optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            fabric.backward(
-                loss
-            )  # DDP: averages the gradients, bucket by bucket, as they are ready
+            fabric.backward(loss)  # DDP: averages the gradients, bucket by bucket
             if args.clip_grad:
                 # Fabric: would raise an exception where --on-nan has something to say
                 fabric.clip_gradients(

@@ -79,7 +79,7 @@ def gpu_uuids(devices: list[torch.device]) -> list[str]:
 def launch_command() -> str:
     """The command that started this run: the launcher's, which is our parent, or our own."""
     words = launcher_words() or sys.orig_argv
-    if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed"):  # not their python
+    if len(words) > 1 and Path(words[1]).name in ("torchrun", "deepspeed", "fabric"):  # not python
         words = words[1:]
     return shlex.join([Path(words[0]).name, *words[1:]])
 
