@@ -152,6 +152,11 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--strategy", choices=["ddp", "fsdp", "deepspeed_stage_2"], default="ddp")
     args = common.parse_args(parser)
+    if args.strategy == "deepspeed_stage_2" and args.device == "cpu":
+        common.fail(
+            "--strategy deepspeed_stage_2: Lightning runs DeepSpeed on GPUs only; use another one, "
+            "or pytorch_DeepSpeed.py, which runs it on a CPU, too"
+        )
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
