@@ -3,10 +3,11 @@
 Differs     from pytorch_torchrun_DDP.py: the Trainer has the loop, and calls the methods of a
             LightningModule. Data, record and snapshots stay ours. Lines tagged "# Trainer:".
 Command:    torchrun --nproc_per_node=4 lightning_Trainer.py (or python: a world of one)
-            torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp
+            torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp (or deepspeed_stage_2)
 Use it      when you want strategy, precision and clipping by a word, and callbacks that others have
             written. Not to learn what a step does, nor when your loop is an unusual one.
-Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds.
+Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds, and
+            with --strategy deepspeed_stage_2 what pytorch_DeepSpeed.py holds at stage 2.
 Sends       what these send; and before every step one number, from rank 0, for which all wait.
 """
 
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from harness import deepspeed_engine
 
 lightning = common.import_optional("lightning")
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
@@ -36,12 +38,11 @@ class Task(lightning.LightningModule):
         super().__init__()
         self.args, self.run, self.model = args, run, model
         self.train_loader, self.eval_loader, self.sampler = train_loader, eval_loader, sampler
-        self.sharded = args.strategy == "fsdp"
-        self.load = run.load_sharded_snapshot if self.sharded else run.load_snapshot
-        self.save = run.save_sharded_snapshot if self.sharded else run.save_snapshot
+        self.fsdp, self.deepspeed = args.strategy == "fsdp", args.strategy == "deepspeed_stage_2"
+        self.held = {}
 
     def configure_model(self):
-        if not self.sharded:
+        if not self.fsdp:
             return
         weights = self.model.state_dict()
         mesh = self.device_mesh["data_parallel"]
@@ -57,9 +58,14 @@ class Task(lightning.LightningModule):
 
     # 4. Optimizer and schedule
     def configure_optimizers(self):
-        fused = not self.sharded or self.args.optimizer == "adamw"  # FSDP: none of SGD
+        fused = not self.fsdp or self.args.optimizer == "adamw"  # FSDP: none of SGD
         self.optimizer = common.make_optimizer(self.args, self.model, fused)
+        if self.deepspeed:  # DeepSpeed: one that has no state yet, as it changes the parameters
+            kind, options = common.optimizer_class(self.args)
+            self.optimizer = kind(common.parameter_groups(self.args, self.model), **options)
         self.scheduler = common.make_scheduler(self.args, self.optimizer, len(self.train_loader))
+        if self.deepspeed:  # DeepSpeed: steps the schedule, too
+            return self.optimizer
         # Trainer: would step it once an epoch, and ask for a metric of Lightning's for a plateau
         schedule = {"scheduler": self.scheduler, "interval": "step", "reduce_on_plateau": False}
         return {"optimizer": self.optimizer, "lr_scheduler": schedule}
@@ -70,11 +76,23 @@ class Task(lightning.LightningModule):
     def on_train_start(
         self,
     ):  # Trainer: by now its handler of SIGTERM is set, and Run's replaces it
-        self.trainer.model.broadcast_buffers = (
-            False  # DDP: sent before evaluation, not at every step
-        )
-        self.load(self.model, self.optimizer, self.scheduler)
+        if self.deepspeed:
+            self.trainer.model.lr_scheduler = self.scheduler
+            self.held = deepspeed_engine.load_snapshot(self.run, self.trainer.model)
+        elif self.fsdp:
+            self.run.load_sharded_snapshot(self.model, self.optimizer, self.scheduler)
+        else:
+            self.trainer.model.broadcast_buffers = False  # DDP: sent before evaluation
+            self.run.load_snapshot(self.model, self.optimizer, self.scheduler)
         self.trainer.fit_loop.max_epochs -= self.run.start_epoch  # Trainer: counts from 0
+
+    def save(self):
+        if self.deepspeed:
+            deepspeed_engine.save_snapshot(self.run, self.trainer.model)
+        elif self.fsdp:
+            self.run.save_sharded_snapshot(self.model, self.optimizer, self.scheduler)
+        else:
+            self.run.save_snapshot(self.model, self.optimizer, self.scheduler)
 
     # 5. Train
     def on_train_epoch_start(self):
@@ -88,20 +106,43 @@ class Task(lightning.LightningModule):
         return F.cross_entropy(logits, labels)
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
+        if self.deepspeed:  # DeepSpeed: has a step of its own
+            return super().optimizer_step(epoch, batch_index, optimizer, closure)
         closure()  # Trainer: zero_grad and backward. It would do them inside of optimizer.step(),
         optimizer.step()  # after PyTorch's hooks of that step, which look at gradients for --on-nan
 
     def on_train_batch_end(self, outputs, batch, batch_index):
         self.run.log(outputs["loss"])  # fetched only when it is printed
         if self.run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-            self.save(self.model, self.optimizer, self.scheduler)
+            self.save()
 
     # 6. Evaluate
     def on_train_epoch_end(self):  # Trainer: its validation would count repeated samples twice
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         self.run.report(common.evaluate(self.model, self.eval_loader, self.run.device))
-        self.save(self.model, self.optimizer, self.scheduler)
+        self.save()
+
+    # 7. Save and report
+    def on_train_end(self):
+        if self.deepspeed:  # DeepSpeed: of the fp32 copy, of a module whose name is before theirs
+            weights = deepspeed_engine.gather_weights(self.trainer.model)
+            self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
+        else:  # FSDP: to the CPU, on rank 0 whole
+            self.weights = dcp.get_model_state_dict(self.model, options=WHOLE)
+
+
+class DeepSpeed(lightning.pytorch.strategies.DeepSpeedStrategy):
+    """Lightning's, on CPUs as well, which DeepSpeed can use and Lightning refuses."""
+
+    @property
+    def root_device(self):
+        device = super().root_device
+        return device if device.type == "cuda" else torch.device("cpu", 0)  # it asks for a number
+
+    def setup_environment(self):
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
 
 
 class Batches:
@@ -128,6 +169,13 @@ def make_trainer(args, epochs):
     if args.strategy == "fsdp":  # Trainer: its "fsdp" is FSDP1, and for GPUs only; this is FSDP2
         world_size = dist.get_world_size()
         strategy = strategies.ModelParallelStrategy(world_size, tensor_parallel_size=1)
+    elif args.strategy == "deepspeed_stage_2":
+        strategy = DeepSpeed(
+            stage=2,
+            reduce_bucket_size=10_000_000,  # DeepSpeed: as in config/zero_stage2_config.json
+            logging_batch_size_per_gpu=args.batch_size // dist.get_world_size(),
+            logging_level=logging.ERROR,
+        )
     else:
         # DDP: no second copy of the gradients
         strategy = strategies.DDPStrategy(gradient_as_bucket_view=True)
@@ -152,11 +200,8 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--strategy", choices=["ddp", "fsdp", "deepspeed_stage_2"], default="ddp")
     args = common.parse_args(parser)
-    if args.strategy == "deepspeed_stage_2" and args.device == "cpu":
-        common.fail(
-            "--strategy deepspeed_stage_2: Lightning runs DeepSpeed on GPUs only; use another one, "
-            "or pytorch_DeepSpeed.py, which runs it on a CPU, too"
-        )
+    if args.double and args.strategy == "deepspeed_stage_2":
+        common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -186,18 +231,21 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
+    if args.strategy == "deepspeed_stage_2":
+        config = {"train_batch_size": args.batch_size}
+        deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
     ddp = args.strategy == "ddp"
-    with torch.device("cpu" if ddp or rank == 0 else "meta"):  # FSDP: shapes, but on rank 0
+    with torch.device(
+        "meta" if args.strategy == "fsdp" and rank else "cpu"
+    ):  # FSDP: shapes, but on rank 0
         model = common.make_model(args, train_set.classes, channels_last=ddp)
     run = common.Run(args, device, train_loader)
     task = Task(args, run, model, train_loader, eval_loader, sampler)
     make_trainer(args, run.epochs).fit(task)
 
-    # 7. Save and report
-    weights = dcp.get_model_state_dict(model, options=WHOLE)  # FSDP: to the CPU, on rank 0 whole
     if rank == 0:
-        common.save_model(weights, args.output_dir)
-    run.finish(model, task.optimizer)
+        common.save_model(task.weights, args.output_dir)
+    run.finish(model, task.optimizer, **task.held)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.
     dist.destroy_process_group()

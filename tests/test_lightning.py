@@ -37,6 +37,7 @@ GPT = "--model gpt-2x4x32 --context 16 --double --clip-grad 0.5"
 THROUGH = "tests/small_resnet.py"
 RAW, FABRIC, TRAINER = "pytorch_torchrun_DDP", "lightning_Fabric", "lightning_Trainer"
 FSDP = f"{TRAINER} --strategy fsdp"
+DEEPSPEED = f"{TRAINER} --strategy deepspeed_stage_2"
 MEASURED = {"technique", "command", "settings", "seconds_total", "seconds_train", "trained_between"}
 MEASURED |= {
     "images_per_second",
@@ -91,6 +92,26 @@ def test_two_steps_of_the_real_resnet(train):
     """In fp32, with BatchNorm."""
     flags = "--max-steps 2 --model resnet18 --batch-size 8"
     assert distance(train(TRAINER, 2, flags)[0], train(RAW, 2, flags)[0]) < 1e-6
+
+
+def test_deepspeed_as_the_raw_script(train):
+    """In fp32, as DeepSpeed has nothing longer; and it holds as much."""
+    flags = "--norm group --model small_resnet --clip-grad 0.5 --max-steps 2"
+    ours, result = train(DEEPSPEED, 2, flags)
+    theirs, expected = train("pytorch_DeepSpeed", 2, flags)
+    assert distance(ours, theirs) < 1e-6
+    assert result["state_bytes"] == expected["state_bytes"]
+    assert result["breakdown"]["ranks"][0].keys() == expected["breakdown"]["ranks"][0].keys()
+
+
+def test_deepspeed_goes_on_from_its_snapshots(tmp_path, train):
+    flags = "--norm group --model small_resnet --schedule none"
+    command = start(DEEPSPEED, 2, f"{flags} --output-dir {tmp_path} --resume auto --max-steps")
+    for steps in (2, 4):
+        finished = succeed(f"{command} {steps}", forked=True)
+    assert "at epoch 1, step 3" in finished.stdout
+    expected, _ = train(DEEPSPEED, 2, f"{flags} --max-steps 4")
+    assert distance(read_run(tmp_path)[0], expected) < 1e-6
 
 
 def test_one_goes_on_from_the_snapshots_of_another(tmp_path):
@@ -165,11 +186,14 @@ def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, tmp_path):
     "flags, said",
     [
         ("--strategy zero", "invalid choice: 'zero' (choose from "),
-        ("--strategy deepspeed_stage_2", "Lightning runs DeepSpeed on GPUs only"),
+        (
+            "--strategy deepspeed_stage_2 --double",
+            "--double: DeepSpeed computes in float32 at most",
+        ),
     ],
 )
 def test_a_strategy_that_cannot_be_had(flags, said, tmp_path):
-    finished = launch(start(TRAINER, 2, f"{flags} --output-dir {tmp_path}"), forked=True)
+    finished = launch(start(TRAINER, 1, f"{flags} --output-dir {tmp_path}"), forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
     [line] = finished.errors
     assert said in line
@@ -418,7 +442,12 @@ def test_the_trainer_takes_over_sigterm(alone):
     assert type(handlers[0]).__module__.startswith("lightning.")
 
 
-def test_fsdp_by_its_name_is_for_gpus(alone):
+def test_sharding_by_its_name_is_for_gpus(alone):
+    """Though FSDP2 and DeepSpeed run on CPUs."""
+    deepspeed = object.__new__(lightning.pytorch.strategies.DeepSpeedStrategy)  # imports nothing
+    deepspeed._accelerator = lightning.pytorch.accelerators.CPUAccelerator()
+    with pytest.raises(RuntimeError, match="DeepSpeed strategy is only supported on CUDA GPUs"):
+        deepspeed.setup_environment()
     for make in (lightning.Fabric, lightning.Trainer):
         with pytest.raises(Exception, match="only available on GPU|requires a GPU accelerator"):
             make(accelerator="cpu", devices=1, strategy="fsdp")
