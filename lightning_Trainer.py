@@ -46,15 +46,11 @@ class Task(lightning.LightningModule):
             return
         weights = self.model.state_dict()
         mesh = self.device_mesh["data_parallel"]
-        for block in common.blocks_of(
-            self.model
-        ):  # FSDP: the units that are gathered one at a time
+        for block in common.blocks_of(self.model):  # FSDP: gathered one at a time
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)  # FSDP: what is in no block
         self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards
-        dcp.set_model_state_dict(
-            self.model, weights, options=WHOLE
-        )  # FSDP: from rank 0, its shards
+        dcp.set_model_state_dict(self.model, weights, options=WHOLE)  # FSDP: from rank 0
 
     # 4. Optimizer and schedule
     def configure_optimizers(self):
@@ -73,9 +69,7 @@ class Task(lightning.LightningModule):
     def train_dataloader(self):
         return Batches(self)
 
-    def on_train_start(
-        self,
-    ):  # Trainer: by now its handler of SIGTERM is set, and Run's replaces it
+    def on_train_start(self):  # Trainer: its handler of SIGTERM is set by now; Run's replaces it
         if self.deepspeed:
             self.trainer.model.lr_scheduler = self.scheduler
             self.held = deepspeed_engine.load_snapshot(self.run, self.trainer.model)
