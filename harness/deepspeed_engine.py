@@ -91,7 +91,8 @@ def load_snapshot(run, engine) -> dict:
             fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
             fail(f"--resume {path} holds no checkpoint of DeepSpeed; give another, or none")
-    ours = None if "warmup_steps" in run.args.overridden else engine.lr_scheduler
+    overridden = getattr(run.args, "overridden", ())  # of a script that reads a file
+    ours = None if "warmup_steps" in overridden else engine.lr_scheduler
     run.start(engine.module, engine.basic_optimizer, ours, snapshot, engine=engine)
     return track_tensors(run, engine)
 

@@ -79,7 +79,7 @@ def gpu_uuids(devices: list[torch.device]) -> list[str]:
 def launch_command() -> str:
     """The command that started this run: the launcher's, which is our parent, or our own."""
     words = launcher_words() or sys.orig_argv
-    launchers = ("torchrun", "deepspeed", "accelerate")
+    launchers = ("torchrun", "deepspeed", "accelerate", "fabric")
     if len(words) > 1 and Path(words[1]).name in launchers:  # not their python
         words = words[1:]
     return shlex.join([Path(words[0]).name, *words[1:]])

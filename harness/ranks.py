@@ -155,12 +155,12 @@ def parent_of(process: int) -> int:
 
 
 def launcher_words() -> list[str]:
-    """The command line of torchrun, torch.distributed.launch, deepspeed or accelerate; empty
+    """The command line of torchrun, torch.distributed.launch, deepspeed, accelerate or fabric; empty
     without them, or where there is no /proc."""
     words = command_of(PARENT) if LAUNCHED else []
     if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
         words = command_of(parent_of(PARENT))
-    names = {"torchrun", "deepspeed", "accelerate"}
+    names = {"torchrun", "deepspeed", "accelerate", "fabric"}
     names |= {"torch.distributed.run", "torch.distributed.launch"}
     return words if names & {Path(word).name for word in words[:4]} else []
 

@@ -25,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-script = next(word for word in sys.argv if word.startswith("pytorch_"))
+script = next(word for word in sys.argv if word.startswith(("pytorch_", "lightning_")))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
 import common  # noqa: E402

@@ -17,7 +17,7 @@ import small_resnet  # noqa: F401  a model to choose
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-script = next(word for word in sys.argv if word.startswith("pytorch_"))
+script = next(word for word in sys.argv if word.startswith(("pytorch_", "lightning_")))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
 from harness import ranks, run  # noqa: E402

@@ -21,6 +21,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "model_inference": {"common", "inference", "report"},
     "benchmark": {"harness", "report"},
     "timeline": {"harness", "report"},
+    "lightning_Trainer": {"common", "harness"},  # for DeepSpeed,
     "pytorch_DeepSpeed": {"common", "harness"},  # which keeps things in places of its own
 }
 

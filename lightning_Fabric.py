@@ -1,0 +1,141 @@
+"""Train on several devices with Lightning's Fabric: the loop of pytorch_torchrun_DDP.py stays.
+
+Differs     from pytorch_torchrun_DDP.py: Fabric wraps the model and the optimizer, and calls
+            backward and the clipping. Lines tagged "# Fabric:".
+Command:    fabric run --accelerator=cpu --devices=2 --strategy=ddp lightning_Fabric.py
+            torchrun --nproc_per_node=4 lightning_Fabric.py (or python: a world of one)
+Use it      when you want to keep your loop, and to change precision or strategy by a word. Not when
+            the raw script does all you need: it is as long, and nothing in it is hidden.
+Holds       what pytorch_torchrun_DDP.py holds.
+Sends       what pytorch_torchrun_DDP.py sends.
+"""
+
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import common
+
+lightning = common.import_optional("lightning")
+
+
+def make_fabric(args, world_size):
+    """Fabric, or one line that says why `fabric run` and this script do not agree."""
+    logging.getLogger("lightning").setLevel(logging.ERROR)  # Fabric: what Run says, too
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Fabric: or sets both
+    # Fabric: would refuse this object beside a name on the command line of `fabric run`
+    named = os.environ.pop("LT_STRATEGY", "ddp")
+    if named != "ddp":
+        common.fail(f"--strategy={named}: this is a script about DDP; use --strategy=ddp")
+    strategy = lightning.fabric.strategies.DDPStrategy(gradient_as_bucket_view=True)
+    try:
+        fabric = lightning.Fabric(
+            accelerator=args.device,
+            strategy=strategy,
+            devices=common.LOCAL_WORLD_SIZE,
+            num_nodes=world_size // common.LOCAL_WORLD_SIZE,
+            precision="64-true" if args.double else "32-true",
+        )
+    except ValueError as error:  # Fabric: of another flag of `fabric run`
+        common.fail(error)
+    if "LT_CLI_USED" not in os.environ:  # Fabric: else it is launched already
+        fabric.launch()
+    return fabric
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    args = common.parse_args(parser)
+    by_fabric_run = "LT_CLI_USED" in os.environ
+    if by_fabric_run and os.environ["OMP_NUM_THREADS"] == str(os.cpu_count()):
+        os.environ["OMP_NUM_THREADS"] = "1"  # Fabric: gives every rank as many threads as all cores
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    # Fabric: would make the group, too, but without the store; it takes the one that is there
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    fabric = make_fabric(args, world_size)
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # Fabric: no setup_dataloaders(), which takes a sampler of its own in the place of this one
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    model = fabric.setup_module(model)  # Fabric: DDP, which sends rank 0's weights to all
+    # Fabric: passes attributes that are set on its wrapper to the plain model, past DDP
+    ddp = next(part for part in model.modules() if isinstance(part, DistributedDataParallel))
+    ddp.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    optimizer = fabric.setup_optimizers(optimizer)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_snapshot(ddp, optimizer, scheduler)
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            fabric.backward(loss)  # DDP: averages the gradients, bucket by bucket
+            if args.clip_grad:
+                # Fabric: would raise an exception where --on-nan has something to say
+                fabric.clip_gradients(
+                    model, optimizer, max_norm=args.clip_grad, error_if_nonfinite=False
+                )
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_snapshot(ddp, optimizer, scheduler)
+
+        # 6. Evaluate
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(ddp, optimizer, scheduler)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.module.state_dict(), args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

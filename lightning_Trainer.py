@@ -1,0 +1,249 @@
+"""Train on several devices with Lightning's Trainer: the loop is the library's.
+
+Differs     from pytorch_torchrun_DDP.py: the Trainer has the loop, and calls the methods of a
+            LightningModule. Data, record and snapshots stay ours. Lines tagged "# Trainer:".
+Command:    torchrun --nproc_per_node=4 lightning_Trainer.py (or python: a world of one)
+            torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp (or deepspeed_stage_2)
+Use it      when you want strategy, precision and clipping by a word, and callbacks that others have
+            written. Not to learn what a step does, nor when your loop is an unusual one.
+Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds, and
+            with --strategy deepspeed_stage_2 what pytorch_DeepSpeed.py holds at stage 2.
+Sends       what these send; and before every step one number, from rank 0, for which all wait.
+"""
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
+
+import common
+from harness import deepspeed_engine
+
+lightning = common.import_optional("lightning")
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+
+
+class Task(lightning.LightningModule):
+    """What the Trainer calls, in the order in which it does."""
+
+    def __init__(self, args, run, model, train_loader, eval_loader, sampler):
+        super().__init__()
+        self.args, self.run, self.model = args, run, model
+        self.train_loader, self.eval_loader, self.sampler = train_loader, eval_loader, sampler
+        self.fsdp, self.deepspeed = args.strategy == "fsdp", args.strategy == "deepspeed_stage_2"
+        self.held = {}
+
+    def configure_model(self):
+        if not self.fsdp:
+            return
+        weights = self.model.state_dict()
+        mesh = self.device_mesh["data_parallel"]
+        for block in common.blocks_of(self.model):  # FSDP: gathered one at a time
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)  # FSDP: what is in no block
+        self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards
+        dcp.set_model_state_dict(self.model, weights, options=WHOLE)  # FSDP: from rank 0
+
+    # 4. Optimizer and schedule
+    def configure_optimizers(self):
+        fused = not self.fsdp or self.args.optimizer == "adamw"  # FSDP: none of SGD
+        self.optimizer = common.make_optimizer(self.args, self.model, fused)
+        if self.deepspeed:  # DeepSpeed: one that has no state yet, as it changes the parameters
+            kind, options = common.optimizer_class(self.args)
+            self.optimizer = kind(common.parameter_groups(self.args, self.model), **options)
+        self.scheduler = common.make_scheduler(self.args, self.optimizer, len(self.train_loader))
+        if self.deepspeed:  # DeepSpeed: steps the schedule, too
+            return self.optimizer
+        # Trainer: would step it once an epoch, and ask for a metric of Lightning's for a plateau
+        schedule = {"scheduler": self.scheduler, "interval": "step", "reduce_on_plateau": False}
+        return {"optimizer": self.optimizer, "lr_scheduler": schedule}
+
+    def train_dataloader(self):
+        return Batches(self)
+
+    def on_train_start(self):  # Trainer: its handler of SIGTERM is set by now; Run's replaces it
+        if self.deepspeed:
+            self.trainer.model.lr_scheduler = self.scheduler
+            self.held = deepspeed_engine.load_snapshot(self.run, self.trainer.model)
+        elif self.fsdp:
+            self.run.load_sharded_snapshot(self.model, self.optimizer, self.scheduler)
+        else:
+            self.trainer.model.broadcast_buffers = False  # DDP: sent before evaluation
+            self.run.load_snapshot(self.model, self.optimizer, self.scheduler)
+        self.trainer.fit_loop.max_epochs -= self.run.start_epoch  # Trainer: counts from 0
+
+    def save(self):
+        if self.deepspeed:
+            deepspeed_engine.save_snapshot(self.run, self.trainer.model)
+        elif self.fsdp:
+            self.run.save_sharded_snapshot(self.model, self.optimizer, self.scheduler)
+        else:
+            self.run.save_snapshot(self.model, self.optimizer, self.scheduler)
+
+    # 5. Train
+    def on_train_epoch_start(self):
+        self.epoch = self.run.start_epoch + self.trainer.current_epoch
+        self.sampler.set_epoch(self.epoch)  # DDP: a new order every epoch, the same on all ranks
+        self.model.train()  # Trainer: leaves it in the mode that it finds
+
+    def training_step(self, batch, batch_index):
+        images, labels = batch
+        logits = self.model(images)
+        return F.cross_entropy(logits, labels)
+
+    def optimizer_step(self, epoch, batch_index, optimizer, closure):
+        if self.deepspeed:  # DeepSpeed: has a step of its own
+            return super().optimizer_step(epoch, batch_index, optimizer, closure)
+        closure()  # Trainer: zero_grad and backward. It would do them inside of optimizer.step(),
+        optimizer.step()  # after PyTorch's hooks of that step, which look at gradients for --on-nan
+
+    def on_train_batch_end(self, outputs, batch, batch_index):
+        self.run.log(outputs["loss"])  # fetched only when it is printed
+        if self.run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            self.save()
+
+    # 6. Evaluate
+    def on_train_epoch_end(self):  # Trainer: its validation would count repeated samples twice
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        self.run.report(common.evaluate(self.model, self.eval_loader, self.run.device))
+        self.save()
+
+    # 7. Save and report
+    def on_train_end(self):
+        if self.deepspeed:  # DeepSpeed: of the fp32 copy, of a module whose name is before theirs
+            weights = deepspeed_engine.gather_weights(self.trainer.model)
+            self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
+        else:  # FSDP: to the CPU, on rank 0 whole
+            self.weights = dcp.get_model_state_dict(self.model, options=WHOLE)
+
+
+class DeepSpeed(lightning.pytorch.strategies.DeepSpeedStrategy):
+    """Lightning's, on CPUs as well, which DeepSpeed can use and Lightning refuses."""
+
+    @property
+    def root_device(self):
+        device = super().root_device
+        return device if device.type == "cuda" else torch.device("cpu", 0)  # it asks for a number
+
+    def setup_environment(self):
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+
+
+class Batches:
+    """What the Trainer takes for a loader: the batches of our Run."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def __iter__(self):
+        yield from self.task.run.batches(self.task.train_loader, self.task.epoch)
+
+    def __len__(self):
+        # Trainer: without a length it takes a batch ahead. At the true one it does not come to the
+        # end, where Run stops the clock: hence one more than there are.
+        return len(self.task.train_loader) + 1
+
+
+def make_trainer(args, epochs):
+    """The Trainer without what Run does, or one line that says what this machine cannot run."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # Trainer: advertises, too
+    warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec")  # Trainer: its own
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Trainer: or sets both
+    strategies = lightning.pytorch.strategies
+    if args.strategy == "fsdp":  # Trainer: its "fsdp" is FSDP1, and for GPUs only; this is FSDP2
+        world_size = dist.get_world_size()
+        strategy = strategies.ModelParallelStrategy(world_size, tensor_parallel_size=1)
+    elif args.strategy == "deepspeed_stage_2":
+        strategy = DeepSpeed(
+            stage=2,
+            reduce_bucket_size=10_000_000,  # DeepSpeed: as in config/zero_stage2_config.json
+            logging_batch_size_per_gpu=args.batch_size // dist.get_world_size(),
+            logging_level=logging.ERROR,
+        )
+    else:
+        # DDP: no second copy of the gradients
+        strategy = strategies.DDPStrategy(gradient_as_bucket_view=True)
+    return lightning.Trainer(
+        accelerator=args.device,
+        devices=common.LOCAL_WORLD_SIZE,
+        num_nodes=dist.get_world_size() // common.LOCAL_WORLD_SIZE,
+        strategy=strategy,
+        precision="64-true" if args.double and args.strategy == "ddp" else "32-true",
+        max_epochs=epochs,  # Trainer: 1000, if it is not told
+        gradient_clip_val=args.clip_grad,
+        logger=False,  # Trainer: would write lightning_logs/ into the working directory,
+        enable_checkpointing=False,  # and its checkpoints there: Run writes snapshots
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--strategy", choices=["ddp", "fsdp", "deepspeed_stage_2"], default="ddp")
+    args = common.parse_args(parser)
+    if args.double and args.strategy == "deepspeed_stage_2":
+        common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    # Trainer: would make the group, too, but without the store; it takes the one that is there
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    if args.strategy == "deepspeed_stage_2":
+        config = {"train_batch_size": args.batch_size}
+        deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
+    ddp = args.strategy == "ddp"
+    with torch.device(
+        "meta" if args.strategy == "fsdp" and rank else "cpu"
+    ):  # FSDP: shapes, but on rank 0
+        model = common.make_model(args, train_set.classes, channels_last=ddp)
+    run = common.Run(args, device, train_loader)
+    task = Task(args, run, model, train_loader, eval_loader, sampler)
+    make_trainer(args, run.epochs).fit(task)
+
+    if rank == 0:
+        common.save_model(task.weights, args.output_dir)
+    run.finish(model, task.optimizer, **task.held)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
