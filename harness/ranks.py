@@ -155,8 +155,8 @@ def parent_of(process: int) -> int:
 
 
 def launcher_words() -> list[str]:
-    """The command line of torchrun, torch.distributed.launch, deepspeed, accelerate or fabric; empty
-    without them, or where there is no /proc."""
+    """The command line of the launcher: torchrun, torch.distributed.launch, deepspeed, accelerate
+    or fabric; empty without one, or where there is no /proc."""
     words = command_of(PARENT) if LAUNCHED else []
     if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
         words = command_of(parent_of(PARENT))

@@ -75,6 +75,7 @@ def main():
             num_workers=2 if args.workers is None else args.workers, persistent_workers=True,
             pin_memory=device.type == "cuda",
         )  # fmt: skip
+
     def step(images, labels):
         if args.loop == "seed":
             images, labels = images.to(device), labels.to(device)
