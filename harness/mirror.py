@@ -127,7 +127,9 @@ class Mirror:
                 self.remote.move(name, f"previous/{name}")
             if what not in files:
                 self.remote.remove(what)  # the folder that is left
-        if not resumed:
+        if resumed:
+            self.remote.remove("result.json")  # it comes back when this run ends
+        else:
             for name in sizes:
                 if name.startswith(("events.out.tfevents.", "trace/")):
                     self.remote.remove(name)

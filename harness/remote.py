@@ -13,6 +13,7 @@ from harness.command_line import fail, import_optional
 from harness.ranks import gather_objects, is_first_here, print0
 
 ANSWER = 15  # seconds for the first answer of a server
+SILENCE = 60  # seconds without a sign of life, later
 # The libraries' own patience is minutes:
 LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
@@ -134,7 +135,10 @@ class Remote:
         protocol = self.url.partition("://")[0]
         theirs = fsspec.config.conf.get(protocol, {})  # the user's own settings come first
         limits = {k: v for k, v in LIMITS.get(protocol, {}).items() if k not in theirs}
-        return fsspec.url_to_fs(self.url, skip_instance_cache=True, **limits)
+        fs, root = fsspec.url_to_fs(self.url, skip_instance_cache=True, **limits)
+        if hasattr(fs, "ftp"):  # of paramiko, which would wait for ever
+            fs.ftp.get_channel().settimeout(SILENCE)
+        return fs, root
 
     def path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
@@ -263,5 +267,6 @@ def fetch(remote: Remote, place: Path, again: bool) -> None:
     missing = {name: size for name, size in sizes.items() if again or not is_here(name)}
     if missing:
         total = sum(size or 0 for size in missing.values())
-        print0(f"downloading {remote.url} to {place}: {len(missing)} files, {total:,} bytes")
+        files = f"{len(missing)} of {len(sizes)} files"
+        print0(f"downloading {remote.url} to {place}: {files}, {total:,} bytes")
         remote.download(missing, place)

@@ -1,8 +1,12 @@
 """Data, output, snapshots and weights elsewhere: on a real S3 and a real sftp server."""
 
+import argparse
 import json
+import os
+import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 from socket import create_server
@@ -10,6 +14,7 @@ from socket import create_server
 import file_servers
 import pytest
 import torch
+from checkout import copy_checkout
 from conftest import (
     ROOT,
     environment,
@@ -189,12 +194,15 @@ def test_data(s3, image_folder, tmp_path):
     flags = f"--dataset folder --data-dir s3://bucket/images --output-dir {tmp_path}/run"
     images = command(flags, "pytorch_torchrun_DDP", 2, job=job)
     finished = succeed(images, cwd=tmp_path, forked=True, **s3.env)
-    assert f"{len(names)} files" in finished.lines[2] and "60 training" in finished.lines[3]
+    assert (
+        f": {len(names)} of {len(names)} files" in finished.lines[2]
+        and "60 training" in finished.lines[3]
+    )
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert "--data-dir s3://bucket/images" in result["settings"]
     (tmp_path / "data/remote/s3/bucket/images" / names[0]).unlink()
     again = succeed(images, cwd=tmp_path, forked=True, **s3.env)
-    assert "1 files" in again.lines[2], "the others are here already"
+    assert f": 1 of {len(names)} files" in again.lines[2], "the others are here already"
     added = tmp_path / "data/remote/s3/bucket/images/train/red/added.jpg"
     shutil.copy(image_folder / names[0], added)
     refused = launch(images, cwd=tmp_path, forked=True, **s3.env)
@@ -206,6 +214,30 @@ def test_data(s3, image_folder, tmp_path):
     text = command(f"--data-dir s3://bucket/text --output-dir {tmp_path}/run", job=job)
     finished = succeed(text, cwd=tmp_path, forked=True, **s3.env)
     assert "data: text, 855 training" in finished.stdout
+
+
+@pytest.mark.parametrize("server", ["moto_server", pytest.param("sshd", marks=needs_sshd)])
+def test_the_commands_of_the_page(server, tmp_path):
+    """As typed, but for the ports and a shorter job."""
+    page = (ROOT / "docs/reliability.md").read_text()
+    [block] = [b for b in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if server in b]
+    (tmp_path / ".ssh").mkdir()
+    make_key = f"ssh-keygen -q -t ed25519 -N '' -f {tmp_path}/.ssh/id_ed25519"
+    port = free_port()
+    block = re.sub(r"\b(5000|2222)\b", str(port), block)
+    block = block.replace("/usr/sbin/sshd", str(file_servers.SSHD))
+    listens = f"until (echo > /dev/tcp/127.0.0.1/{port}) 2> /dev/null; do sleep 0.1; done"
+    script = ["trap 'kill $(jobs -p)' EXIT"] + [make_key] * (server == "sshd")
+    for line in block.splitlines():
+        script.append(f"{line} {JOB}" if line.startswith("python pytorch_") else line)
+        if line.endswith("&"):
+            script.append(listens)
+    if os.getuid() == 0:
+        os.makedirs("/run/sshd", exist_ok=True)
+    checkout = copy_checkout(machine(tmp_path / "checkout"))
+    env = {"HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
+    finished = succeed(["bash", "-ec", "\n".join(script)], cwd=checkout, **env)
+    assert finished.lines[-1].startswith("files copied to s"), str(finished)
 
 
 # --------------------------------------------------------------------------------- what goes wrong
@@ -333,6 +365,20 @@ def test_a_server_that_never_answers(tmp_path, monkeypatch, capsys):
 
 
 @needs_sshd
+def test_a_server_that_falls_silent(sftp, tmp_path, monkeypatch):
+    for name, value in sftp.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "SILENCE", 1)
+    (tmp_path / "file").write_bytes(bytes(2**24))
+    files = Remote(f"{sftp.url}{tmp_path}/x")
+    files.list_files()
+    for process in file_servers.children(sftp.process.pid):
+        os.kill(process, signal.SIGSTOP)
+    with pytest.raises(RemoteError, match="cannot be written .Timeout"):
+        files.upload(tmp_path, ["file"])
+
+
+@needs_sshd
 def test_another_key(sftp, tmp_path, monkeypatch, capsys):
     home = machine(tmp_path / "home")
     (home / ".ssh").mkdir()
@@ -447,9 +493,24 @@ def test_one_that_goes_on_puts_newer_ones_aside(place):
     for step in (1, 2):
         write(place, step)
         place.copy_snapshots()
+    (place.folder / "result.json").write_text("at 2")
+    place.copy_results()
     place.archive("step-00000001")
     assert steps(place.remote.list_files()) == {1: True}
     assert place.remote.read("previous/snapshots/step-00000002/state.pt") == b"state"
+    assert place.remote.read("result.json") is None, "it comes back at the end"
+
+
+def test_each_machine_fetches_what_rank_0_has_chosen(place, tmp_path):
+    write(place, 1)
+    place.copy_snapshots()
+    args = argparse.Namespace(output_dir=tmp_path / "other", resume="auto")
+    args.urls = {"output_dir": place.remote.url}
+    store = RemoteStore(args)
+    chosen = tmp_path / "other" / "snapshots" / "step-00000001"
+    assert store.name_of(chosen) == f"{place.remote.url}/snapshots/step-00000001"
+    store.bring(chosen)
+    assert not find_damage(chosen)
 
 
 def test_nothing_is_written_outside(place, tmp_path):
