@@ -68,13 +68,14 @@ def check_writable(args: argparse.Namespace) -> None:
 def check_url(url: str, flag: str) -> None:
     """Whether fsspec can open such a URL, and we may write it down."""
     protocol, _, rest = url.partition("://")
+    if set("*?[") & set(rest) or ".." in rest.split("/"):
+        shown = f"{protocol}://{rest.rpartition('@')[2]}"  # without a password
+        fail(f"{flag} {shown} has a *, ?, [ or .. in it; write the name of one place")
     if urlsplit(url).password:
         fail(
             f"{flag} {protocol}://...: a password would be written into result.json; leave it out, "
             f"and use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
         )
-    if set("*?[") & set(rest) or ".." in rest.split("/"):
-        fail(f"{flag} {url} has a *, ?, [ or .. in it; write the name of one place")
     try:
         import_optional("fsspec").get_filesystem_class(protocol)
     except ValueError:  # an unknown protocol

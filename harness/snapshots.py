@@ -156,7 +156,7 @@ class SnapshotStore:
         self.folder = args.output_dir / "snapshots"
         self.resumed = None  # the path of the one that this run goes on from
 
-    # What these three do for a folder elsewhere is in mirror.py:
+    # What these four do where a folder is elsewhere is in mirror.py:
 
     def bring(self, path: Path) -> None:
         """See to it that a snapshot is on every machine. All ranks call it."""
