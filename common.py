@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
-from harness import command_line, loaders, ranks, timeouts
+from harness import command_line, loaders, ranks, remote, timeouts
 from harness.accelerate_file import check_launch
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
 from harness.files import load_file, save_file
@@ -90,6 +90,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
     command_line.complete(args)
+    remote.complete(args)
     jobs.choice.complete(args)
     if getattr(args, "dtype", "") is None:
         args.dtype = HALF[args.device]
@@ -99,6 +100,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         )
     if RANK == 0:
         command_line.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
+        remote.check_writable(args)
     if args.double:
         torch.set_default_dtype(torch.float64)
     return args
@@ -188,6 +190,7 @@ def make_datasets(
     args: argparse.Namespace,
 ) -> tuple[Images, Images] | tuple[Text, Text] | tuple[Reviews, Reviews]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
+    remote.fetch_inputs(args)
     return jobs.choice.data_of(args).make_datasets(args)
 
 

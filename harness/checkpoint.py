@@ -85,14 +85,19 @@ def write(run, write_files: Callable = lambda folder: None, size: int = 0, **par
     name = f"step-{run.step:08}" + ("-evaluated" if run.evaluated == run.step else "")
     folder = run.store.folder / name
     with run.stop.while_writing():
-        failure = write_snapshot(folder, write_all, size)
+        failure, advice = write_snapshot(folder, write_all, size), "make room"
+        written = not failure
+        if written:
+            failure, advice = run.store.copy_snapshot(folder), "see to the server"
     if failure and run.args.on_save_error == "stop":
-        fail(f"step {run.step}: {failure}; make room, then go on with --resume auto", code=3)
+        fail(f"step {run.step}: {failure}; {advice}, then go on with --resume auto", code=3)
     if failure:
         print0(f"step {run.step}: {failure}; training goes on (--on-save-error continue)")
     if run.stop.agreed:
         run.display.close()
-        where = "no snapshot of it" if failure else f"snapshot {folder}"
+        where = "no snapshot of it"
+        if written:
+            where = f"snapshot {folder if failure else run.store.name_of(folder)}"
         print0(
             f"stopped by {signal.Signals(run.stop.agreed).name} after step {run.step} of "
             f"{run.total_steps}: {where}; go on with --resume auto"

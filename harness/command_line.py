@@ -110,6 +110,11 @@ def number(kind: type, low: float, below: float = math.inf, above: float = -1):
     return parse
 
 
+def place(text: str) -> Path | str:
+    """An argparse ``type``: a path here, or the URL of a place elsewhere."""
+    return text if "://" in text else Path(text)
+
+
 positive, not_negative = number(int, 1), number(int, 0)
 
 
@@ -170,8 +175,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
          help="the longest wait of a rank for the others, a download included (default: 1800)")
     flag = parser.add_argument_group("the files").add_argument
-    flag("--output-dir", type=Path, default=Path("runs", SCRIPT), metavar="DIR",
-         help=f"(default: runs/{SCRIPT})")
+    flag("--output-dir", type=place, default=Path("runs", SCRIPT), metavar="DIR",
+         help="of all that the run writes. This and --resume, --data-dir and --weights may also "
+         f"be URLs, such as s3://bucket/run (default: runs/{SCRIPT})")
     flag("--resume", metavar="auto|none|PATH", default="none",
          help="continue from a snapshot; auto: from the newest good one in --output-dir, if any "
          "(default: none; but a job that its launcher restarts goes on)")
@@ -206,16 +212,19 @@ def complete(args: argparse.Namespace) -> None:
             f"{WORLD_SIZE} ranks; use --batch-size {near}"
         )
     first = RESTARTS == 0  # later, the snapshots of this very run take its place
-    if first and args.resume not in ("auto", "none") and not Path(args.resume).exists():
+    here = args.resume not in ("auto", "none") and "://" not in args.resume  # else it is elsewhere
+    if first and here and not Path(args.resume).exists():
         fail(f"--resume {args.resume}: no such folder; give auto, none or that of a snapshot")
 
 
 def settings(args: argparse.Namespace) -> list[str]:
     """The flags that repeat this run from its start, defaults spelled out; without those that a
     file of the technique's overrides (``args.overridden``, by flag)."""
-    words = []
-    left_out = {"local_rank", "resume", "overridden", *getattr(args, "overridden", ())}
+    words, urls = [], getattr(args, "urls", {})  # what was given for a folder that is elsewhere
+    left_out = {"local_rank", "resume", "urls", "overridden", *getattr(args, "overridden", ())}
     for name, value in vars(args).items():
         if name not in left_out and value is not None and value is not False:
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            words += [f"--{name.replace('_', '-')}"] + (
+                [] if value is True else [str(urls.get(name, value))]
+            )
     return words

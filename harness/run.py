@@ -18,8 +18,8 @@ from harness.clock import StepClock
 from harness.display import Display
 from harness.guard import Guard
 from harness.loaders import batches_of
+from harness.mirror import make_store
 from harness.ranks import RANK, WORLD_SIZE, exit_all, max_over_ranks, print0, wait_for_gloo
-from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
 from harness.trace import closer_look
 
@@ -50,7 +50,7 @@ class Run:
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
         self.display = Display(args.output_dir, self.train_set.unit)
-        self.store = SnapshotStore(args)
+        self.store = make_store(args)
         self.guard = Guard(args, self.store.newest)
         self.stop = StopRequest(device)
 
@@ -124,6 +124,7 @@ class Run:
                 f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; go on "
                 "with more --epochs or --max-steps, or begin again with --resume none"
             )
+            self.store.copy_results()
             exit_all(0)
         if snapshot:
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
@@ -245,4 +246,5 @@ class Run:
             self.display.close()
             print0(breakdown.in_a_line(written))
             print0(f"{result.in_a_line(written)}, files in {self.args.output_dir}")
+        self.store.copy_results()
         wait_for_gloo()

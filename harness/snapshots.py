@@ -156,6 +156,21 @@ class SnapshotStore:
         self.folder = args.output_dir / "snapshots"
         self.resumed = None  # the path of the one that this run goes on from
 
+    # What these four do where a folder is elsewhere is in mirror.py:
+
+    def bring(self, path: Path) -> None:
+        """See to it that a snapshot is on every machine. All ranks call it."""
+
+    def copy_snapshot(self, folder: Path) -> str | None:
+        """Copy what was just written. Returns why that failed, on all ranks, which all call it."""
+
+    def copy_results(self) -> None:
+        """Copy all that a run leaves. All ranks call it."""
+
+    def name_of(self, path: Path) -> str:
+        """What to call a snapshot: where a later run finds it."""
+        return str(path)
+
     def newest(self) -> Path | None:
         """What this run has written last, or else goes on from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
@@ -187,6 +202,7 @@ class SnapshotStore:
         self.resumed = path
         if path is None:
             return None
+        self.bring(path)
         if not path.exists():
             fail(f"{path} is not on this machine; give an --output-dir that all machines share")
         snapshot = load_file(path / "state.pt", "--resume")

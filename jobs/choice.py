@@ -15,7 +15,7 @@ import jobs.gpt
 import jobs.images
 import jobs.reviews
 import jobs.text
-from harness.command_line import fail, positive
+from harness.command_line import fail, place, positive
 
 DATASETS = {
     jobs.images: ["auto", "cifar10", "folder", "synthetic"],
@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
          choices=["auto", "cifar10", "folder", "shakespeare", "text", "reviews", "synthetic"],
          help="auto (default): CIFAR-10, or for a GPT Shakespeare, if present or downloadable, "
          "else synthetic")
-    flag("--data-dir", type=Path, default=Path("data"), metavar="DIR",
+    flag("--data-dir", type=place, default=Path("data"), metavar="DIR",
          help="of what is downloaded; of a folder dataset: holds train/ and test/ or val/; of "
          "text: its files, or one file; of reviews: holds train.tsv and test.tsv (default: data)")
     flag("--train-samples", type=positive, metavar="N",
@@ -75,10 +75,12 @@ def complete(args: argparse.Namespace) -> None:
             f"use {', '.join(DATASETS[ours])}, or another --model"
         )
     ours.complete(args)
-    named = ours is jobs.reviews or args.weights in ("none", "imagenet")
+    named = ours is jobs.reviews or args.weights in ("none", "imagenet") or "://" in args.weights
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
-    if Path(args.weights).resolve() == (args.output_dir / "model.pt").resolve():
+        fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
+    output = getattr(args, "urls", {}).get("output_dir", args.output_dir)
+    if Path(args.weights).resolve() == Path(output, "model.pt").resolve():
         fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
 
 

@@ -46,7 +46,7 @@ def complete(args: argparse.Namespace) -> None:
 
 def has_pretrained(args: argparse.Namespace) -> bool:
     """Whether ``--weights`` is for ``from_pretrained``: a folder, or the name of one on the hub."""
-    return args.weights != "none" and not Path(args.weights).is_file()
+    return args.weights != "none" and not args.weights.endswith(".pt")
 
 
 def describe(args: argparse.Namespace) -> str:

@@ -42,6 +42,13 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace", "test_slow.py"),
     ("python timeline.py", "test_timeline.py"),
     ("python estimate.py", "test_estimate.py"),
+    ("moto_server -p 5000", "test_remote.py"),
+    ("export AWS_", "test_remote.py"),
+    ('python -c "import fsspec', "test_remote.py"),
+    ("python pytorch_SingleGPU.py --output-dir s3://", "test_remote.py"),
+    ("ssh-keygen -q", "test_remote.py"),
+    ("/usr/sbin/sshd -D", "test_remote.py"),
+    ("python pytorch_SingleGPU.py --output-dir sftp://", "test_remote.py"),
 ]
 NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm)|runs all tests)$")
 

@@ -1,0 +1,136 @@
+"""Real file servers for tests, on loopback: S3 by moto, sftp by OpenSSH.
+
+Run as a program, this is moto's S3 server, with one addition: files in a folder tell it to let some
+requests wait, or to refuse them.
+
+    python tests/file_servers.py PORT FOLDER
+"""
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+
+
+class Server:
+    """A process that listens on a port.
+
+    Args:
+        command: of the port.
+        env: what a client needs in its environment.
+    """
+
+    def __init__(self, command, port, log, env, process_env):
+        self.command, self.port, self.log, self.env = command, port, log, env
+        self.process_env = process_env
+        self.start()
+
+    def start(self):
+        with open(self.log, "ab") as log:
+            streams = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+            self.process = subprocess.Popen(
+                self.command, **streams, env=self.process_env, start_new_session=True
+            )
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, "it does not listen"
+            time.sleep(0.05)
+
+    def kill(self):
+        """With its connections."""
+        for process in children(self.process.pid) if self.process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def children(process):
+    """A process and all below it."""
+    found = [process]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+    return found
+
+
+@contextlib.contextmanager
+def running(server):
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def s3(folder, port, process_env):
+    """moto; ``folder`` is where it is told what to do."""
+    env = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+    env |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    command = [sys.executable, __file__, str(port), str(folder)]
+    return Server(command, port, folder / "log", env | {"no_proxy": "127.0.0.1"}, process_env)
+
+
+def sftp(folder, port, process_env):
+    """OpenSSH, for the user who runs the tests; ``folder`` is their home, with the key in it."""
+    (folder / ".ssh").mkdir()
+    for name in ("host", ".ssh/id_ed25519"):
+        keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(keygen, check=True)
+    if os.getuid() == 0:
+        os.makedirs("/run/sshd", exist_ok=True)  # without which it does not start
+    settings = {
+        "ListenAddress": "127.0.0.1",
+        "AuthorizedKeysFile": folder / ".ssh" / "id_ed25519.pub",
+    }
+    settings |= {"StrictModes": "no", "PidFile": "none", "Subsystem": "sftp internal-sftp"}
+    options = [word for k, v in settings.items() for word in ("-o", f"{k}={v}")]
+    command = [SSHD, "-D", "-e", "-f", "/dev/null", "-p", str(port), "-h", str(folder / "host")]
+    env = {"HOME": str(folder), "SSH_AUTH_SOCK": ""}
+    server = Server([*command, *options], port, folder / "log", env, process_env)
+    server.url = f"sftp://{getpass.getuser()}@127.0.0.1:{port}"
+    return server
+
+
+# ------------------------------------------------------------------------------ moto, and its reins
+
+
+def main(port, folder):
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import run_simple
+
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def names(rein, path):
+        try:
+            return (folder / rein).read_text() in path
+        except OSError:
+            return False
+
+    def app(environ, start_response):
+        if environ["REQUEST_METHOD"] == "PUT":
+            path, held = environ["PATH_INFO"], False
+            while names("hold", path):
+                held = True
+                (folder / "held").touch()
+                time.sleep(0.02)
+            if held or names("refuse", path):  # and one that has waited comes to nothing
+                start_response("403 Forbidden", [("Content-Length", "0")])
+                return [b""]
+        return moto(environ, start_response)
+
+    run_simple("127.0.0.1", port, app, threaded=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
