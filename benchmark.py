@@ -2,9 +2,10 @@
 
 Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, gpt, shakespeare (which needs its text in
-            data/), by_hand, cpu, gpu, scaling, inference, collectives and estimate. Each row is run
-            in fresh processes by its own launch command, the rows taking turns (A B C, A B C, ...);
-            results/SUITE.json gathers the figures. A row that fails says why, the others go on.
+            data/), by_hand, cpu, gpu, ecosystem, reviews (which needs data/movie_reviews), scaling,
+            inference, collectives and estimate. Each row is run in fresh processes by its own
+            launch command, the rows taking turns (A B C, A B C, ...); results/SUITE.json gathers
+            the figures. A row that fails says why, the others go on.
             (The last three have steps instead, the last of which measures.)
 Look first  python benchmark.py --suite gpu --dry-run
             Starts nothing: prints each row's command, and why this machine would leave it out.

@@ -75,9 +75,9 @@ def complete(args: argparse.Namespace) -> None:
             f"use {', '.join(DATASETS[ours])}, or another --model"
         )
     ours.complete(args)
-    named = ours is jobs.reviews or args.weights in ("none", "imagenet") or "://" in args.weights
+    named = args.weights in ("none", "imagenet") or "://" in args.weights
+    named |= ours is jobs.reviews and jobs.reviews.has_pretrained(args)
     if not named and not Path(args.weights).is_file():
-        fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     output = getattr(args, "urls", {}).get("output_dir", args.output_dir)
     if Path(args.weights).resolve() == Path(output, "model.pt").resolve():

@@ -5,7 +5,12 @@ import json
 import os
 
 import torch
-from accelerate import Accelerator
+from accelerate import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,6 +37,17 @@ def main():
     seen["scheduler is at step"] = schedule.scheduler.last_epoch
     gathered = [accelerator.gather(batch).tolist() for batch in evaluation]
     seen["evaluated samples"] = sorted(number for batch in gathered for number in batch)
+
+    # FSDP itself, as accelerate_FSDP.py switches it on for CPUs; each rank has weights of its own
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    model = nn.Linear(1, 4, bias=False)
+    nn.init.constant_(model.weight, accelerator.process_index)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, _ = accelerator.prepare(model, optimizer)
+    seen["weights of FSDP"] = model.weight.full_tensor().flatten().tolist()
     if accelerator.is_main_process:
         print(json.dumps(seen))
     accelerator.end_training()

@@ -342,6 +342,22 @@ def measured(record_property):
 
 
 @pytest.fixture(scope="session")
+def review_folder(tmp_path_factory):
+    """120 reviews to train with and 30 to be judged by, which a small model tells apart."""
+    folder = tmp_path_factory.mktemp("reviews")
+    said = ["a bore", "cold and flat", "a pain to see", "no fun", "the worst of its kind"]
+    said = said, ["a delight", "warm and funny", "a joy to see", "great fun", "the best of all"]
+    lines = [
+        f"{label}\t{2 * label - 1.5}\t{said[label][i % 5]}, scene {i} of {i % 7}"
+        for i in range(75)
+        for label in (0, 1)
+    ]
+    for name, part in {"train": lines[:120], "test": lines[120:]}.items():
+        (folder / f"{name}.tsv").write_text("\n".join(["label\trating\ttext", *part, ""]))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """A tiny ImageFolder: three colours, with some noise, in files of several kinds and sizes."""
     root = tmp_path_factory.mktemp("images")

@@ -169,6 +169,11 @@ def test_fsdp_on_a_cpu_is_ddp(defaults):
     assert defaults["distributed_type"] == "MULTI_CPU"
 
 
+def test_fsdp_mixes_the_weights_of_ranks(defaults):
+    """The upper half of a matrix is of rank 0, the lower half of rank 1, whatever they hold."""
+    assert defaults["weights of FSDP"] == [0.0, 0.0, 1.0, 1.0]
+
+
 def test_bf16_of_fsdp_adds_gradients_in_bf16():
     """pytorch_FSDP.py --dtype bfloat16 adds them in fp32."""
     plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)

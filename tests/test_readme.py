@@ -11,6 +11,7 @@ from conftest import ROOT, succeed
 
 from report.pages import list_pages
 from report.tables import PARENTS
+from report.theory import RAW
 
 ENGLISH, CHINESE = list_pages(ROOT, chinese=False), list_pages(ROOT, chinese=True)
 README = (ROOT / "README.md").read_text()
@@ -42,6 +43,12 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace", "test_slow.py"),
     ("python timeline.py", "test_timeline.py"),
     ("python estimate.py", "test_estimate.py"),
+    ("pip install -r requirements-ecosystem.txt", ".ci/run"),
+    ("accelerate launch --config_file config/accelerate_", "test_accelerate.py"),
+    ("fabric run --accelerator=cpu --devices=2", "test_lightning.py"),
+    ("torchrun --standalone --nproc_per_node=2 lightning_Trainer.py", "test_lightning.py"),
+    ("torchrun --standalone --nproc_per_node=2 transformers_Trainer.py", "test_transformers.py"),
+    ("python pytorch_SingleGPU.py --dataset reviews --data-dir PATH", "test_reviews.py"),
     ("moto_server -p 5000", "test_remote.py"),
     ("export AWS_", "test_remote.py"),
     ('python -c "import fsspec', "test_remote.py"),
@@ -226,17 +233,43 @@ def test_the_front_door_is_small(page):
 
 
 def test_every_script_is_listed():
-    listed = re.findall(r"^\| `((?:pytorch_\w+|model_inference)\.py)` \| .+ \|$", README, re.M)
-    assert sorted(listed) == sorted(
-        [path.name for path in ROOT.glob("pytorch_*.py")] + ["model_inference.py"]
-    )
+    section = README.partition("## The scripts")[2].partition("```bash")[0]
+    rows = re.findall(r"^\| (`.+?) \| .+ \|$", section, re.M)
+    listed = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
+    scripts = [path.name for path in ROOT.glob("pytorch_*.py")] + [f"{name}.py" for name in RAW]
+    assert sorted(listed) == sorted([*scripts, "model_inference.py"])
     tree = re.search(r"```text\n(pytorch_collectives\.py\n.*?)```", README, re.DOTALL)[1]
     assert re.findall(r"\w+\.py", tree)[:3] == [
         f"pytorch_{name}.py" for name in ("collectives", "SingleGPU", "DDP_by_hand")
     ]
-    assert sorted(re.findall(r"\w+\.py", tree)) == sorted(
-        f"pytorch_{name}.py" for name in ["collectives", "SingleGPU", *PARENTS]
-    )
+    raw = [f"pytorch_{name}.py" for name in ["collectives", "SingleGPU", *PARENTS]]
+    assert sorted(re.findall(r"\w+\.py", tree)) == sorted([*raw, *(f"{name}.py" for name in RAW)])
+
+
+def test_the_tree_has_the_libraries_below_the_raw_scripts():
+    lines = re.search(r"```text\n(pytorch_collectives\.py\n.*?)```", README, re.DOTALL)[
+        1
+    ].splitlines()
+    depth = {
+        re.search(r"(\w+)\.py", line)[1]: len(line) - len(line.lstrip("│├└─ ")) for line in lines
+    }
+    order = list(depth)
+    for name, parent in RAW.items():
+        between = order[order.index(parent) + 1 : order.index(name) + 1]
+        assert depth[name] == depth[parent] + 4
+        assert all(depth[other] > depth[parent] for other in between)
+
+
+def test_what_libraries_change_is_shown_by_tests():
+    """Each row of the table in docs/ecosystem.md names one that is there for it."""
+    text = (ROOT / "docs/ecosystem.md").read_text()
+    named = re.findall(r"^\| .* \| `(test_\w+)` \|$", text, re.M)
+    below = ""
+    for library in ("accelerate", "lightning", "transformers"):
+        tests = (ROOT / f"tests/test_{library}.py").read_text()
+        below += re.split(r"^# -+ what .*$", tests, maxsplit=1, flags=re.M)[1]
+    shown = re.findall(r"^def (test_\w+)", below, re.M)
+    assert len(named) > 20 and set(named) <= set(shown)
 
 
 def test_the_map_is_complete():

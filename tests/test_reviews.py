@@ -10,20 +10,12 @@ transformers = pytest.importorskip("transformers")
 
 from jobs import reviews  # noqa: E402
 
-GOOD = ["a delight", "warm and funny", "a joy to see", "great fun", "the best of its kind"]
-BAD = ["a bore", "cold and flat", "a pain to see", "no fun", "the worst of its kind"]
 TINY = "--model encoder-1x2x16 --context 12 --batch-size 16 --print-freq 1"
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """120 reviews to train with and 30 to be judged by, which a small model tells apart."""
-    folder = tmp_path_factory.mktemp("reviews")
-    lines = [f"{label}\t{2 * label - 1.5}\t{said[i % 5]}, scene {i} of {i % 7}"
-             for i in range(75) for label, said in enumerate((BAD, GOOD))]  # fmt: skip
-    for name, part in {"train": lines[:120], "test": lines[120:]}.items():
-        (folder / f"{name}.tsv").write_text("\n".join(["label\trating\ttext", *part, ""]))
-    return folder
+@pytest.fixture(scope="module")
+def folder(review_folder):
+    return review_folder
 
 
 def train(script, ranks, folder, output, flags):

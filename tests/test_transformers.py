@@ -20,6 +20,10 @@ IMAGES = (
     "--model small_resnet --dataset synthetic --train-samples 64 --eval-samples 20 --batch-size 16 "
     "--double --epochs 2"
 )
+REVIEWS = (
+    "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --context 12 --batch-size 16 "
+    "--epochs 2"
+)
 
 
 def run(script, ranks, job, output):
@@ -36,9 +40,13 @@ def same_bits(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
-@pytest.mark.parametrize("job, ranks", [(GPT, 1), (GPT, 2), (IMAGES, 2)], ids=["1", "2", "images"])
-def test_as_the_raw_script(job, ranks, tmp_path):
+JOBS = {"gpt-1": (GPT, 1), "gpt-2": (GPT, 2), "images": (IMAGES, 2), "reviews": (REVIEWS, 2)}
+
+
+@pytest.mark.parametrize("job, ranks", JOBS.values(), ids=JOBS)
+def test_as_the_raw_script(job, ranks, review_folder, tmp_path):
     """BatchNorm and dropout included."""
+    job = job.format(folder=review_folder)
     expected, theirs = run("pytorch_torchrun_DDP", ranks, job, tmp_path / "raw")
     weights, result = run("transformers_Trainer", ranks, job, tmp_path / "trainer")
     assert same_bits(weights, expected)
