@@ -29,8 +29,9 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument(
         "--deepspeed_config", "--deepspeed-config", metavar="FILE",
-        default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),  # Accelerate: from its file
-        help="(default: deepspeed_config_file of the launcher's file)",
+        # Accelerate: deepspeed_config_file in the file of its launcher
+        default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"),
+        help="(default: that of the launcher's file)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.check_launch("DEEPSPEED")  # Accelerate: was its launcher given a file for this?
@@ -42,6 +43,9 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     config = deepspeed_engine.read_config(args)  # DeepSpeed: and the batch size into it
+    if args.overridden:  # Accelerate: would raise an exception
+        file = args.deepspeed_config
+        common.fail(f"{file} has an optimizer or a schedule, and so has this script; leave it out")
     os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed: looks for one while it is imported
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
     accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()

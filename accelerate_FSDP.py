@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
@@ -74,6 +74,8 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
     if rank > 0:
         torch.manual_seed(args.seed + rank)
+    if args.dtype == "bfloat16" and (norms := common.batch_norms(model)):
+        fully_shard(norms)  # FSDP: a unit in fp32, as their statistics are
     # Accelerate: the names of the units that are gathered one at a time
     model._no_split_modules = list({type(block).__name__ for block in common.blocks_of(model)})
 

@@ -117,7 +117,8 @@ def main():
             run.save_snapshot(model, optimizer, scheduler)
 
     steps = batches()
-    with torch.random.fork_rng():  # Trainer: begins random numbers anew, the same on all ranks
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):  # Trainer: begins random numbers anew, alike on all ranks
         trainer = Trainer(
             Steps(steps, run.total_steps - run.step),
             args=options,

@@ -118,6 +118,16 @@ def test_a_file_for_another_script(script, file, words, tmp_path):
     assert "Traceback" not in finished.stderr
 
 
+def test_a_file_of_deepspeeds_with_an_optimizer(tmp_path):
+    path = tmp_path / "adam.json"
+    path.write_text('{"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}')
+    command = "torchrun --standalone --nproc_per_node=1 accelerate_DeepSpeed.py --deepspeed_config"
+    command += f" {path} --output-dir {tmp_path}"
+    finished = launch(command, forked=True, **FILE["accelerate_DeepSpeed"])
+    assert finished.code == 2
+    assert [str(path) in line for line in finished.errors] == [True]
+
+
 def test_a_file_for_another_number_of_processes(tmp_path):
     """128 images are not divisible by 3 ranks."""
     command = "accelerate launch --config_file config/accelerate_DDP.yml --num_processes 3"

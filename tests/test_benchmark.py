@@ -381,7 +381,19 @@ def test_suites_train_on_visible_gpus_alone():
 
 
 @pytest.mark.parametrize(
-    "suite", ["by_hand", "collectives", "cpu", "gpt", "gpu", "inference", "quick", "shakespeare"]
+    "suite",
+    [
+        "by_hand",
+        "collectives",
+        "cpu",
+        "ecosystem",
+        "gpt",
+        "gpu",
+        "inference",
+        "quick",
+        "reviews",
+        "shakespeare",
+    ],  # fmt: skip
 )
 def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     def start(*words, **options):

@@ -23,6 +23,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "timeline": {"harness", "report"},
     "lightning_Trainer": {"common", "harness"},  # for DeepSpeed,
     "pytorch_DeepSpeed": {"common", "harness"},  # which keeps things in places of its own
+    "accelerate_DeepSpeed": {"common", "harness"},
 }
 
 
