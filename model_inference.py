@@ -106,6 +106,11 @@ def parse_args() -> argparse.Namespace:
     if args.onnx:
         args.session = make_session(args.weights, args.provider)
     complete_as_trained(args)
+    if args.dataset == "reviews" or args.model.startswith("encoder"):
+        common.fail(
+            f"{args.weights} is of {args.model}, which classifies texts, and this script does not; "
+            "docs/ecosystem.md shows how to use it"
+        )
     args.gpt = args.model.startswith("gpt")
     check_gpt(args) if args.gpt else check_classifier(args)
     return args

@@ -48,8 +48,10 @@ class Job:
         self.example = None
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
-        self.args, self.is_text = args, args.model.startswith("gpt")
-        n = self.n_classes or (65 if self.is_text else 10)  # Shakespeare's characters; CIFAR-10's
+        self.args, self.is_gpt = args, args.model.startswith("gpt")
+        reviews = args.context is not None and not self.is_gpt
+        # Shakespeare's characters; good and bad; CIFAR-10's
+        n = self.n_classes or (65 if self.is_gpt else 2 if reviews else 10)
         self.classes = [chr(33 + i) for i in range(n)]
         return self, self
 
@@ -76,14 +78,14 @@ class Job:
             own = self.example.dtype
             dtype = (dtype or own) if own.is_floating_point else own
             return torch.zeros(n, *self.example.shape[1:], dtype=dtype)
-        if self.is_text:
+        if self.args.context is not None:
             return torch.zeros(n, self.args.context, dtype=torch.int64)
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
         return images.contiguous(memory_format=self.order)
 
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         inputs = self.inputs(n, dtype)
-        shape = (n, *inputs.shape[1:]) if self.is_text else (n,)
+        shape = (n, *inputs.shape[1:]) if self.is_gpt else (n,)
         if self.make_module:
             shape = (n, *self.label_shape[1:])
         return inputs, torch.zeros(shape, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """Downloading a dataset: one attempt, by one rank of each machine, and no hang if offline."""
 
+import functools
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -19,22 +20,7 @@ def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]
     """
     why, first = "", is_first_here()
     if first and not is_there():
-        answers = ["no answer within 5 s"]
-
-        def ask_for_headers():
-            try:
-                urllib.request.urlopen(
-                    urllib.request.Request(url, method="HEAD"), timeout=10
-                ).close()
-                answers.append("")
-            except Exception as error:  # of urllib, http.client, ssl or socket
-                answers.append(str(error))
-
-        # A thread, because looking up a host obeys no timeout; it may be left behind.
-        thread = threading.Thread(target=ask_for_headers, daemon=True)
-        thread.start()
-        thread.join(timeout=5)
-        why = answers[-1]
+        why = why_unreachable(url)
         if not why:
             try:
                 download()
@@ -43,3 +29,22 @@ def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]
     # Only those who downloaded vote: the others may be looking at what is half there.
     failed = max_over_ranks([first and not is_there()])[0]
     return (why or "it failed on another machine") if failed else None
+
+
+@functools.cache
+def why_unreachable(url: str) -> str:
+    """Why an address does not answer within 5 s; empty if it does."""
+    answers = ["no answer within 5 s"]
+
+    def ask_for_headers():
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
+            answers.append("")
+        except Exception as error:  # of urllib, http.client, ssl or socket
+            answers.append(str(error))
+
+    # A thread, because looking up a host obeys no timeout; it may be left behind.
+    thread = threading.Thread(target=ask_for_headers, daemon=True)
+    thread.start()
+    thread.join(timeout=5)
+    return answers[-1]

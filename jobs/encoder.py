@@ -87,6 +87,8 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
         model = reviews.from_pretrained(args.weights, auto, **options)
     else:
         model = getattr(transformers, auto).from_config(config, dtype=torch.get_default_dtype())
+    tokenizer.backend_tokenizer.no_padding()  # as it is to be used: on one text, cut off
+    tokenizer.backend_tokenizer.enable_truncation(args.context)
     model = Encoder(model, tokenizer.backend_tokenizer.to_str())
     if size and args.weights != "none":
         weights = load_file(args.weights, "--weights")

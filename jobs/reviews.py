@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from harness.command_line import fail, import_optional
+from harness.download import why_unreachable
 from harness.ranks import print0
 
 CLASSES = ["negative", "positive"]
@@ -196,6 +198,9 @@ def train_tokenizer(data_dir: Path):
 
 def from_pretrained(weights: str, kind: str, **options):
     """``transformers.KIND.from_pretrained``, with what goes wrong in one line."""
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if not Path(weights).is_dir() and why_unreachable(hub):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # or it tries again for a minute; its cache will do
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,10 +1,11 @@
 """Reviews: their files, their tokenizer, and the encoder that classifies them."""
 
 import json
+import re
 
 import pytest
 import torch
-from conftest import launch, launcher, succeed
+from conftest import ROOT, launch, launcher, succeed
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,27 +45,31 @@ def test_techniques_agree(script, folder, tmp_path):
         assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
-def test_what_is_saved_is_all_that_is_needed(folder, tmp_path):
-    """Stock transformers and tokenizers make of model.pt what the run reported."""
-    from tokenizers import Tokenizer
+def test_what_is_saved_is_all_that_is_needed(folder, tmp_path, monkeypatch, capsys):
+    """Stock transformers and tokenizers make of model.pt what the run reported, by the lines that
+    docs/ecosystem.md gives; on reviews that the tokenizer does not have to cut off."""
+    flags = f"{TINY} --context 40 --epochs 10 --lr 0.01"
+    _, result = train("pytorch_SingleGPU", 1, folder, tmp_path / "runs/pytorch_SingleGPU", flags)
+    monkeypatch.chdir(tmp_path)
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ecosystem.md").read_text(), re.S)
+    found = {}
+    exec(lines, found)
+    [[negative, positive]] = eval(re.search(r"\[\[.*?\]\]", capsys.readouterr().out)[0])
+    assert negative + positive == pytest.approx(1, abs=1e-3)
+    tokenizer, losses = found["tokenizers"].Tokenizer.from_str(found["tokenizer"]), []
+    for text, label in zip(*reviews.read(folder / "test.tsv"), strict=True):
+        tokens = torch.tensor([tokenizer.encode(text).ids])
+        with torch.no_grad():
+            logits = found["model"](tokens).logits
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor([label])).item())
+    assert sum(losses) / len(losses) == pytest.approx(result["eval_loss"][-1], rel=1e-3)
 
-    state, result = train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --epochs 3 --lr 0.01")
-    config = json.loads(bytes(state.pop("config").tolist()))
-    tokenizer = Tokenizer.from_str(bytes(state.pop("tokenizer").tolist()).decode())
-    kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_config(transformers.DistilBertConfig(**config)).eval()
-    weights = {name.removeprefix("encoder."): tensor for name, tensor in state.items()}
-    missing, _ = model.load_state_dict(weights, strict=False)
-    assert not missing
-    texts, labels = reviews.read(folder / "test.tsv")
-    tokenizer.enable_truncation(12)
-    tokenizer.enable_padding(pad_id=config["pad_token_id"])
-    batch = tokenizer.encode_batch(texts)
-    tokens, mask = (torch.tensor([getattr(e, n) for e in batch]) for n in ("ids", "attention_mask"))
-    with torch.no_grad():
-        logits = model(input_ids=tokens, attention_mask=mask).logits
-    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
-    assert loss == pytest.approx(result["eval_loss"][-1], rel=1e-4)
+
+def test_inference_is_not_of_texts(folder, tmp_path):
+    train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --max-steps 1")
+    finished = launch(f"python model_inference.py --weights {tmp_path}/model.pt --input test")
+    assert finished.code == 2
+    assert "encoder-1x2x16, which classifies texts, and this script does not" in finished.stderr
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +145,16 @@ MISTAKES = {
 def test_mistakes(flags, words, folder, pretrained, tmp_path):
     flags = flags.format(pretrained=pretrained)
     command = f"python pytorch_SingleGPU.py --dataset reviews --data-dir {folder} {flags}"
-    command = f"{command} --output-dir {tmp_path} --max-steps 1"
-    finished = launch(command, forked=True, HF_HUB_OFFLINE="1")  # it tries for a minute otherwise
+    finished = launch(f"{command} --output-dir {tmp_path} --max-steps 1", timeout=60, forked=True)
     assert finished.code == 2
     assert len(finished.errors) == 1 and words in finished.errors[0]
     assert "Traceback" not in finished.stderr
+
+
+def test_memory_is_predicted(folder):
+    """Of the encoder's shape, with labels of whole reviews."""
+    command = f"python estimate.py --dataset reviews --data-dir {folder} --only SingleGPU --json"
+    command += " --model encoder-1x4x128"
+    finished = succeed(command)
+    [row] = json.loads(finished.stdout)
+    assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * reviews.VOCABULARY
