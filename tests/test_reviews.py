@@ -157,4 +157,4 @@ def test_memory_is_predicted(folder):
     command += " --model encoder-1x4x128"
     finished = succeed(command)
     [row] = json.loads(finished.stdout)
-    assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * reviews.VOCABULARY
+    assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * 256
