@@ -3,10 +3,10 @@
 Differs     from pytorch_FSDP.py: Accelerate makes the process group and shards the model, as the
             file says that `accelerate launch` reads. Lines tagged "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_FSDP.yml accelerate_FSDP.py
-Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when rank 0 alone has room
-            for the weights as they begin: here each rank makes all of them.
+Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when only rank 0 has memory
+            for the full initial weights: here each rank makes all of them.
 Holds       what pytorch_FSDP.py does, once the model is sharded.
-Sends       what pytorch_FSDP.py does.
+Sends       what pytorch_FSDP.py does, for a ResNet or a GPT; other models may be cut finer.
 """
 
 import os
@@ -38,6 +38,8 @@ def main():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cpu" and torch.cuda.is_available():
+        common.fail("--device cpu: Accelerate's FSDP takes the GPU; export CUDA_VISIBLE_DEVICES=")
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -34,6 +34,10 @@ def make_fabric(args, world_size):
     named = os.environ.pop("LT_STRATEGY", "ddp")
     if named != "ddp":
         common.fail(f"--strategy={named}: this is a script about DDP; use --strategy=ddp")
+    named, ours = os.environ.pop("LT_ACCELERATOR", "auto"), args.device
+    if named not in ("auto", ours, "gpu" if ours == "cuda" else ours):
+        common.fail(f"--accelerator={named}, and --device of the script is {ours}; give the same")
+    os.environ.pop("LT_DEVICES", None)  # Fabric: and this number, where it is "auto"
     strategy = lightning.fabric.strategies.DDPStrategy(gradient_as_bucket_view=True)
     try:
         fabric = lightning.Fabric(
@@ -55,8 +59,8 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
-    by_fabric_run = "LT_CLI_USED" in os.environ
-    if by_fabric_run and os.environ["OMP_NUM_THREADS"] == str(os.cpu_count()):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if "LT_CLI_USED" in os.environ and os.environ.get("OMP_NUM_THREADS") == str(cores):
         os.environ["OMP_NUM_THREADS"] = "1"  # Fabric: gives every rank as many threads as all cores
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")

@@ -102,7 +102,7 @@ class Task(lightning.LightningModule):
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
         if self.deepspeed:  # DeepSpeed: has a step of its own
             return super().optimizer_step(epoch, batch_index, optimizer, closure)
-        closure()  # Trainer: zero_grad and backward. It would do them inside of optimizer.step(),
+        closure()  # Trainer: zero_grad and backward. It would do them inside optimizer.step(),
         optimizer.step()  # after PyTorch's hooks of that step, which look at gradients for --on-nan
 
     def on_train_batch_end(self, outputs, batch, batch_index):
@@ -228,10 +228,8 @@ def main():
     if args.strategy == "deepspeed_stage_2":
         config = {"train_batch_size": args.batch_size}
         deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
-    ddp = args.strategy == "ddp"
-    with torch.device(
-        "meta" if args.strategy == "fsdp" and rank else "cpu"
-    ):  # FSDP: shapes, but on rank 0
+    ddp, fsdp = args.strategy == "ddp", args.strategy == "fsdp"
+    with torch.device("meta" if fsdp and rank > 0 else "cpu"):  # FSDP: weights on rank 0 alone
         model = common.make_model(args, train_set.classes, channels_last=ddp)
     run = common.Run(args, device, train_loader)
     task = Task(args, run, model, train_loader, eval_loader, sampler)

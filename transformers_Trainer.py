@@ -25,7 +25,7 @@ transformers = common.import_optional("transformers")
 
 
 class Steps:
-    """Trainer: in the place of a DataLoader, all steps that are left, as one epoch."""
+    """Trainer: in the place of a DataLoader, all steps as one epoch."""
 
     def __init__(self, batches: Iterator[dict], length: int):
         self.batches, self.length = batches, length
@@ -97,11 +97,12 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model, optimizer, scheduler)
 
     # 5. Train
     def batches():
-        trainer.model_wrapped.broadcast_buffers = False  # DDP: sent before evaluation alone
+        ddp = trainer.model_wrapped  # Trainer: has wrapped it by now
+        ddp.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+        run.load_snapshot(ddp, optimizer, scheduler)
         for epoch in range(run.start_epoch, run.epochs):
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
             for images, labels in run.batches(train_loader, epoch):
@@ -116,20 +117,18 @@ def main():
             run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
             run.save_snapshot(model, optimizer, scheduler)
 
-    steps = batches()
+    transformers.logging.set_verbosity_error()  # Trainer: has a word for a run without steps
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):  # Trainer: begins random numbers anew, alike on all ranks
         trainer = Trainer(
-            Steps(steps, run.total_steps - run.step),
+            # Trainer: asks for as many batches. What comes after the last step is in one more.
+            Steps(batches(), run.total_steps + 1),
             args=options,
             model=model,
             optimizers=(optimizer, scheduler),
-            callbacks=[],
         )
     trainer.remove_callback(transformers.PrinterCallback)
-    if run.step < run.total_steps:
-        trainer.train()
-    next(steps, None)  # Trainer: leaves out what comes after the last step
+    trainer.train()
 
     # 7. Save and report
     if rank == 0:

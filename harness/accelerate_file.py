@@ -6,11 +6,18 @@ from harness.command_line import fail
 from harness.ranks import SCRIPT
 
 KINDS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+SETTINGS = {  # what the launcher sets, its name in the file, and what the scripts expect
+    "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "no"),
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "no"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", "1"),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "false"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("fsdp_activation_checkpointing", "false"),
+}
 
 
 def check_launch(needed: str | None = None) -> None:
     """Report a file of another kind of training, or none where one is needed; and settings that
-    this script would not obey.
+    would make something else of this script.
 
     Args:
         needed: FSDP or DEEPSPEED.
@@ -23,12 +30,11 @@ def check_launch(needed: str | None = None) -> None:
             f"{SCRIPT}.py was started with {theirs}; use accelerate launch --config_file {ours} "
             f"{SCRIPT}.py"
         )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no" and needed != "DEEPSPEED":  # which has its own file for that
-        fail(
-            f"mixed_precision is {precision} in the file of accelerate launch, and this script "
-            f"computes in float32; use mixed_precision: 'no', as in {ours}"
-        )
-    version = os.environ.get("FSDP_VERSION", "1")
-    if needed == "FSDP" and version != "2":
-        fail(f"fsdp_version is {version} in the file of accelerate launch; use 2, as in {ours}")
+    settings = SETTINGS | ({"FSDP_VERSION": ("fsdp_version", "2")} if needed == "FSDP" else {})
+    for variable, (name, value) in settings.items():
+        theirs = os.environ.get(variable, "unset" if name == "fsdp_version" else value)
+        if theirs.lower() != value:
+            fail(
+                f"{name} is {theirs} in the file of accelerate launch, or {variable} in the "
+                f"environment, and {SCRIPT}.py is about {value}; leave it as in {ours}"
+            )

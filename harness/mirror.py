@@ -217,6 +217,7 @@ class RemoteStore(SnapshotStore):
                 if list_snapshots(self.folder):
                     print0(f"{self.folder} is of another run than {url}, and moves to previous/")
                 super().archive_previous_run()
+                (self.args.output_dir / RUN_ID).unlink(missing_ok=True)  # theirs comes instead
             self.mirror.fetch()
         except RemoteError as error:
             fail(f"--output-dir: {error}; try again, or give another")
@@ -246,9 +247,13 @@ class RemoteStore(SnapshotStore):
 
     def bring(self, path: Path) -> None:
         """To each further machine, the snapshot that rank 0 has chosen. All ranks call it."""
-        failure = None
-        if is_first_here() and not path.exists():
-            parent, _, name = (self.url_of(path) or "").rpartition("/")
+        url, failure = self.url_of(path), None
+        if url is None:
+            return
+        [sums, *_] = gather_objects((path / SUMS).read_bytes() if RANK == 0 else None)
+        same = path.exists() and (path / SUMS).read_bytes() == sums and not find_damage(path)
+        if is_first_here() and not same:  # one of that name may be of an earlier run
+            parent, _, name = url.rpartition("/")
             try:
                 remote = Remote(parent)
                 failure = fetch_snapshot(remote, name, remote.list_files(name), path.parent)

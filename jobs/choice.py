@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--model", metavar="NAME",
          help="any torchvision classifier, or a GPT: gpt-nano, gpt-mini, gpt2 or gpt-LxHxD, such "
          "as gpt-4x4x128 (default: resnet50 on a GPU, resnet18 on a CPU); of reviews: distilbert, "
-         "or encoder-LxHxD (default: encoder-1x4x128; with --weights, what they are of)")
+         "or encoder-LxHxD (default: encoder-1x4x128; with --weights, their own)")
     flag("--dataset", default="auto",
          choices=["auto", "cifar10", "folder", "shakespeare", "text", "reviews", "synthetic"],
          help="auto (default): CIFAR-10, or for a GPT Shakespeare, if present or downloadable, "
@@ -87,6 +87,7 @@ def complete(args: argparse.Namespace) -> None:
 def complain(args: argparse.Namespace, ours: ModuleType, flag: str, of_images: bool) -> NoReturn:
     """Report a flag that belongs to another job."""
     if ours is jobs.images:
-        fail(f"{flag} is for a GPT; add --model gpt-nano, or leave it out")
+        more = ", or --dataset reviews" if flag[2:] in jobs.reviews.FLAGS else ""
+        fail(f"{flag} is for a GPT; add --model gpt-nano{more}, or leave it out")
     owner, model = "images" if of_images else "a GPT", args.model or "an encoder"
     fail(f"{flag} is for {owner}, and {model} reads text; leave it out")

@@ -168,7 +168,10 @@ def make_tokenizer(args: argparse.Namespace):
     """That of pretrained weights; or one of byte pairs, trained on the training split, the same on
     all ranks. (A ``PreTrainedTokenizerFast``.)"""
     if has_pretrained(args):
-        return from_pretrained(args.weights, "AutoTokenizer")
+        tokenizer = from_pretrained(args.weights, "AutoTokenizer")
+        if tokenizer.pad_token_id is None or not tokenizer.is_fast:
+            fail(f"--weights {args.weights}: its tokenizer cannot pad a batch; give an encoder's")
+        return tokenizer
     return train_tokenizer(args.data_dir)
 
 
@@ -200,7 +203,7 @@ def from_pretrained(weights: str, kind: str, **options):
     """``transformers.KIND.from_pretrained``, with what goes wrong in one line."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if not Path(weights).is_dir() and why_unreachable(hub):
-        os.environ["HF_HUB_OFFLINE"] = "1"  # or it tries again for a minute; its cache will do
+        options["local_files_only"] = True  # or it tries again for a minute
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from report import stale, tables
-from report.results import read_results, speeds_of
+from report.results import Unusable, read_results, speeds_of
 from report.theory import RAW, kept_bytes
 
 AGAIN = "not measured yet: `python benchmark.py --suite ecosystem`"
@@ -30,19 +30,23 @@ def blocks(root: Path) -> dict[str, str]:
 def ecosystem_table(root: Path, rows: list[dict]) -> str:
     """A row for each script. Speeds are shares: of the bare loop, and of the raw script's with as
     many ranks."""
-    speeds, kept = {}, {}
+    speeds, threads, kept = {}, {}, {}
     for row in rows:
         if row["runs"]:
             run = row["runs"][0]
             key = run["technique"], run["world_size"]
             speeds[key] = statistics.median(speeds_of(row["runs"]))
+            threads[key] = run["threads"]
             if run["state_bytes"]:
                 counted, expected = kept_bytes(run)
                 kept[key] = f"{tables.digits(counted)} ({tables.digits(expected)})"
 
     def share(ours: tuple[str, int], theirs: tuple[str, int]) -> str:
-        known = ours in speeds and theirs in speeds and ours != theirs
-        return f"{speeds[ours] / speeds[theirs]:.2f}" if known else ""
+        if ours == theirs or ours not in speeds or theirs not in speeds:
+            return ""
+        if threads[ours] != threads[theirs]:  # no comparison
+            raise Unusable(f"{ours} had {threads[ours]} threads, {theirs} {threads[theirs]}")
+        return f"{speeds[ours] / speeds[theirs]:.2f}"
 
     lines = []
     for name in NAMES:

@@ -12,8 +12,8 @@ from conftest import ROOT, distance, launch, launcher, snapshots, started, succe
 accelerate = pytest.importorskip("accelerate")
 
 JOB = (
-    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
-    "--epochs 9 --print-freq 1 --model small_resnet"
+    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --clip-grad 0.5 "
+    "--epochs 9 --print-freq 1 --model small_resnet_dropout"
 )
 GPT = (
     "--model gpt-2x2x32 --context 16 --dataset synthetic --train-samples 64 --eval-samples 8 "
@@ -45,7 +45,8 @@ FILE = {
 def forked(script, ranks, job, output):
     """The script, in processes that are forked; the weights that it ends with, and its result."""
     command = f"torchrun --standalone --nproc_per_node={ranks} {script}.py {job}"
-    succeed(f"{command} --output-dir {output}", forked=True, **FILE.get(script, {}))
+    finished = succeed(f"{command} --output-dir {output}", forked=True, **FILE.get(script, {}))
+    assert ("resumed from" in finished.stdout) == ("--resume" in job)
     state = torch.load(output / "model.pt", weights_only=True)
     return state, json.loads((output / "result.json").read_text())
 
@@ -56,7 +57,8 @@ def same_bits(ours, theirs):
 
 @pytest.mark.parametrize("script", RAW)
 def test_as_the_raw_script_by_its_own_launcher(script, train, tmp_path):
-    """Images, twelve steps; in float64, but for DeepSpeed, which has none."""
+    """Images, twelve steps, with BatchNorm and dropout; in float64, but for DeepSpeed, which has
+    none."""
     flags = "--max-steps 12" + (" --double" if script != "accelerate_DeepSpeed" else "")
     expected, theirs = train(RAW[script], 2, flags)
     command = f"{launcher(script, 2, THROUGH)} {JOB} {flags} --output-dir {tmp_path}"
@@ -73,20 +75,39 @@ def test_as_the_raw_script_by_its_own_launcher(script, train, tmp_path):
     assert not finished.our_warnings
 
 
-@pytest.mark.parametrize("script, ranks", [("accelerate_DDP", 1), ("accelerate_FSDP", 2)])
-def test_a_gpt_with_dropout(script, ranks, tmp_path):
-    expected, _ = forked(RAW[script], ranks, GPT, tmp_path / "raw")
-    weights, _ = forked(script, ranks, GPT, tmp_path / "accelerate")
+HALF = (
+    "--dtype bfloat16 --dataset synthetic --train-samples 64 --eval-samples 8 --batch-size 16 "
+    "--epochs 1 --model shufflenet_v2_x0_5"
+)
+REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --context 12 --max-steps 4"
+
+
+@pytest.mark.parametrize(
+    "script, ranks, job",
+    [
+        ("accelerate_DDP", 1, GPT),
+        ("accelerate_FSDP", 2, GPT),
+        ("accelerate_FSDP", 2, HALF),
+        ("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16"),
+    ],
+    ids=["gpt-1", "gpt-2", "half", "reviews"],
+)
+def test_other_jobs(script, ranks, job, review_folder, tmp_path):
+    """A GPT with dropout; BatchNorm beside bfloat16; texts."""
+    job = job.format(folder=review_folder)
+    expected, _ = forked(RAW[script], ranks, job, tmp_path / "raw")
+    weights, _ = forked(script, ranks, job, tmp_path / "accelerate")
     assert same_bits(weights, expected)
 
 
-@pytest.mark.parametrize("script", ["accelerate_DDP", "accelerate_FSDP"])
+@pytest.mark.parametrize("script", RAW)
 def test_snapshots_are_those_of_the_raw_script(script, tmp_path):
     """Raw, then Accelerate, then raw: in the middle of an epoch each time."""
     job = f"{GPT} --epochs 2 --schedule none"
     expected, _ = forked(RAW[script], 2, job, tmp_path / "whole")
     for name, steps in ((RAW[script], 3), (script, 11), (RAW[script], 16)):
-        flags = f"--max-steps {steps} --resume auto --snapshot-every 1"
+        resume = "--resume auto" if steps > 3 else ""
+        flags = f"--max-steps {steps} {resume}"
         weights, _ = forked(name, 2, f"{job} {flags}", tmp_path / "parts")
     assert distance(weights, expected) < 1e-6
 

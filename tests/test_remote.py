@@ -467,6 +467,23 @@ def test_a_new_run_keeps_the_files_of_the_last(place, tmp_path):
     assert place.is_of_another_run(), "what is here was left by the first one"
 
 
+def test_a_run_goes_on_under_its_own_id(place, tmp_path):
+    """Where another run's files are here: its results, and no snapshot."""
+    place.archive(None)
+    write(place, 1)
+    place.copy_results()
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name in ("run_id", "model.pt", "result.json"):
+        (folder / name).write_text("of another run")
+    urls = {"output_dir": place.remote.url}
+    store = RemoteStore(argparse.Namespace(urls=urls, output_dir=folder, resume="auto"))
+    store.fetch_own()
+    store.mirror.archive("step-00000001")
+    assert place.remote.read("run_id") == place.own_id() == (folder / "run_id").read_bytes()
+    assert not (folder / "model.pt").exists() and (folder / "previous/model.pt").exists()
+
+
 def test_what_went_on_elsewhere_is_newer(place, tmp_path):
     """The results here are those of an earlier end; and what is behind is only what is newer."""
     place.archive(None)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, launch, launcher, succeed
+from conftest import ROOT, cases, launch, launcher, succeed
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +34,15 @@ def test_it_learns(folder, tmp_path):
     assert result["reviews_per_second"] > 0
 
 
-@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP"])
+TECHNIQUES = ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_FSDP_by_hand", "lightning_Fabric"]
+MORE = ["pytorch_DDP_ZeRO --use_zero", "pytorch_ZeRO_by_hand --stage 2", "pytorch_HSDP --shard 2"]
+MORE += ["pytorch_gradient_accumulation --accumulate 2", "pytorch_activation_checkpointing"]
+MORE += ["pytorch_FSDP_offload", "lightning_Trainer", "lightning_Trainer --strategy fsdp"]
+
+
+@pytest.mark.parametrize(
+    "script", cases([(s,) for s in TECHNIQUES + MORE], TECHNIQUES.__contains__)
+)
 def test_techniques_agree(script, folder, tmp_path):
     """In float64, after eight steps; FSDP makes the model of two ranks without memory."""
     flags = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
