@@ -250,9 +250,10 @@ class RemoteStore(SnapshotStore):
         url, failure = self.url_of(path), None
         if url is None:
             return
-        [sums, *_] = gather_objects((path / SUMS).read_bytes() if RANK == 0 else None)
-        same = path.exists() and (path / SUMS).read_bytes() == sums and not find_damage(path)
-        if is_first_here() and not same:  # one of that name may be of an earlier run
+        own = (path / SUMS).read_bytes() if (path / SUMS).exists() else None
+        chosen = gather_objects(own)[0]
+        # One of that name may be of an earlier run.
+        if is_first_here() and (own is None or own != chosen or find_damage(path)):
             parent, _, name = url.rpartition("/")
             try:
                 remote = Remote(parent)

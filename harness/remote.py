@@ -19,10 +19,7 @@ LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "stand
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
 AT_ONCE = 64  # files of a download; some libraries fetch them side by side
 
-RUNS, DATA = (
-    Path("runs", "remote"),
-    Path("data", "remote"),
-)  # of what is uploaded, and of what is downloaded
+RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded, and downloaded
 
 
 class RemoteError(Exception):

@@ -66,9 +66,8 @@ def test_as_the_raw_script_by_its_own_launcher(script, train, tmp_path):
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     result = json.loads((tmp_path / "result.json").read_text())
     assert same_bits(weights, expected)
-    assert {t.dtype for t in weights.values()} == {
-        torch.float32 if "DeepSpeed" in script else torch.float64
-    }
+    wanted = torch.float32 if "DeepSpeed" in script else torch.float64
+    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {wanted}
     for name in ("train_loss", "eval_loss", "eval_accuracy", "state_bytes", "world_size"):
         assert result[name] == theirs[name]
     assert result["command"].startswith(f"accelerate launch --config_file config/{script}.yml")

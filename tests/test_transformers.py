@@ -55,8 +55,8 @@ def test_as_the_raw_script(job, ranks, review_folder, tmp_path):
 
 
 def test_snapshots_are_those_of_the_raw_script(tmp_path):
-    """Trainer, then raw, then Trainer: in the middle of an epoch each time. On three ranks the order
-    of a sum shows, which DDP settles in its first step."""
+    """Trainer, then raw, then Trainer, within epochs. On three ranks the order of a sum shows,
+    which DDP settles in its first step."""
     job = f"{GPT} --schedule none --deterministic --batch-size 12"
     expected, _ = run("pytorch_torchrun_DDP", 3, job, tmp_path / "whole")
     turns = [
