@@ -374,9 +374,9 @@ def end(process: subprocess.Popen) -> None:
 
 
 def is_parameter(name: str) -> bool:
-    """And not what is counted, or the vocabulary of a GPT."""
+    """And not what is counted, the vocabulary of a GPT, or what else an encoder keeps."""
     buffers = ("running_mean", "running_var", "num_batches_tracked", "vocabulary")
-    return not name.endswith(buffers)
+    return not name.endswith((*buffers, "tokenizer", "config", "position_ids"))
 
 
 def distance(ours: dict, theirs: dict) -> float | None:
