@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from conftest import ROOT, distance, launch, launcher, snapshots, started, succeed, wait_for
+from conftest import ROOT, cases, distance, launch, launcher, snapshots, started, succeed, wait_for
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -84,7 +84,7 @@ REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --contex
 @pytest.mark.parametrize(
     "script, ranks, job",
     [
-        ("accelerate_DDP", 1, GPT),
+        pytest.param("accelerate_DDP", 1, GPT, marks=pytest.mark.full),
         ("accelerate_FSDP", 2, GPT),
         ("accelerate_FSDP", 2, HALF),
         ("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16"),
@@ -99,7 +99,7 @@ def test_other_jobs(script, ranks, job, review_folder, tmp_path):
     assert same_bits(weights, expected)
 
 
-@pytest.mark.parametrize("script", RAW)
+@pytest.mark.parametrize("script", cases([(s,) for s in RAW], lambda s: s == "accelerate_FSDP"))
 def test_snapshots_are_those_of_the_raw_script(script, tmp_path):
     """Raw, then Accelerate, then raw: in the middle of an epoch each time."""
     job = f"{GPT} --epochs 2 --schedule none"

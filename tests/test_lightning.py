@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import (
     ROOT,
+    cases,
     distance,
     free_port,
     launch,
@@ -62,19 +63,17 @@ def agree(ours, theirs):
 # ------------------------------------------------------------------------------------------ parity
 
 
-@pytest.mark.parametrize("job", [IMAGES, GPT], ids=["images", "gpt"])
+PARITY = [(FABRIC, RAW, 1), (FABRIC, RAW, 2), (TRAINER, RAW, 1), (TRAINER, RAW, 2)]
+PARITY = [(*row, job) for row in [*PARITY, (FSDP, "pytorch_FSDP", 2)] for job in ("images", "gpt")]
+
+
 @pytest.mark.parametrize(
-    "script, raw, n",
-    [
-        (FABRIC, RAW, 1),
-        (FABRIC, RAW, 2),
-        (TRAINER, RAW, 1),
-        (TRAINER, RAW, 2),
-        (FSDP, "pytorch_FSDP", 2),
-    ],
+    "script, raw, n, job",
+    cases(PARITY, lambda script, raw, n, job: n == 2 and (job == "images" or script == TRAINER)),
 )
 def test_as_the_raw_script(script, raw, n, job, train, measured):
     """Weights after eight steps in float64, and all of result.json that is not a time."""
+    job = {"images": IMAGES, "gpt": GPT}[job]
     (ours, result), (theirs, expected) = train(script, n, job), train(raw, n, job)
     difference = relative_difference(ours, theirs)
     measured("parity_lightning", script=script, ranks=n, job=job, value=difference)
@@ -88,6 +87,7 @@ def test_as_the_raw_script(script, raw, n, job, train, measured):
     assert phases == [rank.keys() for rank in expected["breakdown"]["ranks"]]
 
 
+@pytest.mark.full
 def test_two_steps_of_the_real_resnet(train):
     """In fp32, with BatchNorm."""
     flags = "--max-steps 2 --model resnet18 --batch-size 8"
@@ -104,6 +104,7 @@ def test_deepspeed_as_the_raw_script(train):
     assert result["breakdown"]["ranks"][0].keys() == expected["breakdown"]["ranks"][0].keys()
 
 
+@pytest.mark.full
 def test_deepspeed_goes_on_from_its_snapshots(tmp_path, train):
     flags = "--norm group --model small_resnet --schedule none"
     command = start(DEEPSPEED, 2, f"{flags} --output-dir {tmp_path} --resume auto --max-steps")
@@ -167,8 +168,12 @@ def test_a_signal_ends_in_a_snapshot(script, tmp_path):
     assert str(snapshots(tmp_path)[0]) in said and "Traceback" not in finished.stderr
 
 
-@pytest.mark.parametrize("script", [TRAINER, FABRIC])
-@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+BAD = [(script, on_nan) for script in (TRAINER, FABRIC) for on_nan in ("stop", "skip")]
+
+
+@pytest.mark.parametrize(
+    "script, on_nan", cases(BAD, lambda *row: row in ((TRAINER, "stop"), (FABRIC, "skip")))
+)
 def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, tmp_path):
     command = launcher(script, 2, "tests/poison.py")
     command += f" {JOB} {IMAGES} --on-nan {on_nan} --output-dir {tmp_path}"
