@@ -4,8 +4,8 @@ Differs     from pytorch_torchrun_DDP.py: Fabric wraps the model and the optimiz
             backward and the clipping. Lines tagged "# Fabric:".
 Command:    fabric run --devices=2 --strategy=ddp lightning_Fabric.py
             torchrun --nproc_per_node=4 lightning_Fabric.py (or python: a world of one)
-Use it      when you want to keep your loop, and to have the library wrap it. Not when the raw script
-            does all you need: that is shorter, and nothing in it is hidden.
+Use it      when you want to keep your loop, and to have the library wrap it. Not when the raw
+            script does all you need: that is shorter, and nothing in it is hidden.
 Holds       what pytorch_torchrun_DDP.py holds.
 Sends       what pytorch_torchrun_DDP.py sends.
 """

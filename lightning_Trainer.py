@@ -4,8 +4,8 @@ Differs     from pytorch_torchrun_DDP.py: the Trainer has the loop, and calls th
             LightningModule. Data, record and snapshots stay ours. Lines tagged "# Trainer:".
 Command:    torchrun --nproc_per_node=4 lightning_Trainer.py (or python: a world of one)
             torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp (or deepspeed_stage_2)
-Use it      when you want strategy, precision and clipping by one argument, and callbacks that others have
-            written. Not to learn what a step does, nor when your loop is an unusual one.
+Use it      when you want strategy, precision and clipping by one argument, and callbacks that
+            others have written. Not to learn what a step does, nor for an unusual loop.
 Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds, and
             with --strategy deepspeed_stage_2 what pytorch_DeepSpeed.py holds at stage 2.
 Sends       what these send; and before every step one number, from rank 0, for which all wait.

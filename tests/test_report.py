@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from report import estimates, pages, stale, tables
-from report.results import read_results
+from report import ecosystem, estimates, pages, stale, tables
+from report.results import Unusable, read_results
 
 # ----------------------------------------------------------------------------------------- tables
 
@@ -138,3 +138,18 @@ def test_predictions_beside_measurements():
     lines = plot["values"]["FSDP"]
     assert lines["measured"] == {1: 1.0, 2: 0.625}
     assert lines["model"] == {1: 1.0, 2: 0.667, 1024: 0.25}
+
+
+def test_speeds_with_other_threads_are_not_compared():
+    """As when `accelerate launch` gives one process a single thread."""
+
+    def row(technique, threads):
+        run = {"technique": technique, "world_size": 1, "threads": threads, "state_bytes": None}
+        return {"name": technique, "runs": [run | {"images_per_second": 100.0 * threads}]}
+
+    raw = row("pytorch_torchrun_DDP", 2)
+    drawn = ecosystem.ecosystem_table(ROOT, [raw, row("accelerate_DDP", 2)])
+    [line] = [line for line in drawn.splitlines() if line.startswith("| `accelerate_DDP` |")]
+    assert "| 1.00 |" in line
+    with pytest.raises(Unusable, match="threads"):
+        ecosystem.ecosystem_table(ROOT, [raw, row("accelerate_DDP", 1)])
