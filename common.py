@@ -35,7 +35,7 @@ from harness import command_line, loaders, ranks, remote, timeouts
 from harness.accelerate_file import check_launch
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
 from harness.files import load_file, save_file
-from harness.measure import device_name
+from harness.measure import device_name, whole
 from harness.ranks import (
     LAUNCHED,
     LOCAL_WORLD_SIZE,
@@ -48,6 +48,7 @@ from harness.ranks import (
 from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
 from jobs.classifiers import batch_norms, blocks_of
+from jobs.gpt import size_of
 from jobs.images import Images, ImagesOnDisk, UnreadableImage
 from jobs.reviews import Reviews
 from jobs.text import Text
@@ -57,7 +58,7 @@ from jobs.text import Text
 __all__ = [
     "import_optional", "argument_parser", "number", "parse_args", "check_launch", "fail",
     "announce", "print0",
-    "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE",
+    "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE", "size_of",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
@@ -70,15 +71,17 @@ __all__ = [
 HALF = {"cuda": "float16", "cpu": "bfloat16"}  # what most GPUs, and what CPUs, are fast in
 
 
-def argument_parser(doc: str) -> argparse.ArgumentParser:
+def argument_parser(doc: str, only_gpt: bool = False) -> argparse.ArgumentParser:
     """The flags that all training scripts share; a script adds those of its technique.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
+        only_gpt: the technique takes a GPT apart, and knows no other model.
     """
     parser = command_line.make_parser(doc)
     jobs.choice.add_flags(parser)
     command_line.add_flags(parser)
+    parser.set_defaults(model="gpt" if only_gpt else None)
     return parser
 
 
@@ -91,6 +94,8 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
     command_line.complete(args)
     remote.complete(args)
+    if parser.get_default("model") == "gpt":
+        jobs.choice.check_is_gpt(args)
     jobs.choice.complete(args)
     if getattr(args, "dtype", "") is None:
         args.dtype = HALF[args.device]
@@ -106,18 +111,30 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def announce(args: argparse.Namespace, device: torch.device) -> None:
-    """Print what runs where, and all settings. Then check the model's name, before any data."""
+def announce(args: argparse.Namespace, device: torch.device, readers: int = WORLD_SIZE) -> None:
+    """Print what runs where, and all settings. Then check the model's name, before any data.
+
+    Args:
+        readers: how many shares the batch is divided into. Where they are fewer than the ranks,
+            several ranks work on one.
+    """
+    if args.batch_size % readers:
+        near = max(args.batch_size // readers, 1) * readers
+        fail(
+            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
+            f"{readers} ranks; use --batch-size {near}"
+        )
     if WORLD_SIZE > 1 and not dist.is_initialized():
         fail(
             f"{SCRIPT}.py is one process but was started as {WORLD_SIZE} ranks; start it with "
             f"python {SCRIPT}.py, or use pytorch_torchrun_DDP.py"
         )
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
-    batch = f"global batch {args.batch_size} = {WORLD_SIZE} x {args.batch_size // WORLD_SIZE}"
+    each = "per rank" if readers == WORLD_SIZE else f"for {WORLD_SIZE // readers} ranks together"
+    batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
     print0(
         f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} "
-        f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch} per rank"
+        f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch}"
     )
     overridden = getattr(args, "overridden", {})
     theirs = [f"--{name.replace('_', '-')}" for name in overridden]
@@ -222,6 +239,8 @@ def make_loader(
         atexit.register(loaders.kill_loaders)
     elif args.device == "cuda":
         dataset.keep_on_gpu()
+    dataset.share = getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
+    dataset.copies = WORLD_SIZE // dataset.share[1]
     return DataLoader(
         dataset,
         batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
@@ -335,8 +354,8 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     """Loss and accuracy over the whole set, every sample counted once at any world size.
 
     Ranks must run equally many forwards, so ``DistributedSampler`` repeats some samples to make the
-    shards equal. Rank r's k-th sample is number ``r + k * world_size``: what lies beyond the end of
-    the set is masked out of the sums.
+    shares equal. The k-th sample of share s of n is number ``s + k * n``: what lies beyond the end
+    of the set is masked out of the sums. Several ranks may work on the same share.
 
     Args:
         model: the plain model. A wrapper whose forward communicates will do where all ranks
@@ -349,12 +368,12 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
-    seen = 0
+    seen, (share, of) = 0, loader.dataset.share
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for batch in loaders.batches_of(loader):
         images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)
-        logits = model(images).double()
-        numbers = RANK + WORLD_SIZE * torch.arange(seen, seen + len(labels), device=device)
+        logits = whole(model(images)).double()
+        numbers = share + of * torch.arange(seen, seen + len(labels), device=device)
         real = (numbers < len(loader.dataset)).view(-1, *[1] * (labels.ndim - 1)) & (labels >= 0)
         losses = F.cross_entropy(logits, labels, reduction="none")
         correct = logits.argmax(1) == labels
@@ -362,6 +381,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         seen += len(labels)
     if dist.is_initialized():
         dist.all_reduce(sums)
+        sums /= loader.dataset.copies
     loss, correct, samples = sums.tolist()
     expected = loader.dataset.count_labels()
     if samples != expected:

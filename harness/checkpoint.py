@@ -160,7 +160,10 @@ def load_sharded(path: Path, snapshot: dict, model: nn.Module, optimizer) -> Non
         fail(f"--resume {path} is refused: {error}; give one that you trust")
     weights, state = dcp_state.get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state["state"]}, checkpoint_id=path / "shards")
-    state["param_groups"] = snapshot["param_groups"]
+    for group in state["param_groups"]:  # of this rank's parameters
+        name = next(iter(group["params"]), None)
+        theirs = (saved for saved in snapshot["param_groups"] if name in saved["params"])
+        group |= next(theirs, {}) | {"params": group["params"], "fused": group.get("fused")}
     dcp_state.set_model_state_dict(model, weights)
     dcp_state.set_optimizer_state_dict(model, optimizer, state)
 
@@ -187,4 +190,6 @@ def sharded_parts(model: nn.Module, optimizer):
             raise next(iter(error.failures.values()))[0] from None
 
     size = count_bytes(tree_leaves(shards)) * WORLD_SIZE
-    return write, size, {"param_groups": state["param_groups"]}
+    groups = [group for rank in gather_objects(state["param_groups"]) for group in rank]
+    different = {tuple(group["params"]): group for group in groups}  # stages have their own
+    return write, size, {"param_groups": list(different.values())}

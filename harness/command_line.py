@@ -205,12 +205,6 @@ def complete(args: argparse.Namespace) -> None:
         fail("--trace and --profile-memory both look at the last step; leave out one of the two")
     if args.profile_memory and args.device == "cpu":
         keep_no_free_memory()
-    if args.batch_size % WORLD_SIZE:
-        near = max(args.batch_size // WORLD_SIZE, 1) * WORLD_SIZE
-        fail(
-            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
-            f"{WORLD_SIZE} ranks; use --batch-size {near}"
-        )
     first = RESTARTS == 0  # later, the snapshots of this very run take its place
     here = args.resume not in ("auto", "none") and "://" not in args.resume  # else it is elsewhere
     if first and here and not Path(args.resume).exists():

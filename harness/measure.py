@@ -27,6 +27,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, on each of its ranks, which all call it; a plain one is whole."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of memory behind the tensors on this rank: of a sharded tensor those of its shard, and
     a buffer of which several tensors are views once and whole."""

@@ -146,23 +146,23 @@ class Run:
     def batches(self, loader: DataLoader, epoch: int, dtype=None) -> Iterator[tuple]:
         """This rank's batches of an epoch, on its device, as ``prepare`` of the dataset makes
         them: of images, cropped, flipped and normalized, in the default dtype or another."""
-        args = self.args
         begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         loader.batch_sampler.begin = begin
         self.shown = *self.totals(), self.step, time.perf_counter()  # what was shown last, and when
         title = f"epoch {epoch + 1}/{self.epochs}"
-        self.display.start_epoch(title, begin * args.batch_size, end * args.batch_size)
+        self.display.start_epoch(title, begin * self.args.batch_size, end * self.args.batch_size)
         self.clock.start()
         for index, batch in zip(range(begin, end), batches_of(loader), strict=False):
             self.step += 1
-            self.batch, self.lr = len(batch[-1]), self.optimizer.param_groups[0]["lr"]
             self.clock.begin_step(self.total_steps - self.step)
-            batch = self.train_set.prepare(batch, self.device, args.seed, epoch, index, dtype)
+            self.batch = len(batch[-1]) / self.train_set.copies  # those of all ranks add up
+            self.lr = self.optimizer.param_groups[0]["lr"]
+            batch = self.train_set.prepare(batch, self.device, self.args.seed, epoch, index, dtype)
             self.clock.phases.has_data()
             yield batch
             self.clock.tick()
-            self.display.bar.update(args.batch_size)
+            self.display.bar.update(self.args.batch_size)
         self.display.bar.close()
         self.clock.read()
         self.clock.pause()

@@ -16,6 +16,7 @@ import jobs.images
 import jobs.reviews
 import jobs.text
 from harness.command_line import fail, place, positive
+from harness.ranks import SCRIPT
 
 DATASETS = {
     jobs.images: ["auto", "cifar10", "folder", "synthetic"],
@@ -61,6 +62,14 @@ def data_of(args: argparse.Namespace) -> ModuleType:
 
 def models_of(args: argparse.Namespace) -> ModuleType:
     return MODELS[data_of(args)]
+
+
+def check_is_gpt(args: argparse.Namespace) -> None:
+    if data_of(args) is not jobs.text:
+        fail(
+            f"--model {args.model}: {SCRIPT}.py takes the blocks of a GPT apart, and no other "
+            "model's; use gpt-nano, gpt-mini, gpt2 or gpt-LxHxD"
+        )
 
 
 def complete(args: argparse.Namespace) -> None:

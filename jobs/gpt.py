@@ -39,6 +39,11 @@ def size_of(name: str) -> tuple[int, int, int, int, float]:
     return layers, heads, width, 256, 0.0
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What each position finds at itself and at those before: all ``[batch, heads, time, width]``."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
     """Each position looks at itself and those before, in several heads at once.
 
@@ -48,7 +53,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.head_width = width // heads
+        self.head_width, self.attend = width // heads, attend
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
@@ -57,7 +62,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        heads = self.attend(q, k, v)
         return self.dropout(self.out(heads.transpose(1, 2).flatten(2)))
 
     def split(self, x: Tensor) -> Tensor:
@@ -117,8 +122,9 @@ class GPT(nn.Module):
         if tie:
             self.head.weight = self.token.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """``start``: the position of the first token, where a rank has only a part of each text."""
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token(tokens) + self.position(positions))
         # A copy, which the loss would make of a view; and FSDP warns of views.
         return self.head(self.norm(self.blocks(x))).transpose(1, 2).contiguous()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from harness.command_line import fail, positive
 from harness.download import fetch
 from harness.loaders import Unreadable
-from harness.ranks import LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, print0
+from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
 # and a run should show its first line before that.
@@ -89,6 +89,7 @@ class Images(Dataset):
         self.classes, self.image_size = classes, image_size
 
     unit, units = "img", "images"
+    share, copies = (0, 1), 1  # see common.make_loader()
     bytes_on_gpu = 0  # of all sets of this process
 
     def keep_on_gpu(self) -> None:
@@ -133,8 +134,9 @@ class Images(Dataset):
             images ``[n, 3, image_size, image_size]``, and labels int64 ``[n]``.
         """
         images, labels = self.to_device(batch, device)
-        crops = draw_crops(seed, epoch, step, len(labels) * WORLD_SIZE, images.shape[-1])
-        crops = crops[RANK::WORLD_SIZE].to(device, non_blocking=True)
+        share, of = self.share
+        crops = draw_crops(seed, epoch, step, len(labels) * of, images.shape[-1])
+        crops = crops[share::of].to(device, non_blocking=True)
         return to_input(crop_and_flip(images, crops), self.image_size, dtype), labels
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:

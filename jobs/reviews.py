@@ -64,6 +64,7 @@ class Reviews(Dataset):
     """
 
     unit, units = "rev", "reviews"
+    share, copies = (0, 1), 1  # see common.make_loader()
     classes = CLASSES
 
     def __init__(self, tokens: Tensor, labels: Tensor):

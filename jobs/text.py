@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import jobs.gpt
 from harness.command_line import fail, number, positive
 from harness.download import fetch
-from harness.ranks import RANK, WORLD_SIZE, print0
+from harness.ranks import print0
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
@@ -75,6 +75,7 @@ class Text(Dataset):
     """
 
     unit, units = "win", "windows"
+    share, copies = (0, 1), 1  # see common.make_loader()
 
     def __init__(self, tokens: Tensor, vocabulary: list[str], context: int):
         self.tokens, self.classes, self.context = tokens, vocabulary, context
@@ -110,10 +111,10 @@ class Text(Dataset):
         Returns:
             tokens and labels, int64 ``[n, context]``.
         """
-        [index] = batch
+        [index], (share, of) = batch, self.share
         rng = np.random.default_rng((seed, epoch, step))
-        later = torch.from_numpy(rng.integers(self.context, size=len(index) * WORLD_SIZE))
-        starts = index * self.context + later[RANK::WORLD_SIZE]
+        later = torch.from_numpy(rng.integers(self.context, size=len(index) * of))
+        starts = index * self.context + later[share::of]
         last = self.count_labels() - self.context
         return self.windows(starts.clamp(max=last), device)
 

@@ -239,12 +239,11 @@ def test_windows_are_a_function_of_seed_epoch_and_step():
     assert labels.max() < 200
 
 
-def test_ranks_share_out_the_windows(monkeypatch):
+def test_ranks_share_out_the_windows():
     data = text.Text(torch.arange(250, dtype=torch.uint8), [chr(i) for i in range(250)], 8)
     whole, _ = data.prepare((torch.arange(12),), "cpu", 0, 0, 0)
     for rank in range(3):
-        monkeypatch.setattr(text, "WORLD_SIZE", 3)
-        monkeypatch.setattr(text, "RANK", rank)
+        data.share = rank, 3
         part, _ = data.prepare((torch.arange(12)[rank::3],), "cpu", 0, 0, 0)
         assert torch.equal(part, whole[rank::3])
 
