@@ -40,7 +40,7 @@ def size_of(name: str) -> tuple[int, int, int, int, float]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What each position finds at itself and at those before: all ``[batch, heads, time, width]``."""
+    """What each position finds at itself and before; all are ``[batch, heads, time, width]``."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
