@@ -67,6 +67,7 @@ def measured_links(path: Path) -> dict[str, Link]:
                 hops = SHARES[kind] * (n - 1)
                 links[kind] = Link(operation["latency"] / hops, operation["bandwidth"])
         links["reduce"] = links["broadcast"]
+        links["send"] = links.setdefault("alltoall", links["allgather"])
         return {kind: links[kind] for kind in SHARES}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(
@@ -77,6 +78,8 @@ def measured_links(path: Path) -> dict[str, Link]:
 def seconds(message: Message, links: dict[str, Link]) -> float:
     """Of one message, if nothing else is sent."""
     n, link, rounds = message.ranks, links[message.kind], SHARES[message.kind]
+    if message.kind == "send":
+        return link.latency + message.size / link.bandwidth
     if n == 1:
         return 0.0
     ring = rounds * (n - 1) * link.latency + message.sent / link.bandwidth

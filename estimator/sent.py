@@ -6,18 +6,23 @@ mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
     all-reduce       2 * bytes * (N - 1) / N     a reduce-scatter and an all-gather
     reduce-scatter   bytes * (N - 1) / N         of the whole that goes in
     all-gather       bytes * (N - 1) / N         of the whole that comes out
+    all-to-all       bytes * (N - 1) / N         of what a rank puts in, in equal parts
     broadcast        bytes * (N - 1) / N
     reduce           bytes * (N - 1) / N
+    send             bytes
 """
 
 import dataclasses
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-# In units of (N - 1) / N; the first that is in the operation's name.
-SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "broadcast": 1, "reduce": 1}
+# In units of (N - 1) / N; the first that is in the operation's name. A send goes to one rank.
+SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "alltoall": 1, "broadcast": 1}
+SHARES |= {"reduce": 1, "send": 1}
+SILENT = ("barrier", "recv", "waittensor", "wraptensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Message:
     """Args:
     kind: one of ``SHARES``.
     size: bytes of the whole.
-    ranks: of its group.
+    ranks: of its group; of a send 1, the one that it goes to.
     phase: of the step, as :class:`LiveBytes` has kinds: what is made then.
     """
 
@@ -37,6 +42,8 @@ class Message:
     @property
     def sent(self) -> float:
         """Bytes that a rank sends."""
+        if self.kind == "send":
+            return self.size
         return SHARES[self.kind] * self.size * (self.ranks - 1) / self.ranks
 
 
@@ -45,19 +52,36 @@ def size_of(tensors) -> int:
 
 
 def message_of(func, args, phase: str = "") -> Message | None:
-    """The message of an operation, if it is a collective.
+    """The message of an operation, if it is a collective or a send.
 
     Args:
-        func, args: as a TorchDispatchMode gets them.
+        func, args: as a TorchDispatchMode gets them: of ``torch.distributed``, or of the functions
+            behind DTensor, which return their results.
     """
-    if func.namespace != "c10d" or "barrier" in func.__name__:
+    if func.namespace not in ("c10d", "_c10d_functional"):
         return None
-    kind = next((kind for kind in SHARES if kind in func.__name__), None)
+    name = func.__name__.replace("_", "")
+    if any(word in name for word in SILENT):
+        return None
+    kind = next((kind for kind in SHARES if kind.replace("_", "") in name), None)
     if not kind:
         raise NotImplementedError(f"{func}: what a rank sends in it is not known here")
-    [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
-    tensors = args[1] if kind == "reduce_scatter" else args[0]
-    return Message(kind, size_of(tensors), dist.ProcessGroup.unbox(group).size(), phase)
+    ranks, functional = group_of(func, args).size(), func.namespace == "_c10d_functional"
+    if kind == "send":
+        return Message(kind, size_of(args[0]), 1, phase)
+    second = kind in ("alltoall", "reduce_scatter") and not functional  # after what comes out
+    size = size_of(args[1] if second else args[0])
+    if kind == "allgather" and functional:  # which has no place yet for what comes out
+        size *= ranks
+    return Message(kind, size, ranks, phase)
+
+
+def group_of(func, args) -> dist.ProcessGroup:
+    if func.namespace == "c10d":
+        [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
+        return dist.ProcessGroup.unbox(group)
+    group = args[-1]
+    return _resolve_process_group(group) if isinstance(group, str) else group
 
 
 def is_group(value: torch.ScriptObject) -> bool:

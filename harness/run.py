@@ -18,6 +18,7 @@ from harness.clock import StepClock
 from harness.display import Display
 from harness.guard import Guard
 from harness.loaders import batches_of
+from harness.measure import local
 from harness.mirror import make_store
 from harness.ranks import RANK, WORLD_SIZE, exit_all, max_over_ranks, print0, wait_for_gloo
 from harness.stop import StopRequest
@@ -176,7 +177,7 @@ class Run:
         """
         self.guard.after_step()
         if not self.guard.left_out:
-            self.loss_sum += loss.detach() * self.batch
+            self.loss_sum += local(loss.detach()) * self.batch
             self.images += self.batch
         if self.step % self.args.print_freq and self.step != self.total_steps:
             return self.stop.vote_between_prints(self.step)

@@ -1,0 +1,180 @@
+"""Train on several devices with tensor parallelism: each rank has a part of every matrix.
+
+Differs     from pytorch_torchrun_DDP.py: all ranks work on the same batch. Of the two matrices of
+            an attention or MLP, a rank has columns of the first and rows of the second, and what
+            the ranks have then adds up. Lines tagged "# TP:".
+Command:    torchrun --nproc_per_node=4 pytorch_TP.py
+            torchrun --nproc_per_node=4 pytorch_TP.py --sequence-parallel
+Use it      within a machine, where links are fast, when layers are too large for one device, or a
+            step must be faster than a device computes it. Not between machines: nothing is computed
+            while it sends.
+Holds       1/N of the blocks' matrices, their gradients and their optimizer; the rest, norms and
+            embeddings, whole. Activations within attention and MLP are those of 1/N of the heads
+            and of the width; between them whole, but with --sequence-parallel 1/N.
+Sends       per step, rank and block, four all-reduces of the activations of the whole batch: two
+            in forward and two in backward, 2 * 4 * (N - 1) / N bytes for each of their numbers.
+            --sequence-parallel sends as much, as all-gathers and reduce-scatters.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Give each rank its part of every block's matrices (Shoeybi et al. 2019, arXiv:1909.08053);
+    with ``sequence_parallel`` also of the positions between them, of embeddings and of the head
+    (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    between = Shard(1) if sequence_parallel else Replicate()  # TP: of [batch, time, width]
+    gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
+    plan = {
+        # TP: once for query, key and value, which in backward would send three messages
+        "attention": PrepareModuleInput(**gather),
+        "attention.query": ColwiseParallel(),  # TP: a rank has some of the heads ...
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... which add up here
+        "mlp": PrepareModuleInput(**gather),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=between),
+    }
+    if sequence_parallel:
+        plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    if sequence_parallel:
+        tied = model.head.weight is model.token.weight
+        to_parts = {"input_layouts": Replicate()}
+        plan = {
+            "token": RowwiseParallel(**to_parts, output_layouts=Shard(1)),
+            "position": RowwiseParallel(**to_parts, output_layouts=Shard(0)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(model, mesh, plan)
+        if tied:  # TP: each now has parameters of its own, without a word
+            model.head.weight = model.token.weight
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
+    """nn.utils.clip_grad_norm_ of parameters of which some are cut and some whole."""
+    alike = {}
+    for p in model.parameters():
+        alike.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in alike.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    for group in alike.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    _, heads, _, _, _ = common.size_of(args.model)
+    if heads % world_size:
+        common.fail(
+            f"--model {args.model}: {heads} heads are not divisible by {world_size} ranks; "
+            "use a number of ranks that divides them"
+        )
+    if args.sequence_parallel and args.context % world_size:
+        common.fail(
+            f"--context {args.context} is not divisible by {world_size} ranks; use a multiple"
+        )
+    common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
+    common.seed_everything(args.seed, args.deterministic)  # TP: the same weights and dropout
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size  # TP: all of it
+    alike = {"num_replicas": 1, "rank": 0}  # TP: every rank reads every sample
+    sampler = DistributedSampler(train_set, **alike, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, **alike, shuffle=False)
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes, channels_last=False)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",))
+    parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: on the device, this rank's part
+    model.to(device)
+    if args.sequence_parallel:  # TP: dropout differs, as ranks have different positions
+        torch.manual_seed(args.seed + rank)
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model, fused=False)  # TP: which takes no mixture
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # TP: each rank reads its part
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            with loss_parallel():  # TP: if each rank has logits of a part of the vocabulary
+                logits = model(images)
+                loss = F.cross_entropy(logits, labels)
+                loss.backward()  # TP: gradients of this rank's part are complete: none is sent
+            if args.clip_grad:
+                clip_grad_norm(model, args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: its part
+
+        # 6. Evaluate
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: its part
+
+    # 7. Save and report
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=whole)  # TP: to the CPU, on rank 0 whole
+    if rank == 0:
+        common.save_model(weights, args.output_dir)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
