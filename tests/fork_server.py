@@ -34,6 +34,7 @@ from typing import NoReturn
 
 MODULES = """torch torch._dynamo torch.distributed.fsdp torch.distributed.nn
     torch.distributed.checkpoint.state_dict torch.distributed.optim
+    torch.distributed.tensor.parallel torch.distributed.pipelining
     torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook torchvision torch.utils.tensorboard
     tensorboard.plugins.hparams.metadata tqdm PIL.Image""".split()
 PATIENCE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it

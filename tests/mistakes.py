@@ -1,0 +1,61 @@
+"""Run a script with one mistake in it, of those that no error tells of.
+
+Used in place of a script's name, after its launcher; the environment variable MISTAKE names it:
+
+    MISTAKE=untied torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_TP.py ...
+
+What is right and what is wrong stands in MISTAKES, so a script that has changed is noticed.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+script = next(word for word in sys.argv[1:] if word.endswith(".py"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
+
+from jobs import gpt  # noqa: E402
+
+MISTAKES = {  # name: lines of a script, and what somebody might write in their place
+    "none": {},
+    "untied": {"if tied:": "if False:"},
+    "batch by rank": {'"rank": row}': '"rank": rank % rows}'},
+    "fused": {
+        '"attention.query"': '"attention.fused"',
+        '"attention.key": ColwiseParallel(),': "",
+        '"attention.value": ColwiseParallel(),': "",
+    },
+    "dropout by rank": {"manual_seed(args.seed + (rank if args.sequence_parallel else row))": ""},
+}
+
+
+class FusedAttention(gpt.Attention):
+    """Queries, keys and values by one matrix, as many GPTs have it."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__(width, heads, dropout)
+        del self.query, self.key, self.value
+        self.fused = nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.split(part) for part in self.fused(x).chunk(3, -1))
+        return self.dropout(self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+
+
+def main():
+    text, mistake = (ROOT / script).read_text(), os.environ["MISTAKE"]
+    if "fused" in mistake:
+        gpt.Attention = FusedAttention
+    for right, wrong in MISTAKES[mistake.partition(":")[0]].items():
+        assert right in text, f"{script} has no {right}"
+        text = text.replace(right, wrong)
+    exec(compile(text, script, "exec"), {"__name__": "__main__", "__doc__": "", "__file__": script})
+
+
+if __name__ == "__main__":
+    main()
