@@ -6,12 +6,23 @@ Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one p
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
-from report import drawings, ecosystem, estimates, plots, stale, tables, timeline
+from report import drawings, ecosystem, estimates, parallelism, plots, stale, tables, timeline
 from report.results import ROOT, Unusable, read_figures, read_results, size_of
+from report.scripts import BEYOND, PARENTS
 
-SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews")  # that are rendered
+SUITES = (
+    "gpt",
+    "shakespeare",
+    "by_hand",
+    "cpu",
+    "gpu",
+    "reviews",
+    "parallel",
+    "local_sgd",
+)  # that are rendered
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HEADS = {  # of the tables, in Chinese
     "technique": "技术", "ranks": "进程数", "precision": "精度",
@@ -20,7 +31,7 @@ HEADS = {  # of the tables, in Chinese
     "step ms (p95)": "每步毫秒（p95）", "epoch s": "每轮秒数", "peak GiB": "峰值内存 GiB",
     "peak GiB (reserved)": "峰值显存 GiB（保留）", "GPU %": "GPU %",
     "peak GiB (allocated)": "峰值内存 GiB（已分配）",
-    "kept (theory)": "每参数字节（理论）", "weights": "权重差", "accuracy": "准确率",
+    "weights": "权重差", "accuracy": "准确率",
     "loss": "损失",
     "predicted on a GPU": "GPU 上的预测值",
     "published GB": "公布值 GB", "predicted for that job": "对该任务的预测",
@@ -43,6 +54,9 @@ HEADS = {  # of the tables, in Chinese
     "collective": "集合通信", "latency µs": "延迟 µs",
     "bandwidth GB/s (fitted)": "带宽 GB/s（拟合）",
     "bus GB/s (largest message)": "总线带宽 GB/s（最大的消息）",
+    "kept (theory)": "每参数字节（理论）", "sent kB (theory)": "发送 kB（理论）", "in": "方式",
+    "mistake": "错误", "off by": "偏差", "schedule": "调度", "micro-batches": "微批次",
+    "formula": "公式", "order": "顺序", "compute alone": "只算计算", "clock": "时钟",
     "what": "内容", "scripts": "脚本数", "hardware": "硬件", "date": "日期",
 }  # fmt: skip
 CELLS = {
@@ -149,10 +163,11 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
             )
             blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
     # The rows of these stand together, on a page of their own.
-    apart = ("by_hand", "scaling", "reviews")
+    apart = ("by_hand", "scaling", "reviews", "local_sgd")
     others = {name: found for name, found in results.items() if name not in apart}
     blocks |= estimates.blocks(root, estimate, results) | ecosystem.blocks(root)
-    return blocks | {name: technique_block(root, name, others) for name in tables.PARENTS}
+    blocks |= parallelism.blocks(root, proof, partial(proof_note, root, proof))
+    return blocks | {name: technique_block(root, name, others) for name in PARENTS}
 
 
 def suite_block(
@@ -201,9 +216,11 @@ def sweep_block(root: Path, found: dict) -> str:
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
     """A technique's rows, and its diff against its parent, without the docstrings."""
-    script, parent = f"pytorch_{name}", f"pytorch_{tables.PARENTS[name]}"
+    script, parent = f"pytorch_{name}", f"pytorch_{PARENTS[name]}"
     parts = []
     for suite in results:
+        if (suite == "parallel") != (name in BEYOND):  # which have a suite of their own
+            continue
         rows = [row for row in results[suite]["rows"] if row["table"] == suite and row["runs"]]
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
         if rows:

@@ -39,6 +39,7 @@ def plot_data(results: dict) -> dict[str, dict]:
                 job = f"{run['model']} at {run['image_size']}, {run['device']}"
                 plots[name] = {"unit": f"{unit} ({job})", "values": values}
     plots |= relative(results.get("by_hand", {"rows": []})["rows"])
+    plots |= loss_by_bytes(results.get("local_sgd", {"rows": []})["rows"])
     return plots | curves(results.get("shakespeare", {"rows": []})["rows"])
 
 
@@ -66,6 +67,22 @@ def curves(rows: list[dict]) -> dict[str, dict]:
     values = {title: points for title, points in values.items() if points}
     model = rows[0]["runs"][0]["model"] if values else ""
     return {"loss": {"unit": f"training loss ({model})", "values": values}} if values else {}
+
+
+def loss_by_bytes(rows: list[dict]) -> dict[str, dict]:
+    """The loss of a text against what a rank has sent: gradients at every step, by the theory of
+    docs/proof.md, or weights at every H-th."""
+    values, run = {}, {}
+    for row in (row for row in rows if row["runs"] and row["runs"][0]["world_size"] > 1):
+        run = row["runs"][0]
+        every = re.search(r"--sync-every (\d+)", run["command"])
+        sent = 8 * run["parameters"] * (run["world_size"] - 1) / run["world_size"]
+        sent /= int(every[1]) if every else 1
+        values[name_of(row)] = {str(round(step * sent)): loss for step, loss in run["curve"]}
+    if not values:
+        return {}
+    job = f"{run['model']}, {run['world_size']} ranks"
+    return {"local_sgd": {"unit": f"training loss ({job})", "values": values}}
 
 
 def bandwidths(sweep: dict) -> dict[str, dict]:
@@ -137,7 +154,7 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
     })  # fmt: skip
     values = data["values"]
     lines = {"scaling": draw_scaling, "loss": draw_curves, "collectives": draw_bandwidths}
-    lines |= {"shares": draw_shares}
+    lines |= {"shares": draw_shares, "local_sgd": draw_loss_by_bytes}
     kind = kind or path.stem
     if kind in lines:
         figure, axes = plt.subplots(figsize=(8, 4))
@@ -179,6 +196,14 @@ def draw_curves(axes, values: dict[str, dict[str, float]], unit: str) -> None:
         width = 1 + 2 * (len(values) - 1 - i)
         axes.plot(tokens, list(losses.values()), label=title, linewidth=width)
     axes.set(xlabel="million tokens", ylabel=unit)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+    """By MB that a rank has sent, in powers of ten."""
+    for title, losses in values.items():
+        axes.semilogx([int(n) / 1e6 for n in losses], list(losses.values()), label=title)
+    axes.set(xlabel="MB sent by a rank", ylabel=unit)
     axes.legend(frameon=False, fontsize=9)
 
 

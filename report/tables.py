@@ -17,28 +17,8 @@ from report.results import (
     speeds_of,
     unit_of,
 )
+from report.scripts import PARENTS
 from report.theory import kept_bytes
-
-PARENTS = {  # each script, and the one that it is a diff against
-    "DDP_by_hand": "SingleGPU",
-    "ZeRO_by_hand": "DDP_by_hand",
-    "FSDP_by_hand": "ZeRO_by_hand",
-    "half_precision": "SingleGPU",
-    "auto_mixed_precision": "SingleGPU",
-    "DP": "SingleGPU",
-    "DDP": "SingleGPU",
-    "torchrun_DDP": "DDP",
-    "FSDP": "torchrun_DDP",
-    "DDP_ZeRO": "torchrun_DDP",
-    "DeepSpeed": "torchrun_DDP",
-    "DDP_AMP": "torchrun_DDP",
-    "gradient_accumulation": "torchrun_DDP",
-    "comm_hooks": "torchrun_DDP",
-    "activation_checkpointing": "torchrun_DDP",
-    "compile": "torchrun_DDP",
-    "HSDP": "FSDP",
-    "FSDP_offload": "FSDP",
-}
 
 
 def markdown(header: list[str], rows: list[list]) -> str:

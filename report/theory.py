@@ -1,6 +1,7 @@
 """Bytes per parameter that a rank keeps, by theory (docs/proof.md) and as a run counted them."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -56,7 +57,41 @@ def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
     return kept
 
 
+GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers, width
+
+
+def share_of_gpt(words: list[str], run: dict) -> float:
+    """Of a GPT's parameters, what the fullest rank has where they are not shared out evenly."""
+    layers, width = GPTS.get(run["model"]) or map(
+        int, re.findall(r"(\d+)x\d+x(\d+)", run["model"])[0]
+    )
+    script = next(Path(word).stem for word in words if word.endswith(".py"))
+    n, tokens, whole = run["world_size"], len(run["classes"]), run["parameters"]
+    first, last = (tokens + run["context"]) * width, (tokens + 2) * width  # embeddings; norm, head
+    flags = dict(zip(words, words[1:], strict=False))
+    if script == "pytorch_TP":
+        matrices = 12 * layers * width**2
+        if "--sequence-parallel" in words:
+            matrices += first + last - 2 * width
+        return (matrices / n + whole - matrices) / whole
+    if script == "pytorch_FSDP_TP":
+        rows, matrices = n // int(flags.get("--tp", 2)), 12 * layers * width**2
+        return (matrices / n + (whole - matrices) / rows) / whole
+    if script == "pytorch_PP":
+        ends = first + last if n == 1 or "zbv" in words else max(first, last)
+        return ((whole - first - last) / n + ends) / whole
+    if script == "pytorch_EP":
+        experts = 8 * layers * width**2 * int(flags.get("--experts", 8))
+        return (experts / n + whole - experts) / whole
+    return 1.0
+
+
 def kept_bytes(run: dict) -> tuple[float, float]:
     """Bytes per parameter that a rank of a run kept: counted, and by theory."""
-    expected = theory(shlex.split(run["command"]), run["world_size"], run["optimizer"])
-    return sum(run["state_bytes"].values()) / run["parameters"], sum(expected.values())
+    words = shlex.split(run["command"])
+    expected = sum(theory(words, run["world_size"], run["optimizer"]).values())
+    if run["model"].startswith("gpt"):
+        expected *= share_of_gpt(words, run)
+    if "--outer-momentum" in words or "--outer-lr" in words:
+        expected += 8  # the last common weights, and their momentum
+    return sum(run["state_bytes"].values()) / run["parameters"], expected

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from harness.measure import git_commit  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
-TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss")
+TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss", "shared", "silent")
 
 
 def read_measured(paths):
@@ -26,7 +26,7 @@ def read_measured(paths):
     for node in (node for path in paths for node in ElementTree.parse(path).iter("property")):
         if node.get("name") in found:
             row = json.loads(node.get("value"))
-            key = row["script"], row["ranks"], row.get("optimizer")
+            key = row["script"], row["ranks"], row.get("optimizer"), row.get("mistake")
             found[node.get("name")][key] = row
     found = {table: list(rows.values()) for table, rows in found.items()}
     for table, rows in found.items():

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from report import ecosystem, estimates, pages, stale, tables
 from report.results import Unusable, read_results
+from report.scripts import PARENTS
 
 # ----------------------------------------------------------------------------------------- tables
 
@@ -41,7 +42,7 @@ def test_what_was_run_on_which_hardware():
     found = read_results(ROOT / "results/cpu.json")
     inference = json.loads((ROOT / "results/inference.json").read_text())
     drawn = tables.hardware_table({"cpu": found}, inference)
-    cpu, all_scripts = found["hardware"]["cpu"], len(tables.PARENTS) + 1
+    cpu, all_scripts = found["hardware"]["cpu"], len(PARENTS) + 1
     assert re.search(rf"\| training on a CPU \| 12 / {all_scripts} \| {re.escape(cpu)} \|", drawn)
     assert f"| training on one GPU | 0 / {all_scripts} | not run yet |" in drawn
     rows = {row["name"]: row for row in found["rows"]}
