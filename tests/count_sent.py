@@ -7,8 +7,9 @@ Used in place of a script's name, after its launcher:
 Counted is the last step, from the forward to the optimizer, without the evaluation after it; how
 much of a message a rank sends, estimator/sent.py says.
 
-The run is as without it, but that its ``result.json`` also holds ``sent`` and ``calls``: bytes and
-number of calls by collective; and that it saves no snapshot, which would take most of its time.
+The run is as without it, but that its ``result.json`` also holds ``sent`` and ``calls``: bytes, in
+the mean over the ranks, and number of calls of rank 0, by collective; and that it saves no
+snapshot, which would take most of its time.
 """
 
 import collections
@@ -31,6 +32,7 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launc
 import common  # noqa: E402
 from estimator.sent import Message, message_of  # noqa: E402
 from harness import checkpoint  # noqa: E402
+from harness.ranks import gather_objects  # noqa: E402
 
 
 class CountSent(TorchDispatchMode):
@@ -83,10 +85,12 @@ def main():
         return call
 
     def finish_and_write(run, *args, **kwargs):
+        everyone, path = gather_objects(counter.sent), run.args.output_dir / "result.json"
+        kinds = {kind for sent in everyone for kind in sent}
+        sent = {kind: sum(theirs[kind] for theirs in everyone) / len(everyone) for kind in kinds}
         finish(run, *args, **kwargs)
-        path = run.args.output_dir / "result.json"
         if os.environ.get("RANK", "0") == "0":
-            result = json.loads(path.read_text()) | {"sent": counter.sent, "calls": counter.calls}
+            result = json.loads(path.read_text()) | {"sent": sent, "calls": counter.calls}
             path.write_text(json.dumps(result, indent=2) + "\n")
 
     finish = common.Run.finish

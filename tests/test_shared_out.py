@@ -1,8 +1,7 @@
 """What a rank keeps and sends when a GPT is shared out: within 2 % of docs/parallelism.md."""
 
 import pytest
-from conftest import cases
-from test_bytes import per_parameter
+from conftest import cases, flat
 
 LAYERS, WIDTH, CONTEXT, BATCH, TOKENS = 4, 48, 12, 24, 27  # TOKENS: of the vocabulary
 JOB = (
@@ -42,18 +41,17 @@ def grid(n, tp=2):
     return (MATRICES / tp + rest) / rows, tensor(tp)[1] / rows + of_part
 
 
-def pipeline(n):
-    """Rank 0 sends forward, and there is nobody to send gradients to."""
-    return (MATRICES + NORMS) / n + max(FIRST, LAST), A
+def pipeline(n, cuts=1, ends=max):
+    """``cuts``: between two ranks."""
+    return (MATRICES + NORMS) / n + ends((FIRST, LAST)), 2 * A * cuts * (n - 1) / n
 
 
 def looped(n):
-    """Its second stage sends gradients back, and unless it is the last one, forward."""
-    return (MATRICES + NORMS) / n + FIRST, 3 * A
+    return pipeline(n)[0], 2 * A * (2 * n - 1) / n
 
 
 def in_a_v(n):
-    return (MATRICES + NORMS) / n + FIRST + LAST, 2 * A
+    return pipeline(n, cuts=2, ends=sum)
 
 
 def context(of_layer):
@@ -99,11 +97,10 @@ RUNS.remove(("pytorch_PP --pipeline-schedule zbv", 4))
 def test_kept_and_sent(script, n, train, measured):
     state, result = train(script, n)
     parameters, sent = THEORY[script](n)
-    numbers = 4 * per_parameter({"all": 1}, state)["all"] ** -1
-    kept = {kind: size / numbers * 4 for kind, size in result["state_bytes"].items()}
-    expected = {kind: 4 * parameters / numbers for kind in ("parameters", "gradients")}
+    numbers = len(flat(state)) - TOKENS  # the vocabulary is no parameter
+    kept = {kind: size / numbers for kind, size in result["state_bytes"].items()}
+    expected = {kind: parameters / numbers for kind in ("parameters", "gradients")}
     expected["optimizer"] = 2 * expected["parameters"]
-    # Tokens go where their experts are: how many do depends on the router.
     counted = sum(result["sent"].values())
     measured(
         "shared", script=script, ranks=n, kept=sum(kept.values()), sent=counted,
