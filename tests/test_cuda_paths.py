@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import ONE_PROCESS, launch, succeed
+from conftest import ONE_PROCESS, cases, launch, succeed
 from fake_gpu import GIB, FakeCuda
 
 import common
@@ -48,6 +48,12 @@ SCRIPTS = [  # with what they compute convolutions in
     ("pytorch_ZeRO_by_hand --stage 2", FP32),
     ("pytorch_FSDP_by_hand", FP32),
 ]
+MORE = (  # whose branches are those of other rows
+    "pytorch_DP --dtype float16",
+    "pytorch_auto_mixed_precision --dtype bfloat16",
+    "pytorch_DDP_AMP --dtype bfloat16",
+    "pytorch_comm_hooks --comm-hook bf16",
+)
 FSDP = ("pytorch_FSDP", "pytorch_FSDP --dtype bfloat16", "pytorch_HSDP --shard 2")
 
 
@@ -77,7 +83,7 @@ def pretend(script, output, **env):
     return SimpleNamespace(**seen), result
 
 
-@pytest.mark.parametrize("script, dtype", SCRIPTS)
+@pytest.mark.parametrize("script, dtype", cases(SCRIPTS, lambda script, _: script not in MORE))
 def test_the_branches_of_a_gpu(script, dtype, tmp_path):
     alone = script.split()[0] in ONE_PROCESS
     gpu = "cuda:0" if alone else "cuda:3"
@@ -221,7 +227,10 @@ SHARDED = ("pytorch_FSDP", "pytorch_DDP_ZeRO --use_zero")  # of which 6 get uneq
 
 @pytest.mark.parametrize(
     "script, world_size",
-    [*((script, 4) for script in ON_SEVERAL), *((script, 6) for script in SHARDED)],
+    cases(
+        [*((script, 4) for script in ON_SEVERAL), *((script, 6) for script in SHARDED)],
+        lambda script, ranks: script not in MORE and (ranks == 6 or script not in SHARDED),
+    ),
 )
 def test_whole_steps_at_any_number_of_ranks(script, world_size, tmp_path):
     """On the CPU, backward and optimizer as well, but nobody else is there."""

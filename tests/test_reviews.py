@@ -75,7 +75,8 @@ def test_what_is_saved_is_all_that_is_needed(folder, tmp_path, monkeypatch, caps
 
 def test_inference_is_not_of_texts(folder, tmp_path):
     train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --max-steps 1")
-    finished = launch(f"python model_inference.py --weights {tmp_path}/model.pt --input test")
+    command = f"python model_inference.py --weights {tmp_path}/model.pt --input test"
+    finished = launch(command, forked=True)
     assert finished.code == 2
     assert "encoder-1x2x16, which classifies texts, and this script does not" in finished.stderr
 
@@ -163,6 +164,6 @@ def test_memory_is_predicted(folder):
     """Of the encoder's shape, with labels of whole reviews."""
     command = f"python estimate.py --dataset reviews --data-dir {folder} --only SingleGPU --json"
     command += " --model encoder-1x4x128"
-    finished = succeed(command)
+    finished = succeed(command, forked=True)
     [row] = json.loads(finished.stdout)
     assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * 256
