@@ -184,7 +184,7 @@ def become_script(words: list[str]) -> NoReturn:
     """Run the words after `python` as the interpreter would. Only that does not free all its
     modules in the end, which takes longer than many a test."""
     sys.argv = words
-    sys.orig_argv = [sys.executable, *words]
+    sys.orig_argv = ["python", *words]
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [os.path.dirname(os.path.abspath(words[0])), *filter(None, places)]
     code = 0

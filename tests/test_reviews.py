@@ -40,14 +40,22 @@ MORE += ["pytorch_gradient_accumulation --accumulate 2", "pytorch_activation_che
 MORE += ["pytorch_FSDP_offload", "lightning_Trainer", "lightning_Trainer --strategy fsdp"]
 
 
+EIGHT_STEPS = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
+
+
+@pytest.fixture(scope="module")
+def single(folder, tmp_path_factory):
+    output = tmp_path_factory.mktemp("single")
+    return train("pytorch_SingleGPU", 1, folder, output, EIGHT_STEPS)
+
+
 @pytest.mark.parametrize(
     "script", cases([(s,) for s in TECHNIQUES + MORE], TECHNIQUES.__contains__)
 )
-def test_techniques_agree(script, folder, tmp_path):
+def test_techniques_agree(script, single, folder, tmp_path):
     """In float64, after eight steps; FSDP makes the model of two ranks without memory."""
-    flags = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
-    expected, _ = train("pytorch_SingleGPU", 1, folder, tmp_path / "one", flags)
-    weights, _ = train(script, 2, folder, tmp_path / "two", flags)
+    expected, _ = single
+    weights, _ = train(script, 2, folder, tmp_path, EIGHT_STEPS)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
