@@ -87,7 +87,7 @@ REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --contex
         pytest.param("accelerate_DDP", 1, GPT, marks=pytest.mark.full),
         ("accelerate_FSDP", 2, GPT),
         ("accelerate_FSDP", 2, HALF),
-        ("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16"),
+        pytest.param("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16", marks=pytest.mark.full),
     ],
     ids=["gpt-1", "gpt-2", "half", "reviews"],
 )

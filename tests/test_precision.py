@@ -29,6 +29,7 @@ RUNS = [
 MORE = (  # that another row shows as well
     "pytorch_half_precision --dtype float16",
     "pytorch_auto_mixed_precision --dtype bfloat16",
+    "pytorch_FSDP --dtype bfloat16 --norm batch",
     "pytorch_DDP_AMP --dtype bfloat16",
     "pytorch_comm_hooks --comm-hook fp16",
 )

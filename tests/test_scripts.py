@@ -32,7 +32,7 @@ RUNS = [
     *[("pytorch_torchrun_DDP", n) for n in (1, 2, 3)],
 ]
 LAUNCHED = [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)]  # the others are forked
-USUAL = [*LAUNCHED, ("pytorch_DDP", 2), ("pytorch_torchrun_DDP", 3)]
+USUAL = [*LAUNCHED, ("pytorch_DDP", 3)]
 
 
 @pytest.fixture(
