@@ -10,9 +10,10 @@ thread, and has imported no file of ours, as these read the environment when the
 does it call torch.set_num_threads(): that makes a pool of threads, which each rank would have to
 make again, and autograd's threads abort ("Invalid thread pool!") when two of them try at once.
 
-A forked rank differs from a real one in four things, so every kind of test has a case with a real
+A forked rank differs from a real one in five things, so every kind of test has a case with a real
 launcher, too: all MODULES are imported; C libraries have read their environment in the server; the
-ranks of all runs share the server's seed of hash(); and at the end modules are not freed.
+ranks of all runs share the server's seed of hash(); they keep bytecode in a folder of their own;
+and at the end modules are not freed.
 """
 
 import atexit
@@ -28,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from typing import NoReturn
@@ -36,7 +38,7 @@ MODULES = """torch torch._dynamo torch.distributed.fsdp torch.distributed.nn
     torch.distributed.checkpoint.state_dict torch.distributed.optim
     torch.distributed.tensor.parallel torch.distributed.pipelining
     torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook torchvision torch.utils.tensorboard
-    tensorboard.plugins.hparams.metadata tqdm PIL.Image""".split()
+    tensorboard.plugins.hparams.metadata tqdm PIL.Image numpy.ma""".split()
 PATIENCE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 
 
@@ -183,7 +185,7 @@ def become_script(words: list[str]) -> NoReturn:
     """Run the words after `python` as the interpreter would. Only that does not free all its
     modules in the end, which takes longer than many a test."""
     sys.argv = words
-    sys.orig_argv = [sys.executable, *words]
+    sys.orig_argv = ["python", *words]
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [os.path.dirname(os.path.abspath(words[0])), *filter(None, places)]
     code = 0
@@ -210,5 +212,7 @@ if __name__ == "__main__":
     for module in MODULES + sys.argv[2:]:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread"
+    # Else each rank compiles our files anew where Python is told to write nothing beside them:
+    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp()
     gc.freeze()  # what is there is not looked through, and so not copied, in each rank
     become_script(serve(socket.socket(fileno=int(sys.argv[1]))))

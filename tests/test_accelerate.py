@@ -87,7 +87,7 @@ REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --contex
         pytest.param("accelerate_DDP", 1, GPT, marks=pytest.mark.full),
         ("accelerate_FSDP", 2, GPT),
         ("accelerate_FSDP", 2, HALF),
-        ("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16"),
+        pytest.param("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16", marks=pytest.mark.full),
     ],
     ids=["gpt-1", "gpt-2", "half", "reviews"],
 )
@@ -113,11 +113,12 @@ def test_snapshots_are_those_of_the_raw_script(script, tmp_path):
 
 def test_asked_to_stop(tmp_path):
     """By the signal that launchers pass on: a snapshot, and the code of that signal."""
-    command = f"{launcher('accelerate_DDP', 2)} {GPT} --epochs 1000 --output-dir {tmp_path}"
-    with started(command) as process:
+    command = f"torchrun --nproc_per_node=2 accelerate_DDP.py {GPT} --epochs 1000"
+    with started(f"{command} --output-dir {tmp_path}", forked=True) as process:
         wait_for(lambda: "epoch 3/" in process.output[0])
         process.send(signal.SIGTERM)
         finished = process.end()
+    assert finished.code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in finished.stdout
     assert snapshots(tmp_path)
 
@@ -150,14 +151,17 @@ def test_a_file_of_deepspeeds_with_an_optimizer(tmp_path):
 
 def test_a_file_for_another_number_of_processes(tmp_path):
     """128 images are not divisible by 3 ranks."""
-    command = "accelerate launch --config_file config/accelerate_DDP.yml --num_processes 3"
-    finished = launch(f"{command} accelerate_DDP.py --output-dir {tmp_path}")
+    command = f"torchrun --nproc_per_node=3 accelerate_DDP.py --output-dir {tmp_path}"
+    finished = launch(command, forked=True, **FILE["accelerate_DDP"])
     assert [re.sub(r"^.*; ", "", line) for line in finished.errors] == ["use --batch-size 126"]
 
 
 @pytest.mark.parametrize(
     "script, library",
-    [*((script, "accelerate") for script in RAW), ("transformers_Trainer", "transformers")],
+    cases(
+        [*((script, "accelerate") for script in RAW), ("transformers_Trainer", "transformers")],
+        lambda script, library: script != "accelerate_DDP",  # its import is that of FSDP's
+    ),
 )
 def test_a_missing_library(script, library, tmp_path):
     (tmp_path / f"{library}.py").write_text("raise ImportError('not here')")

@@ -38,7 +38,7 @@ def write_suite(checkout, *rows, repeats=1):
 
 
 def run(checkout, flags):
-    return launch(f"python benchmark.py {flags}", cwd=checkout)
+    return launch(f"python benchmark.py {flags}", cwd=checkout, forked=True)
 
 
 def test_quick_suite(checkout):

@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import cases, flat, launcher, read_run, succeed
+from test_parity import fewest
 
 JOB = (
     "--dataset synthetic --train-samples 96 --eval-samples 8 --batch-size 24 --print-freq 100 "
@@ -87,16 +88,30 @@ SENT = [
 ]
 
 
+def is_usual(script, n, optimizer):
+    return (n, optimizer) in [(fewest(script, RUNS), "sgd"), (3, "adamw")]
+
+
+def rows_of(chosen):
+    """Those of SENT; of each script the usual ones have as many ranks as `chosen` of its rows."""
+    ranks = [(script.split()[0], n) for script, n, _ in SENT]
+    usual = [n == chosen(name, ranks) for name, n in ranks]
+    marks = [[] if is_usual else pytest.mark.full for is_usual in usual]
+    ids = [f"{script}-{n}" for script, n, _ in SENT]
+    return [pytest.param(*r, marks=m, id=i) for r, m, i in zip(SENT, marks, ids, strict=True)]
+
+
+def most(script, ranks):
+    return max(n for name, n in ranks if name == script)
+
+
 def per_parameter(counted, state):
     return {name: size / len(flat(state)) for name, size in counted.items()}
 
 
 @pytest.mark.parametrize(
     "script, n, optimizer",
-    cases(
-        [(*row, optimizer) for row in RUNS for optimizer in FLAGS],
-        lambda script, n, optimizer: (n, optimizer) in [(1, "sgd"), (2, "sgd"), (3, "adamw")],
-    ),
+    cases([(*row, optimizer) for row in RUNS for optimizer in FLAGS], is_usual),
 )
 def test_kept(script, n, optimizer, train, measured):
     state, result = train(script, n, FLAGS[optimizer])
@@ -110,7 +125,7 @@ def test_kept(script, n, optimizer, train, measured):
     assert kept == pytest.approx(table, rel=0.06 if uneven else 0.02)
 
 
-@pytest.mark.parametrize("script, n, table", SENT, ids=[f"{r[0]}-{r[1]}" for r in SENT])
+@pytest.mark.parametrize("script, n, table", rows_of(fewest))
 def test_sent(script, n, table, train, measured):
     state, result = train(script, n, FLAGS["sgd"])
     sent = per_parameter(result["sent"], state)
@@ -123,7 +138,8 @@ TRAIN_A_GPT += ("pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_
 
 
 @pytest.mark.parametrize(
-    "script, n, table", [row for row in SENT if row[0].split()[0] in TRAIN_A_GPT and row[1] > 1]
+    "script, n, table",
+    [row for row in rows_of(most) if row.values[0].split()[0] in TRAIN_A_GPT and row.values[1] > 1],
 )
 def test_sent_by_a_gpt(script, n, table, tmp_path):
     command = f"{launcher(script, n, through=THROUGH)} --model gpt-4x4x128 --context 16 "

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import ONE_PROCESS, launch, succeed
+from conftest import ONE_PROCESS, cases, launch, succeed
 from fake_gpu import GIB, FakeCuda
 
 import common
@@ -48,6 +48,13 @@ SCRIPTS = [  # with what they compute convolutions in
     ("pytorch_ZeRO_by_hand --stage 2", FP32),
     ("pytorch_FSDP_by_hand", FP32),
 ]
+MORE = (  # whose branches are those of other rows
+    "pytorch_FSDP",
+    "pytorch_DP --dtype float16",
+    "pytorch_auto_mixed_precision --dtype bfloat16",
+    "pytorch_DDP_AMP --dtype bfloat16",
+    "pytorch_comm_hooks --comm-hook bf16",
+)
 FSDP = ("pytorch_FSDP", "pytorch_FSDP --dtype bfloat16", "pytorch_HSDP --shard 2")
 
 
@@ -77,7 +84,7 @@ def pretend(script, output, **env):
     return SimpleNamespace(**seen), result
 
 
-@pytest.mark.parametrize("script, dtype", SCRIPTS)
+@pytest.mark.parametrize("script, dtype", cases(SCRIPTS, lambda script, _: script not in MORE))
 def test_the_branches_of_a_gpu(script, dtype, tmp_path):
     alone = script.split()[0] in ONE_PROCESS
     gpu = "cuda:0" if alone else "cuda:3"
@@ -217,11 +224,15 @@ def test_a_gpu_without_tf32_and_bfloat16(tmp_path):
 
 ON_SEVERAL = [script for script, _ in SCRIPTS if script.split()[0] not in ONE_PROCESS]
 SHARDED = ("pytorch_FSDP", "pytorch_DDP_ZeRO --use_zero")  # of which 6 get unequal parts
+ONE_EACH = {script.split()[0]: script for script in ON_SEVERAL}.values()
 
 
 @pytest.mark.parametrize(
     "script, world_size",
-    [*((script, 4) for script in ON_SEVERAL), *((script, 6) for script in SHARDED)],
+    cases(
+        [*((script, 4) for script in ON_SEVERAL), *((script, 6) for script in SHARDED)],
+        lambda script, n: n == 6 or (script in ONE_EACH and script not in SHARDED),
+    ),
 )
 def test_whole_steps_at_any_number_of_ranks(script, world_size, tmp_path):
     """On the CPU, backward and optimizer as well, but nobody else is there."""

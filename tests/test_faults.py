@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, launcher, snapshots, started, state, succeed, wait_for
+from conftest import ROOT, cases, launch, launcher, snapshots, started, state, succeed, wait_for
 
 from harness import snapshots as disk
 from harness import trust
@@ -93,14 +93,18 @@ DEEPSPEED = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.jso
 @pytest.mark.parametrize(
     "script, n, forked",
     [
-        ("pytorch_SingleGPU", 1, False),
-        ("pytorch_auto_mixed_precision --dtype bfloat16", 1, True),
+        ("pytorch_SingleGPU", 1, True),
+        pytest.param(
+            "pytorch_auto_mixed_precision --dtype bfloat16", 1, True, marks=pytest.mark.full
+        ),
         pytest.param("pytorch_DDP", 2, True, marks=pytest.mark.full),
         ("pytorch_torchrun_DDP", 2, False),
         ("pytorch_FSDP", 2, True),
         ("pytorch_DDP_ZeRO --use_zero --optimizer adamw", 2, True),
         pytest.param("pytorch_DDP_AMP --dtype bfloat16", 2, True, marks=pytest.mark.full),
-        ("pytorch_gradient_accumulation --accumulate 2", 2, True),
+        pytest.param(
+            "pytorch_gradient_accumulation --accumulate 2", 2, True, marks=pytest.mark.full
+        ),
         pytest.param(DEEPSPEED(2), 2, False, marks=pytest.mark.full),
         (DEEPSPEED(3), 2, True),
     ],
@@ -133,7 +137,9 @@ def test_stopped_within_an_epoch_it_ends_with_the_same_bits(script, n, forked, t
         assert mine[name] == whole[name]
 
 
-@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_FSDP"])
+@pytest.mark.parametrize(
+    "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_FSDP", marks=pytest.mark.full)]
+)
 def test_three_ranks_round_their_sums_as_before(script, tmp_path):
     """DDP sorts its buckets after the first step, which matters for the sums of three."""
     command = f"{start(script, 3)} {SMALL} --epochs 2 --snapshot-every 3"
@@ -284,8 +290,17 @@ def file_system(folder, size):
 
 
 @needs_root
-@pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)])
-@pytest.mark.parametrize("on_save_error", ["continue", "stop"])
+@pytest.mark.parametrize(
+    "on_save_error, script, n",
+    cases(
+        [
+            (on_save_error, *script)
+            for script in [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)]
+            for on_save_error in ["continue", "stop"]
+        ],
+        lambda on_save_error, script, n: (on_save_error == "stop") == (n == 2),
+    ),
+)
 def test_no_space(script, n, on_save_error, tmp_path):
     """There is room for one snapshot of 10 MB and the model of 5 MB, not for a second snapshot."""
     small = tmp_path / "small"

@@ -3,24 +3,32 @@ holds of tests/faults."""
 
 import re
 import shlex
-import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, environment, launch, server, succeed
 
 sys.path.insert(0, str(ROOT / "tests" / "faults"))
 import inject  # noqa: E402
 
 
-def run_tool(command, **env):
-    return subprocess.run(
-        [sys.executable, *shlex.split(command)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment(**env),
-    )
+@pytest.fixture
+def inject_faults(monkeypatch, capfd):
+    """A function that runs inject.py in this process, which has a server already, and returns what
+    it prints and its exit code."""
+
+    def run(flags):
+        monkeypatch.setattr(sys, "argv", ["inject.py", *shlex.split(flags)])
+        with pytest.raises(SystemExit) as end:
+            inject.main()
+        return capfd.readouterr().out, end.value.code
+
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    ours = SimpleNamespace(start=server([]).start, close=lambda: None)
+    monkeypatch.setattr(inject, "Server", lambda env: ours)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -33,14 +41,13 @@ def run_tool(command, **env):
         ("pytorch_DDP_ZeRO.py --use_zero --optimizer adamw", 1, "--forked"),
     ],
 )
-def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how):
+def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how, inject_faults):
     """The seed gives all kinds of faults, but only one that torchrun waits half a minute for."""
-    job = f"--trials {trials} --seed 14 --script '{script}' {how}"
-    run = run_tool(f"tests/faults/inject.py {job}")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in run.stdout
+    said, code = inject_faults(f"--trials {trials} --seed 14 --script '{script}' {how}")
+    assert code == 0, said
+    assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in said
     if trials == 20:
-        assert all(re.search(rf": {kind} ", run.stdout) for kind in inject.KINDS)
+        assert all(re.search(rf": {kind} ", said) for kind in inject.KINDS)
 
 
 def test_the_injector_notices_what_is_wrong(tmp_path):
@@ -51,16 +58,14 @@ def test_the_injector_notices_what_is_wrong(tmp_path):
     assert loads in text
     begins = "run.start(model.module, optimizer, scheduler, None)"
     broken.write_text(text.replace(loads, begins))
-    run = run_tool(
-        f"tests/faults/inject.py --trials 1 --seed 3 --kinds kill --forked --script {broken}"
-    )
-    assert run.returncode == 1, run.stdout
-    assert "1 trials: 0 clean, 1 wrong, 0 hung" in run.stdout
-    run = run_tool("tests/faults/inject.py --script pytorch_nothing.py")
-    assert run.returncode == 2 and "pytorch_nothing.py" in run.stderr
+    command = "python tests/faults/inject.py --trials 1 --seed 3 --kinds kill --forked"
+    finished = launch([*command.split(), "--script", broken])
+    assert finished.code == 1, str(finished)
+    assert "1 trials: 0 clean, 1 wrong, 0 hung" in finished.stdout
+    finished = launch("python tests/faults/inject.py --script pytorch_nothing.py", forked=True)
+    assert finished.code == 2 and "pytorch_nothing.py" in finished.stderr
 
 
 def test_no_damaged_snapshot_is_loaded():
-    run = run_tool("tests/faults/corrupt.py --trials 40 --seed 1")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "40 trials: 40 fallback, 0 silent, 0 failed" in run.stdout
+    finished = succeed("python tests/faults/corrupt.py --trials 40 --seed 1", forked=True)
+    assert "40 trials: 40 fallback, 0 silent, 0 failed" in finished.stdout

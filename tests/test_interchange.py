@@ -44,10 +44,19 @@ def evaluates_in_half(technique):
     return technique == PURE_HALF or "AMP" in technique[0] or "auto_mixed" in technique[0]
 
 
-IDS = [script for script, _ in TECHNIQUES]
+ALIKE = ("pytorch_DDP", "pytorch_DDP_AMP", "pytorch_gradient_accumulation", "pytorch_comm_hooks")
 
 
-@pytest.mark.parametrize("technique", [*TECHNIQUES, PURE_HALF], ids=[*IDS, PURE_HALF[0]])
+def rows_of(techniques, alike=()):
+    """As parameters; of those that are `alike`, another shows the same."""
+    full = [technique[0].split()[0] in alike for technique in techniques]
+    return [
+        pytest.param(technique, id=technique[0], marks=[pytest.mark.full] if more else [])
+        for technique, more in zip(techniques, full, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("technique", rows_of([*TECHNIQUES, PURE_HALF]))
 def test_files_are_alike_and_plain(technique, tmp_path):
     """Same names, shapes and dtypes, whoever wrote it: so what one script reads, each does. And
     stock PyTorch scores with it what the run reported, to the last sample."""
@@ -73,7 +82,7 @@ def single(tmp_path_factory):
     return run(("pytorch_SingleGPU", 1), flags, tmp_path_factory.mktemp("single"))
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=IDS)
+@pytest.mark.parametrize("technique", rows_of(TECHNIQUES, ALIKE))  # they load as plain DDP does
 def test_it_reads_that_of_the_single_process(technique, single, tmp_path):
     path, result = single
     copy, read = run(technique, f"{FROZEN} --weights {path}", tmp_path)

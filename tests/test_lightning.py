@@ -155,7 +155,7 @@ def test_fabrics_own_launcher(tmp_path, train):
     assert result["command"] == command.replace(f" {ROOT}", " ") and result["world_size"] == 2
 
 
-@pytest.mark.parametrize("script", [TRAINER, FSDP, FABRIC])
+@pytest.mark.parametrize("script", [TRAINER, pytest.param(FSDP, marks=pytest.mark.full), FABRIC])
 def test_a_signal_ends_in_a_snapshot(script, tmp_path):
     """Lightning's own handler would send a broadcast from within the signal's handler."""
     command = start(script, 2, f"{IMAGES} --epochs 1000 --output-dir {tmp_path}")

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 from conftest import (
@@ -19,7 +18,7 @@ from conftest import (
     succeed,
     wait_for,
 )
-from test_faults import JOB, same
+from test_faults import JOB, listening, same
 
 SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic"
 FLAGS = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=job"
@@ -33,7 +32,7 @@ def check_that_a_lost_agent_can_come_back(first, second, output, reference):
         first, second: commands of the two agents; the first one holds the store where they meet.
     """
     with started(first, **ENV) as one:
-        time.sleep(5)  # it has opened the store
+        wait_for(lambda: listening(one.process.pid))  # it has opened the store
         with started(second, **ENV):
             wait_for(lambda: snapshots(output))
         # left with SIGKILL: the agent, and by its death its rank
@@ -52,7 +51,7 @@ def check_that_a_lost_agent_can_come_back(first, second, output, reference):
 def reference(tmp_path_factory):
     """The same job on two ranks of one machine, without an accident."""
     folder = tmp_path_factory.mktemp("reference")
-    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 10 --output-dir {folder}"
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 6 --output-dir {folder}"
     succeed(command, forked=True)
     shutil.rmtree(folder / "snapshots")
     return folder
@@ -64,7 +63,7 @@ as_root = os.geteuid() == 0 and shutil.which("ip") is not None
 @pytest.mark.skipif(as_root, reason="test_two_networks shows the same, and more")
 def test_two_agents(reference, tmp_path):
     agent = f"torchrun {FLAGS} --rdzv_endpoint=127.0.0.1:{free_port()} --local_addr=127.0.0.1"
-    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 10 --resume auto"
+    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 6 --resume auto"
     command += f" --output-dir {tmp_path}"
     check_that_a_lost_agent_can_come_back(command, command, tmp_path, reference)
 
@@ -100,7 +99,7 @@ def test_two_networks(networks, reference, tmp_path):
         agent += f" --rdzv_conf=is_host={'true' if number == 1 else 'false'}"
         commands.append(
             f"ip netns exec {name} env GLOO_SOCKET_IFNAME=v{name} {agent} pytorch_torchrun_DDP.py "
-            f"{SMALL} --epochs 10 --resume auto --output-dir {tmp_path}"
+            f"{SMALL} --epochs 6 --resume auto --output-dir {tmp_path}"
         )
     check_that_a_lost_agent_can_come_back(*commands, tmp_path, reference)
 
@@ -128,7 +127,7 @@ def test_slurm_file(tmp_path):
         "SLURM_GPUS_ON_NODE": "1",
     }
     env = slurm | {"PATH": path, "CALLS": str(calls)}
-    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 10 --output-dir {output}"
+    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 6 --output-dir {output}"
     with started(command, **env) as job:
         wait_for(lambda: snapshots(output))
         job.send(signal.SIGTERM)

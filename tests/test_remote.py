@@ -190,7 +190,7 @@ def test_data(s3, image_folder, tmp_path):
     """Downloaded by one rank, once, and then what is here already is not fetched again."""
     names = [str(p.relative_to(image_folder)) for p in image_folder.rglob("*") if p.is_file()]
     Remote("s3://bucket/images").upload(image_folder, names)
-    job = "--batch-size 24 --epochs 1 --max-steps 1 --model resnet18"
+    job = "--batch-size 24 --epochs 1 --max-steps 1 --model squeezenet1_1"
     flags = f"--dataset folder --data-dir s3://bucket/images --output-dir {tmp_path}/run"
     images = command(flags, "pytorch_torchrun_DDP", 2, job=job)
     finished = succeed(images, cwd=tmp_path, forked=True, **s3.env)

@@ -18,9 +18,9 @@ JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"
 THROUGH = "tests/small_resnet.py"
 
 
-def start(script, n=1, flags="", model="small_resnet"):
+def start(script, n=1, flags=""):
     """The command of a job, through the small model."""
-    return f"{launcher(script, n, THROUGH)} {JOB} --model {model} {flags}"
+    return f"{launcher(script, n, THROUGH)} {JOB} --model small_resnet {flags}"
 
 
 def kill_when(command, condition):
@@ -57,13 +57,14 @@ def workers(folder):
 
 @pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)])
 def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
-    command = start(script, n, "--epochs 4 --deterministic", model="resnet18")
+    epochs = 12
+    command = start(script, n, f"--epochs {epochs} --deterministic")
     run(f"{command} --output-dir {tmp_path}/whole")
 
     killed = tmp_path / "killed"
     kill_when(f"{command} --output-dir {killed}", lambda: snapshots(killed))
     snapshot, done = snapshots(killed)[0], state(killed)["step"] // 4
-    assert 1 <= done < 4 and not (killed / "model.pt").exists()
+    assert 1 <= done < epochs and not (killed / "model.pt").exists()
     resumed = run(f"{command} --output-dir {killed} --resume auto")
     assert f"resumed from {snapshot} at epoch {done + 1}, step {done * 4 + 1}" in resumed.stdout
 
@@ -136,14 +137,14 @@ def test_killed_after_the_last_snapshot_it_still_delivers(tmp_path):
 
 def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
     """By torchrun, as the README has it."""
-    command = start("pytorch_torchrun_DDP", 2, f"--epochs 40 --output-dir {tmp_path}")
+    command = start("pytorch_torchrun_DDP", 2, f"--epochs 20 --output-dir {tmp_path}")
     command = command.replace("--standalone", "--standalone --max-restarts=1")
     with started(command) as process:
         wait_for(lambda: snapshots(tmp_path))
         os.kill(workers(tmp_path)[-1], signal.SIGKILL)
         finished = process.end(120)
     assert finished.code == 0 and finished.stdout.count("resumed from") == 1, str(finished)
-    assert len(result(tmp_path)["train_loss"]) == 40
+    assert len(result(tmp_path)["train_loss"]) == 20
 
 
 def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
@@ -181,6 +182,17 @@ def test_a_damaged_snapshot_is_named(tmp_path):
     assert (snapshot / "state.pt").read_bytes() == b"PK\3\4 cut off"
 
 
+IN_TWO_EPOCHS = "--norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw --lr 0.0001"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Two epochs of the single process."""
+    folder = tmp_path_factory.mktemp("single")
+    run(start("pytorch_SingleGPU", 1, f"{IN_TWO_EPOCHS} --output-dir {folder}"))
+    return weights(folder)
+
+
 @pytest.mark.parametrize(
     "script, before, after",
     [
@@ -194,25 +206,20 @@ def test_a_damaged_snapshot_is_named(tmp_path):
         ("pytorch_FSDP_by_hand", 3, 2),
     ],
 )
-def test_sharded_state_goes_on(script, before, after, tmp_path):
+def test_sharded_state_goes_on(script, before, after, single, tmp_path):
     """One epoch on some ranks and one on others end as two of the single process."""
-    job = "--norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw --lr 0.0001"
-    run(start("pytorch_SingleGPU", 1, f"{job} --output-dir {tmp_path}/whole"))
-    parts = tmp_path / "parts"
-    job += f" --output-dir {parts}"
+    job = f"{IN_TWO_EPOCHS} --output-dir {tmp_path}"
     run(start(script, before, f"{job} --max-steps 4"))
     finished = run(start(script, after, f"{job} --resume auto"))
     assert "at epoch 2, step 5" in finished.stdout and not finished.our_warnings
-    assert distance(weights(parts), weights(tmp_path / "whole")) < 1e-9
-    assert result(parts)["steps"] == 8
+    assert distance(weights(tmp_path), single) < 1e-9
+    assert result(tmp_path)["steps"] == 8
 
 
-def test_what_is_sharded_by_hand_is_saved_whole(tmp_path):
+def test_what_is_sharded_by_hand_is_saved_whole(single, tmp_path):
     """Other scripts go on from it, and it from theirs, within an epoch and at any number of ranks.
     (AdamW counts steps for each parameter: one count for all would run ahead.)"""
-    job = "--norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw --lr 0.0001"
-    run(start("pytorch_SingleGPU", 1, f"{job} --output-dir {tmp_path}/whole"))
-    job += f" --output-dir {tmp_path}/parts --resume auto"
+    job = f"{IN_TWO_EPOCHS} --output-dir {tmp_path} --resume auto"
     for script, ranks, steps in [
         ("pytorch_SingleGPU", 1, 1),
         ("pytorch_FSDP_by_hand", 3, 3),
@@ -221,7 +228,7 @@ def test_what_is_sharded_by_hand_is_saved_whole(tmp_path):
     ]:
         finished = run(start(script, ranks, f"{job} --max-steps {steps}"))
         assert ("resumed from" in finished.stdout) == (steps > 1)
-    assert distance(weights(tmp_path / "parts"), weights(tmp_path / "whole")) < 1e-9
+    assert distance(weights(tmp_path), single) < 1e-9
 
 
 @pytest.mark.parametrize(

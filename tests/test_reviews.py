@@ -40,14 +40,22 @@ MORE += ["pytorch_gradient_accumulation --accumulate 2", "pytorch_activation_che
 MORE += ["pytorch_FSDP_offload", "lightning_Trainer", "lightning_Trainer --strategy fsdp"]
 
 
+EIGHT_STEPS = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
+
+
+@pytest.fixture(scope="module")
+def single(folder, tmp_path_factory):
+    output = tmp_path_factory.mktemp("single")
+    return train("pytorch_SingleGPU", 1, folder, output, EIGHT_STEPS)
+
+
 @pytest.mark.parametrize(
     "script", cases([(s,) for s in TECHNIQUES + MORE], TECHNIQUES.__contains__)
 )
-def test_techniques_agree(script, folder, tmp_path):
+def test_techniques_agree(script, single, folder, tmp_path):
     """In float64, after eight steps; FSDP makes the model of two ranks without memory."""
-    flags = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
-    expected, _ = train("pytorch_SingleGPU", 1, folder, tmp_path / "one", flags)
-    weights, _ = train(script, 2, folder, tmp_path / "two", flags)
+    expected, _ = single
+    weights, _ = train(script, 2, folder, tmp_path, EIGHT_STEPS)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
@@ -75,7 +83,8 @@ def test_what_is_saved_is_all_that_is_needed(folder, tmp_path, monkeypatch, caps
 
 def test_inference_is_not_of_texts(folder, tmp_path):
     train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --max-steps 1")
-    finished = launch(f"python model_inference.py --weights {tmp_path}/model.pt --input test")
+    command = f"python model_inference.py --weights {tmp_path}/model.pt --input test"
+    finished = launch(command, forked=True)
     assert finished.code == 2
     assert "encoder-1x2x16, which classifies texts, and this script does not" in finished.stderr
 
@@ -163,6 +172,6 @@ def test_memory_is_predicted(folder):
     """Of the encoder's shape, with labels of whole reviews."""
     command = f"python estimate.py --dataset reviews --data-dir {folder} --only SingleGPU --json"
     command += " --model encoder-1x4x128"
-    finished = succeed(command)
+    finished = succeed(command, forked=True)
     [row] = json.loads(finished.stdout)
     assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * 256

@@ -32,9 +32,16 @@ RUNS = [
     *[("pytorch_torchrun_DDP", n) for n in (1, 2, 3)],
 ]
 LAUNCHED = [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)]  # the others are forked
+USUAL = [*LAUNCHED, ("pytorch_DDP", 3)]
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}-{run[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(run, id=f"{run[0]}-{run[1]}", marks=[] if run in USUAL else pytest.mark.full)
+        for run in RUNS
+    ],
+)
 def run(request, tmp_path_factory):
     """(script, world size, what it printed, output folder)"""
     script, world_size = request.param

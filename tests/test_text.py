@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, cases, distance, launch, launcher, succeed
 from test_bytes import KEPT
-from test_parity import is_usual, relative_difference
+from test_parity import fewest, relative_difference
 
 import common
 from jobs import gpt, text
@@ -50,6 +50,11 @@ def settled(flags, device="cpu"):
 
 
 # ------------------------------------------------------------------------------------------ parity
+
+
+def is_usual(script, n, optimizer):
+    """With AdamW, as images show SGD and uneven shares."""
+    return optimizer == "adamw" and n == fewest(script, TECHNIQUES)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,8 @@ def test_one_matrix_for_embedding_and_head(script, train):
     "script",
     ["pytorch_half_precision --dtype bfloat16 --master-weights",
      "pytorch_auto_mixed_precision --dtype bfloat16", "pytorch_DeepSpeed",
-     "pytorch_DDP_AMP --dtype bfloat16", "pytorch_comm_hooks --comm-hook bf16"],
+     pytest.param("pytorch_DDP_AMP --dtype bfloat16", marks=pytest.mark.full),
+     pytest.param("pytorch_comm_hooks --comm-hook bf16", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_those_that_round_learn_as_well(script, train):
     _, plain = train("pytorch_SingleGPU", 1, "--max-steps 30 --lr 0.01")
@@ -190,10 +196,11 @@ def test_those_that_round_learn_as_well(script, train):
     assert result["tokens_per_second"] == pytest.approx(16 * result["samples_per_second"])
 
 
-SHARDED = [("pytorch_FSDP", 2, 3), ("pytorch_HSDP --shard 2", 4, 2)]
-SHARDED += [("pytorch_DDP_ZeRO --use_zero", 2, 2)]
-SHARDED += [("pytorch_ZeRO_by_hand", 2, 3), ("pytorch_FSDP_by_hand", 3, 2)]
-SHARDED += [pytest.param("pytorch_compile --blocks", 2, 2, marks=pytest.mark.full)]
+SHARDED = [("pytorch_FSDP", 2, 3), ("pytorch_DDP_ZeRO --use_zero", 2, 2)]
+SHARDED += [("pytorch_FSDP_by_hand", 3, 2)]
+MORE = [("pytorch_HSDP --shard 2", 4, 2), ("pytorch_ZeRO_by_hand", 2, 3)]
+MORE += [("pytorch_compile --blocks", 2, 2)]
+SHARDED += [pytest.param(*row, marks=pytest.mark.full) for row in MORE]
 
 
 @pytest.mark.parametrize("script, before, after", SHARDED)

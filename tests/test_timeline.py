@@ -163,8 +163,8 @@ def test_a_new_trace_changes_its_pictures(tmp_path):
 # ----------------------------------------------------------------------------------------- mistakes
 
 
-def draw(folder, flags=""):
-    return launch(f"{sys.executable} timeline.py {shlex.quote(str(folder))} {flags}")
+def draw(folder, **options):
+    return launch(f"{sys.executable} timeline.py {shlex.quote(str(folder))}", **options)
 
 
 def test_draw_as_typed(tmp_path):
@@ -177,7 +177,7 @@ def test_draw_as_typed(tmp_path):
 
 def test_a_folder_without_traces(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        finished = draw(folder)
+        finished = draw(folder, forked=True)
         assert finished.code == 2
         [line] = finished.errors
         assert str(folder) in line and "--trace N" in line and "Traceback" not in finished.stderr
