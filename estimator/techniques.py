@@ -31,6 +31,8 @@ class Technique:
         gpus: that the batch is divided among by one process.
         unit: samples; the batch is a multiple of it.
         on_host: kinds of memory that are not the GPU's.
+        rank: the one that is predicted.
+        steps: that it takes.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Technique:
     gpus: int = 1
     unit: int = 1
     on_host: tuple[str, ...] = ()
+    rank: int = 0
+    steps: int = trial.STEPS
 
 
 def techniques_for(gpus: int) -> list[Technique]:
@@ -109,7 +113,14 @@ def predict(
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                live = trial.run_script(words, technique.ranks, classes, make_module)
+                live = trial.run_script(
+                    words,
+                    technique.ranks,
+                    classes,
+                    make_module,
+                    steps=technique.steps,
+                    rank=technique.rank,
+                )
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{error.func}: its result depends on numbers, which are not there"
     except NotImplementedError as error:
