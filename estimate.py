@@ -418,7 +418,7 @@ def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
         predictions = show(args, flags, found)
         return say_what_fits(args, predictions) if args.memory else None
     make_module = load_function(args.module) if args.module else None
-    chosen = techniques.techniques_for(args.gpus)
+    chosen = techniques.techniques_for(args.gpus, not args.module and args.model.startswith("gpt"))
     if args.scale:
         chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:

@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc_per_node=4 tests/mesh_rank.py --pp 2 --tp 2 --model ...
     torchrun --standalone --nproc_per_node=8 tests/mesh_rank.py --parity --dp 2 --tp 2 --pp 2 ...
-    python tests/mesh_rank.py --on-fakes 4 0 --pp 2 --tp 2 --model ...
+    python tests/mesh_rank.py --on-fakes 4 0 1 --pp 2 --tp 2 --model ...
 
-The last one does the same as rank 0 of 4, on tensors without numbers. Into rank0.json, rank1.json,
-... in --output-dir go the bytes at the peak of the second step, by kind, and those sent in it; with
---parity, by how much the weights differ after the third step from those of a process that has the
-model and the batches to itself: the largest difference of a tensor, relative to its largest value.
+The last one does the same as rank 0 of 4, in 1 step, on tensors without numbers. The bytes at the
+peak of the second step, by kind, and those sent in it, go into rank0.json, rank1.json, ... in
+--output-dir; with --parity, by how much the weights differ after the third step from those of a
+process that has the model and the batches to itself: for each tensor the largest difference,
+relative to its largest value.
 """
 
 import json
@@ -82,15 +83,14 @@ def compare(words):
 
 
 def main():
-    words, ranks, rank = sys.argv[1:], None, 0
+    words, ranks, rank, steps = sys.argv[1:], None, 0, trial.STEPS
     folder = Path(words[words.index("--output-dir") + 1])
     if words[0] == "--on-fakes":
-        ranks, rank = map(int, words[1:3])
-        words = words[3:]
+        ranks, rank, steps = map(int, words[1:4])
+        words = words[4:]
     if words[0] == "--parity":
         found = compare(["estimator/mesh.py", *words[1:]])
     else:
-        steps = trial.STEPS if ranks is None else 1  # as estimate.py takes
         options = {"block": 1, "as_on_a_gpu": False, "rank": rank, "steps": steps}
         live = trial.run_script(["estimator/mesh.py", *words], ranks, **options)
         found = live.peak() | {"sent": sum(message.sent for message in live.messages)}

@@ -54,7 +54,7 @@ def predict(mesh, flags, output):
     found, mesh = [], meshes.mesh_of(mesh)
     for stage in meshes.stages_of(6, mesh.pp):
         rank = meshes.rank_of(mesh, stage)
-        fakes = f"python tests/mesh_rank.py --on-fakes {rank.ranks} {rank.rank}"
+        fakes = f"python tests/mesh_rank.py --on-fakes {rank.ranks} {rank.rank} {rank.steps}"
         words = " ".join(rank.command[1:])
         succeed(f"{fakes} {words} {flags} --output-dir {output / str(stage)}", forked=True)
         [path] = (output / str(stage)).iterdir()
@@ -96,11 +96,14 @@ def test_all_meshes_of_four_gpus():
 
 
 def test_a_mesh_of_one_technique_is_that_technique():
-    """FSDP alone is the row of its script; the table has the same figures."""
-    job = "--model gpt-4x4x64 --context 64 --batch-size 16 --gpus 4"
-    [mesh] = json.loads(estimate(f"{job} --meshes 4,1,1,1 --json").stdout)
-    fsdp, _ = json.loads(estimate(f"{job} --only FSDP --json").stdout)
-    assert mesh["kinds"] == fsdp["kinds"] and mesh["sent"] == fsdp["sent"]
+    """FSDP, TP or both: the row of the script, of which a second step is predicted."""
+    job = "--model gpt-4x4x64 --context 64 --batch-size 16 --gpus 4 --json"
+    rows = json.loads(estimate(f"{job} --only FSDP,TP,FSDP_TP").stdout)
+    scripts = {row["technique"]: row for row in rows}
+    found = json.loads(estimate(f"{job} --meshes 4,1,1,1 1,4,1,1 2,2,1,1").stdout)
+    for mesh, name in zip(found, ("FSDP", "TP", "FSDP_TP --tp 2"), strict=True):
+        assert mesh["peak"] == pytest.approx(scripts[name]["peak"], rel=0.001), name
+        assert mesh["sent"] == scripts[name]["sent"] > 0, name
 
 
 def test_stages_that_may_be_the_fullest():
