@@ -1,0 +1,175 @@
+"""The bubble of a pipeline: the share of a step in which a rank computes nothing.
+
+    python tests/measure_bubble.py
+
+trains with each schedule of pytorch_PP.py on two ranks, and prints a row of shares, means of the
+ranks: by the formula; counted in the schedule's order, where backward takes twice as long as
+forward, and each half of it as long; and medians of what was measured, by the clock, and with the
+time that each part of the work had a core, as if nothing else ran and messages took no time. For
+the clock the machine has to be quiet, with a core for each rank.
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pytorch_PP import SCHEDULES, ranks_of_stages  # noqa: E402
+
+RANKS, SAMPLES, WARMUP = 2, 4, 3  # samples of a micro-batch, and steps that do not count
+JOB = (
+    "--device cpu --model gpt-8x8x256 --context 64 --dataset synthetic --train-samples 1024 "
+    "--eval-samples 8 --epochs 1 --max-steps 15 --print-freq 100"
+)
+UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward, backward; its halves, for inputs and weights
+
+
+def formula(schedule: str, ranks: int, microbatches: int) -> Fraction:
+    """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, for v stages a rank: of (p - 1) / m of
+    the work, 1 / v. With zbv what is left is p - 1 forwards of a stage, of six parts for each
+    micro-batch, from 2 * p - 1 micro-batches on."""
+    waits, works = {
+        "gpipe": (1, 1),
+        "1f1b": (1, 1),
+        "interleaved": (1, 2),
+        "zbv": (1, 6),
+    }[schedule]
+    waits *= ranks - 1
+    return Fraction(waits, microbatches * works + waits)
+
+
+def order_of_1f1b(ranks: int, microbatches: int) -> list[list[tuple]]:
+    """As its ``_step_microbatches`` does it. (Its ``pipeline_order`` is for drawings, and leaves
+    out the last rank's first forward, in PyTorch 2.11 and 2.15.)"""
+    order = []
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - rank)
+        forward = [("F", rank, number) for number in range(microbatches)]
+        backward = [("B", rank, number) for number in range(microbatches)]
+        in_turn = [part for pair in zip(backward, forward[ahead:], strict=False) for part in pair]
+        order.append([*forward[:ahead], *in_turn, *backward[microbatches - ahead :]])
+    return order
+
+
+def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
+    """What each rank computes, in PyTorch's order: kind, stage, micro-batch."""
+    if schedule == "1f1b":
+        return order_of_1f1b(ranks, microbatches)
+    owners = ranks_of_stages(schedule, ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        parts = [
+            PipelineStage(nn.Identity(), number, len(owners), torch.device("cpu"))
+            for number, owner in enumerate(owners)
+            if owner == 0
+        ]
+        planned = SCHEDULES[schedule](parts if len(parts) > 1 else parts[0], microbatches)
+    finally:
+        dist.destroy_process_group()
+    order = []
+    for rank in range(ranks):
+        names = map(str, planned.pipeline_order[rank])  # such as 0F1; None is a gap
+        parts = filter(None, (re.fullmatch(r"(\d+)([FBIW])(\d+)", name) for name in names))
+        order.append([(part[2], int(part[1]), int(part[3])) for part in parts])
+    return order
+
+
+def idle_shares(order: list[list[tuple]], seconds) -> list:
+    """Of each rank, if each begins its next part as soon as it can and messages take no time.
+
+    Args:
+        seconds: of a part (kind, stage, micro-batch).
+    """
+    last = max(stage for parts in order for _, stage, _ in parts)
+    ends, clocks, done = {}, [0] * len(order), [0] * len(order)
+
+    def needed(kind, stage, number):
+        if kind == "W":
+            return [("I", stage, number)]
+        if kind == "F":
+            return [("F", stage - 1, number)] if stage else []
+        after = [("B", stage + 1, number)] if stage < last else []
+        return [("F", stage, number), *after]
+
+    while any(n < len(parts) for n, parts in zip(done, order, strict=True)):
+        before = list(done)
+        for rank, parts in enumerate(order):
+            while done[rank] < len(parts):
+                kind, stage, number = part = parts[done[rank]]
+                waits = needed(*part)
+                if any(wait not in ends for wait in waits):
+                    break
+                clocks[rank] = max([clocks[rank], *(ends[wait] for wait in waits)]) + seconds(part)
+                ends[part] = clocks[rank]
+                if kind == "I":  # what the stage before waits for
+                    ends["B", stage, number] = clocks[rank]
+                done[rank] += 1
+        assert done != before, "each waits for another"
+    return [1 - sum(map(seconds, parts)) / max(clocks) for parts in order]
+
+
+def count_idle(schedule: str, ranks: int, microbatches: int) -> list[Fraction]:
+    """Of each rank, in the schedule's order and in UNITS."""
+    order = order_of(schedule, ranks, microbatches)
+    return idle_shares(order, lambda part: Fraction(UNITS[part[0]]))
+
+
+def read_steps(folder: Path) -> list[tuple]:
+    """Of each step, by rank, what note_parts.py wrote."""
+    files = sorted(folder.glob("parts-*.json"))
+    return list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
+
+
+def measure_idle(step: tuple) -> tuple[float, float]:
+    """Mean of the ranks in a step: by the clock, and by the time on a core."""
+    begin = min(part["begin"] for parts in step for part in parts)
+    seconds = max(part["end"] for parts in step for part in parts) - begin
+    busy = [sum(part["end"] - part["begin"] for part in parts) for parts in step]
+    order = [[tuple(part["what"]) for part in parts] for parts in step]
+    cores = {tuple(part["what"]): part["core"] for parts in step for part in parts}
+    return 1 - statistics.mean(busy) / seconds, statistics.mean(idle_shares(order, cores.get))
+
+
+def measure(schedule: str, microbatches: int) -> tuple[float, float]:
+    """Medians of the steps of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = (
+            f"torchrun --standalone --nproc_per_node={RANKS} tests/note_parts.py pytorch_PP.py "
+            f"{JOB} --pipeline-schedule {schedule} --microbatches {microbatches} "
+            f"--batch-size {SAMPLES * microbatches} --output-dir {folder}"
+        )
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command.split(), cwd=ROOT, env=env, check=True, capture_output=True)
+        steps = [measure_idle(step) for step in read_steps(Path(folder))[WARMUP:]]
+    return tuple(map(statistics.median, zip(*steps, strict=True)))
+
+
+def main():
+    print("| schedule | micro-batches | formula | order | clock | core |")
+    print("|---|---|---|---|---|---|")
+    for schedule in SCHEDULES:
+        for microbatches in (4, 8, 16):
+            counted = count_idle(schedule, RANKS, microbatches)
+            shares = [formula(schedule, RANKS, microbatches), sum(counted) / RANKS]
+            shares += measure(schedule, microbatches)
+            row = " | ".join(f"{float(share):.1%}" for share in shares)
+            print(f"| {schedule} | {microbatches} | {row} |", flush=True)
+    print(f"load of the machine in the last minute: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The pipeline: that it trains as one process does, what it waits for, and how it ends badly."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+from conftest import ROOT, cases, launch, launcher, read_run, started, succeed, wait_for
+from measure_bubble import count_idle, formula, order_of, read_steps
+from test_faults import ranks_of
+from test_parity import relative_difference
+
+import pytorch_PP
+from jobs import gpt
+
+JOB = (
+    "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
+    "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
+)
+SCRIPT = "pytorch_PP --pipeline-schedule {}".format
+SCHEDULES = list(pytorch_PP.SCHEDULES)
+TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9}
+WAYS = [(schedule, n) for schedule in SCHEDULES for n in (1, 2, 3, 4)]
+
+
+def is_usual(schedule, n, optimizer):
+    """Two ranks, which are neighbours on both sides of a V; and one rank that is in the middle."""
+    return (n == 2 and optimizer == "adamw") or (n == 3 and optimizer == "sgd")
+
+
+def in_double(weights):
+    """The vocabulary as well, which is of integers."""
+    return {name: tensor.double() for name, tensor in weights.items()}
+
+
+# ------------------------------------------------------------------------------------------ parity
+
+
+@pytest.mark.parametrize(
+    "schedule, n, optimizer",
+    cases([(*way, optimizer) for way in WAYS for optimizer in TOLERANCE], is_usual),
+)
+def test_twelve_steps_in_double(schedule, n, optimizer, train, measured):
+    """With the norm of all gradients, which --clip-grad needs, and the loss that only the last
+    stage knows."""
+    flags = f"--double --max-steps 12 --optimizer {optimizer}"
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    weights, result = train(SCRIPT(schedule), n, flags)
+    assert list(weights) == list(expected)
+    difference = relative_difference(in_double(weights), in_double(expected))
+    measured("parity_gpt", script=SCRIPT(schedule), ranks=n, optimizer=optimizer, value=difference)
+    assert difference < TOLERANCE[optimizer]
+    for name in ("train_loss", "eval_loss", "eval_accuracy"):
+        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
+    assert result["eval_samples"] == expected_result["eval_samples"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_matrix_for_embedding_and_head(schedule, train):
+    """Its gradient is the sum of both ends', and counts once in the norm."""
+    flags = "--double --max-steps 4 --tie"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    weights, _ = train(SCRIPT(schedule), 2, flags)
+    assert torch.equal(weights["token.weight"], weights["head.weight"])
+    assert relative_difference(in_double(weights), in_double(expected)) < 1e-9
+
+
+FEW = [("gpipe", 3, 1), ("1f1b", 3, 3), ("interleaved", 3, 2), ("interleaved", 4, 6), ("zbv", 3, 1)]
+FEW += [("zbv", 2, 24)]
+
+
+@pytest.mark.parametrize("schedule, n, microbatches", FEW)
+def test_few_and_many_microbatches(schedule, n, microbatches, train):
+    flags = "--double --max-steps 2"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    weights, _ = train(f"{SCRIPT(schedule)} --microbatches {microbatches}", n, flags)
+    assert relative_difference(in_double(weights), in_double(expected)) < 1e-9
+
+
+def test_gradients_are_clipped_here(train):
+    """Or these tests would say nothing of their norm."""
+    flags = "--double --max-steps 12 --optimizer sgd"
+    clipped, _ = train("pytorch_SingleGPU", 1, flags)
+    free, _ = train("pytorch_SingleGPU", 1, f"{flags} --clip-grad 50")
+    assert relative_difference(in_double(free), in_double(clipped)) > 1e-3
+
+
+# ------------------------------------------------------------------------------- what a rank holds
+
+
+def own_parts(schedule, n, tie=False):
+    """By rank, the state dict of what it keeps of a model, and the bytes of its parameters."""
+    found = []
+    owners = pytorch_PP.ranks_of_stages(schedule, n)
+    for rank in range(n):
+        torch.manual_seed(0)
+        model = gpt.GPT([chr(i) for i in range(27)], 16, 8, 2, 16, tie=tie)
+        mine = [number for number, owner in enumerate(owners) if owner == rank]
+        stages = {number: pytorch_PP.Stage(model, number, len(owners)) for number in mine}
+        pytorch_PP.keep_only(stages, model)
+        found.append((model, sum(p.numel() for p in model.parameters())))
+    return found
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("schedule, n", WAYS)
+def test_ranks_have_each_tensor_once_under_its_own_name(schedule, n, tie):
+    torch.manual_seed(0)
+    whole = gpt.GPT([chr(i) for i in range(27)], 16, 8, 2, 16, tie=tie).state_dict()
+    parts = [model.state_dict() for model, _ in own_parts(schedule, n, tie)]
+    for name, tensor in whole.items():
+        holders = [part[name] for part in parts if name in part]
+        assert all(torch.equal(held, tensor) for held in holders)
+        everywhere = name == "vocabulary"
+        twice = tie and name in ("token.weight", "head.weight") and schedule != "zbv" and n > 1
+        assert len(holders) == (n if everywhere else 2 if twice else 1), name
+    assert set().union(*parts) == whole.keys()
+
+
+def test_decay_is_as_in_the_whole_model():
+    """With --tie the head's matrix is an embedding's on the last rank, too, and does not decay."""
+    (first, _), (last, _) = own_parts("1f1b", 2, tie=True)
+    for model in (first, last):
+        decayed, others = gpt.parameter_groups(model)
+        assert not any(p is model.token.weight for p in decayed["params"])
+        assert any(p is model.token.weight for p in others["params"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_bytes_of_a_rank(schedule, train):
+    """The largest of the ranks."""
+    _, result = train(SCRIPT(schedule), 3, "--double --max-steps 12 --optimizer sgd")
+    largest = 8 * max(count for _, count in own_parts(schedule, 3))
+    assert result["state_bytes"] == {
+        "parameters": largest, "gradients": largest, "optimizer": largest,
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- snapshots
+
+PP, FSDP = SCRIPT("1f1b"), "pytorch_FSDP"
+GO_ON = [
+    ((PP, 2), (PP, 2)),
+    ((SCRIPT("gpipe"), 2), (SCRIPT("zbv"), 3)),
+    ((SCRIPT("interleaved"), 3), (PP, 1)),
+    ((FSDP, 2), (SCRIPT("zbv"), 2)),
+    ((FSDP, 3), (PP, 2)),
+    ((PP, 3), (FSDP, 2)),
+    ((SCRIPT("interleaved"), 2), (FSDP, 1)),
+]
+
+
+@pytest.mark.parametrize("tie", ["", " --tie"])
+@pytest.mark.parametrize("before, after", GO_ON, ids=str)
+def test_snapshots_go_on_elsewhere(before, after, tie, train, tmp_path):
+    """At another number of ranks, in another order, and where parameters are sharded instead."""
+    flags = f"--double --epochs 2 --warmup-steps 20 --optimizer adamw{tie}"
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    for (script, n), more in ((before, "--max-steps 8"), (after, "--resume auto")):
+        command = f"{launcher(script, n)} {JOB} {flags} {more} --output-dir {tmp_path}"
+        finished = succeed(command, forked=True)
+    assert "at epoch 2, step 9" in finished.stdout and not finished.our_warnings
+    weights, result = read_run(tmp_path)
+    assert relative_difference(in_double(weights), in_double(expected)) < 3e-12
+    assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_resumed_within_an_epoch_it_ends_with_the_same_bits(schedule, tmp_path):
+    """With dropout: nothing is drawn in a first step that is not drawn in others."""
+    command = f"{launcher(SCRIPT(schedule), 2)} {JOB} --epochs 2 --dropout 0.2 --deterministic"
+    succeed(f"{command} --snapshot-every 4 --output-dir {tmp_path}/whole", forked=True)
+    middle = tmp_path / "whole" / "snapshots" / "step-00000008"
+    succeed(f"{command} --output-dir {tmp_path}/parts --resume {middle}", forked=True)
+    (expected, _), (found, _) = (read_run(tmp_path / name) for name in ("whole", "parts"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ------------------------------------------------------------------------------------------ bubble
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_are_idle_as_long_as_the_formula_says(schedule, ranks):
+    """Exactly, on every rank, where backward takes twice as long as forward, and messages no
+    time."""
+    rounds = range(2 * ranks, 8 * ranks, ranks)
+    for microbatches in rounds:
+        shares = count_idle(schedule, ranks, microbatches)
+        assert shares == [formula(schedule, ranks, microbatches)] * ranks
+    least = [formula(name, ranks, 2 * ranks) for name in ("gpipe", "interleaved", "zbv")]
+    assert least == sorted(least, reverse=True) and len(set(least)) == 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_compute_in_the_order_that_is_counted(schedule, tmp_path):
+    command = launcher(SCRIPT(schedule), 3, through="tests/note_parts.py")
+    succeed(f"{command} {JOB} --max-steps 2 --output-dir {tmp_path}", forked=True)
+    order = order_of(schedule, 3, 6)
+    for step in read_steps(tmp_path):
+        assert [[tuple(part["what"]) for part in parts] for parts in step] == order
+
+
+def test_gradients_of_weights_wait_their_turn():
+    """What makes zbv more than an order: halves of backward, the second of which nobody needs."""
+    kinds = {kind for parts in order_of("zbv", 2, 4) for kind, _, _ in parts}
+    assert kinds == {"F", "I", "W"}
+
+
+# ---------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "--microbatches 5": "use one of 2, 3, 4, 6, 8, 12, 24",
+    "--microbatches 1": "use one of 2, 3, 4, 6, 8, 12, 24",
+    "--pipeline-schedule interleaved --microbatches 5": "use one of 1, 2, 3, 4, 6, 8, 12, 24",
+    "--pipeline-schedule interleaved --batch-size 10 --microbatches 5": "use one of 1, 2, 10",
+    "--batch-size 1": "--batch-size 1 has no micro-batch for each of 2 ranks",
+    "--model gpt-1x2x16": "has 1 layers, and --pipeline-schedule 1f1b makes 2 stages",
+    "--model gpt-3x2x16 --pipeline-schedule zbv": "has 3 layers, and --pipeline-schedule zbv makes",
+    "--model gpt-3x2x16 --pipeline-schedule interleaved": "makes 4 stages",
+    "--model resnet18": "takes the blocks of a GPT apart",
+    "--microbatches 0": "it must be 1 or more",
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_mistakes(flags, tmp_path):
+    command = f"{launcher('pytorch_PP', 2)} {JOB} {flags} --output-dir {tmp_path}"
+    finished = launch(command, forked=True, timeout=60)
+    assert finished.code == 2, str(finished)
+    [line] = finished.errors
+    assert MISTAKES[flags] in line and "Traceback" not in finished.stderr
+
+
+# --------------------------------------------------------------------------------- a rank is gone
+
+LOST = """
+import os, runpy, signal, sys
+sys.path.insert(0, {root!r})
+script = next(word for word in sys.argv[1:] if word.endswith(".py"))
+sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
+from harness import ranks, run
+batches = run.Run.batches
+def batches_and_a_signal(run, *args):
+    for batch in batches(run, *args):
+        if run.step == 3 and ranks.RANK == 1:
+            os.kill(os.getpid(), signal.{name})
+        yield batch
+run.Run.batches = batches_and_a_signal
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def lose_a_rank(name, schedule, flags, folder):
+    """The command of a job of three ranks, whose second gets a signal when a step begins."""
+    through = folder / "lost.py"
+    through.write_text(LOST.format(root=str(ROOT), name=name))
+    return f"{launcher(SCRIPT(schedule), 3, through)} {JOB} {flags} --output-dir {folder}/run"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_rank_that_dies_is_named(schedule, tmp_path):
+    """By its launcher, which ends the others."""
+    finished = launch(lose_a_rank("SIGKILL", schedule, "", tmp_path), timeout=120)
+    assert finished.code == 1, str(finished)
+    assert re.search(r"rank +: 1 .*\n.*exitcode +: -9 ", finished.stderr), str(finished)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_rank_that_hangs_is_named(schedule, tmp_path):
+    """By its neighbours, each of which waits for it in the middle of a step."""
+    with started(lose_a_rank("SIGSTOP", schedule, "--timeout 10", tmp_path)) as process:
+        wait_for(lambda: "error: rank" in "".join(process.output))
+        os.kill(ranks_of(tmp_path / "run")[1], signal.SIGCONT)  # or torchrun would wait 30 s
+        finished = process.end(60)
+    assert finished.code == 1
+    [line] = [line for line in finished.stderr.splitlines() if ": error: " in line]
+    assert "rank 1 did not come to schedule.step(" in line, str(finished)
