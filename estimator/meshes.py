@@ -31,7 +31,8 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh(Technique):
-    """Of one stage, the first rank."""
+    """Of one stage, the rank with the last part of the first texts: of cp's ring it alone works on
+    the keys of all others."""
 
     mesh: Mesh = Mesh(1, 1, 1, 1)
 
@@ -61,7 +62,7 @@ def stages_of(layers: int, stages: int) -> list[int]:
 def rank_of(mesh: Mesh, stage: int) -> OnMesh:
     sizes = dataclasses.asdict(mesh).items()
     words = [word for name, size in sizes for word in (f"--{name}", str(size))]
-    rank = stage * mesh.gpus // mesh.pp
+    rank = stage * mesh.gpus // mesh.pp + (mesh.cp - 1) * mesh.tp
     command = ("estimator/mesh.py", *words)
     # A second step takes what the first one takes, if the optimizer is ready, and as long. Only of
     # DTensors the first one counts more: what PyTorch asks itself about each of their operations.
