@@ -1,0 +1,293 @@
+"""Context parallelism: it trains what one process trains, sends what it says, and what goes wrong
+without a word if a part forgets that it is one."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, cases, launch, launcher, read_run, succeed
+from test_parity import relative_difference
+
+JOB = (
+    "--model gpt-2x12x48 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20 "
+    "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
+)
+ATTENTIONS = ["ring", "allgather", "ulysses"]
+IN_DOUBLE = "--double --max-steps 12"
+TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9}
+
+
+@pytest.mark.parametrize(
+    "attention, n, optimizer",
+    cases(
+        [(a, n, optimizer) for a in ATTENTIONS for n in (1, 2, 3, 4) for optimizer in TOLERANCE],
+        lambda _, n, optimizer: (n, optimizer) in [(2, "adamw"), (3, "sgd")],
+    ),
+)
+def test_twelve_steps_in_double(attention, n, optimizer, train, measured):
+    flags = f"{IN_DOUBLE} --optimizer {optimizer}"
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    script = f"pytorch_CP --attention {attention}"
+    weights, result = train(script, n, flags)
+    difference = relative_difference(*(as_numbers(state) for state in (weights, expected)))
+    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
+    assert difference < TOLERANCE[optimizer]
+    for name in ("train_loss", "eval_loss", "eval_accuracy"):
+        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
+    assert result["eval_samples"] == expected_result["eval_samples"] == 20 * 24
+    assert result["state_bytes"] == expected_result["state_bytes"]
+
+
+def as_numbers(state):
+    return {name: tensor.double() for name, tensor in state.items()}
+
+
+WRONG = {
+    "nothing": "",
+    "each part begins at position 0": """
+forward = jobs.gpt.GPT.forward
+jobs.gpt.GPT.forward = lambda model, tokens, start=0: forward(model, tokens)
+""",
+    "attention looks at its own part": """
+script.ATTENTIONS["ring"] = lambda: jobs.gpt.attend
+""",
+}
+
+
+@pytest.mark.parametrize("wrong, change", WRONG.items())
+def test_what_goes_wrong_without_a_word(wrong, change, train, tmp_path):
+    """Such a run ends well, and has learned something else."""
+    flags = f"{IN_DOUBLE} --optimizer adamw"
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    program = write_program(tmp_path, f"{change}\nscript.main()")
+    command = f"torchrun --standalone --nproc_per_node=2 {program} {JOB} {flags}"
+    succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
+    weights, result = read_run(tmp_path / "run")
+    difference = relative_difference(as_numbers(weights), as_numbers(expected))
+    assert difference < 1e-9 if wrong == "nothing" else difference > 0.1
+    assert result["train_loss"][-1] == pytest.approx(expected_result["train_loss"][-1], rel=0.1)
+
+
+def write_program(folder, text):
+    """That has the script as a module."""
+    program = folder / "program.py"
+    program.write_text(f"""
+import sys
+sys.path.insert(0, "{ROOT}")
+sys.argv[0] = "pytorch_CP.py"
+import jobs.gpt
+import pytorch_CP as script
+{text}
+""")
+    return program
+
+
+# Calls an attention as a layer does, and counts.
+ONE_LAYER = """
+import json, torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from estimator.sent import size_of
+
+KINDS = {  # of collectives: what a rank sends, of the tensors at this place of the arguments
+    "reduce_scatter": (1, lambda n: (n - 1) / n), "allgather": (0, lambda n: (n - 1) / n),
+    "alltoall": (0, lambda n: (n - 1) / n), "recv": (0, lambda n: 0), "send": (0, lambda n: 1),
+}
+
+class Count(TorchDispatchMode):
+    sent = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            where, share = next(KINDS[kind] for kind in KINDS if kind in func.__name__)
+            self.sent += size_of(args[where]) * share(dist.get_world_size())
+        return func(*args, **(kwargs or {}))
+
+class Keep:
+    def __init__(self):
+        self.storages = {}
+    def __call__(self, tensor):
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point():
+            self.storages[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+whole = [torch.randn(3, 12, 24, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+expected = jobs.gpt.attend(*whole)
+gradient = torch.randn_like(expected)
+gradients = torch.autograd.grad(expected, whole, gradient)
+
+def part(tensor):
+    return tensor.detach().chunk(n, 2)[rank].clone()
+
+for name in ("ring", "allgather", "ulysses"):
+    own = [part(tensor).requires_grad_() for tensor in whole]
+    attend, keep = script.ATTENTIONS[name](), Keep()
+    with Count() as count:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = attend(*own)
+        backward = torch.autograd.grad(found, own, part(gradient))
+    pairs = [(found, expected), *zip(backward, gradients)]
+    off = max((ours - part(theirs)).abs().max().item() for ours, theirs in pairs)
+    kept = sum(size for size, _ in keep.storages.values())
+    line = [rank, name, off, count.sent / expected.nbytes, kept / expected.nbytes]
+    print(json.dumps(line) + "\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_layer(n, tmp_path):
+    """Each attention is the usual one, forward and backward; it sends what the docstring says, and
+    keeps for backward what belongs to 1/N of the positions; allgather all keys and values."""
+    program = write_program(tmp_path, ONE_LAYER)
+    finished = succeed(f"torchrun --standalone --nproc_per_node={n} {program}", forked=True)
+    lines = [json.loads(line) for line in re.findall(r"^\[.*\]$", finished.stdout, re.MULTILINE)]
+    assert len(lines) == 3 * n
+    sent = {"ring": 6, "allgather": 4, "ulysses": 8 / n}
+    kept = {"ring": 4 / n, "allgather": 2 + 2 / n, "ulysses": 4 / n}
+    for _, name, off, bytes_sent, bytes_kept in lines:
+        assert off < 1e-14
+        assert bytes_sent == pytest.approx(sent[name] * (n - 1) / n)
+        # and sums of scores, one where a query has five numbers; of allgather, its mask
+        assert kept[name] <= bytes_kept < kept[name] + 0.4 / n
+
+
+def test_sent_in_a_step(tmp_path):
+    command = launcher("pytorch_CP --attention allgather", 2, through="tests/count_sent.py")
+    command += " --model gpt-3x4x128 --context 32 --dataset synthetic --train-samples 64"
+    command += " --eval-samples 8 --batch-size 8 --max-steps 3"
+    succeed(f"{command} --output-dir {tmp_path}", forked=True)
+    state, result = read_run(tmp_path)
+    keys = 3 * 4 * 8 * 32 * 128  # bytes, of three layers
+    parameters = sum(t.numel() for t in state.values() if t.is_floating_point())
+    assert result["sent"] == pytest.approx(
+        {"allgather": keys, "reduce_scatter": keys, "allreduce": 4 * parameters}
+    )
+
+
+PYTORCH = """
+import math, torch
+import torch.distributed as dist
+import torch.distributed.tensor as dtensors
+from torch.nn import functional
+
+def scores(q, k, is_causal):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    later = torch.ones_like(scores).triu(1).bool() & is_causal
+    return scores.masked_fill(later, -math.inf)
+
+def forward(q, k, v, bias, with_sums, dropout=0.0, is_causal=False, *, scale=None):
+    found = scores(q, k, is_causal)
+    nothing = torch.zeros((), dtype=torch.int64)
+    return found.softmax(-1) @ v, found.logsumexp(-1), nothing, nothing
+
+def backward(g, q, k, v, bias, out, sums, seed, offset, dropout, mask, is_causal=False, **_):
+    weights = (scores(q, k, is_causal) - sums[..., None]).exp()
+    of_scores = weights * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return of_scores @ k, of_scores.mT @ q, weights.mT @ g, None
+
+kernels = torch.library.Library("aten", "IMPL")
+kernels.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
+kernels.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
+make_mesh = dtensors.init_device_mesh
+dtensors.init_device_mesh = lambda device, shape: make_mesh("cpu", shape)
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+attend = script.make_pytorch_attention()
+torch.manual_seed(0)
+whole = [torch.randn(2, 4, 24, 8, requires_grad=True) for _ in range(3)]
+expected = jobs.gpt.attend(*whole)
+gradient = torch.randn_like(expected)
+gradients = torch.autograd.grad(expected, whole, gradient)
+kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+functional.scaled_dot_product_attention = lambda q, k, v, is_causal: kernel(
+    q, k, v, None, True, 0.0, is_causal
+)[0]
+own = [t.detach().chunk(n, 2)[rank].clone().requires_grad_() for t in whole]
+found = attend(*own)
+backward = torch.autograd.grad(found, own, gradient.chunk(n, 2)[rank])
+for ours, theirs in [(found, expected), *zip(backward, gradients)]:
+    torch.testing.assert_close(ours, theirs.chunk(n, 2)[rank])
+print("the same\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_pytorchs_own_ring(tmp_path):
+    """All but its kernels, for which there are others here: a CPU has none."""
+    program = write_program(tmp_path, PYTORCH)
+    finished = succeed("torchrun --standalone --nproc_per_node=3 " + str(program), forked=True)
+    assert finished.stdout.count("the same") == 3
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_it_goes_on_at_another_number_of_ranks(attention, train, tmp_path):
+    """In the middle of an epoch. A snapshot is whole, as each rank has all of the model."""
+    flags = "--double --epochs 2 --warmup-steps 20"
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    for n, more in ((2, "--max-steps 8"), (4, "--resume auto --deterministic")):
+        command = f"{launcher(f'pytorch_CP --attention {attention}', n)} {JOB} {flags} {more}"
+        finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
+    assert "resumed from" in finished.stdout
+    weights, result = read_run(tmp_path)
+    assert relative_difference(as_numbers(weights), as_numbers(expected)) < 1e-9
+    assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=1e-9)
+
+
+def test_dropout_differs_by_position(tmp_path):
+    """Each rank draws for its own positions: not all parts alike."""
+    text = """
+import torch
+forward = torch.nn.Dropout.forward
+def first(layer, x):
+    dropped = forward(layer, x)
+    print("zeros", (dropped == 0).nonzero().sum().item(), flush=True)
+    torch.nn.Dropout.forward = forward
+    return dropped
+torch.nn.Dropout.forward = first
+script.main()
+"""
+    program = write_program(tmp_path, text)
+    command = (
+        f"torchrun --standalone --nproc_per_node=2 {program} {JOB} --dropout 0.2 --max-steps 1"
+    )
+    finished = succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
+    drawn = re.findall(r"zeros (\d+)", finished.stdout)
+    assert len(drawn) == 2 and len(set(drawn)) == 2
+
+
+MISTAKES = {  # ranks, flags: what the line says
+    (3, "--context 16"): "--context 16 is not divisible by 3 ranks; use --context 15",
+    (4, "--context 2"): "use --context 4",
+    (3, "--model gpt-2x4x32 --context 24 --attention ulysses"): "4 heads of gpt-2x4x32 cannot be",
+    (2, "--attention pytorch"): "--attention pytorch does not run on a CPU",
+    (2, "--attention flash"): "invalid choice: 'flash'",
+    (2, "--model resnet18"): "pytorch_CP.py takes the blocks of a GPT apart",
+    (2, "--batch-size 2000"): "--batch-size 2000 is more than the 150 training windows",
+}
+
+
+@pytest.mark.parametrize("given, words", MISTAKES.items(), ids=[flags for _, flags in MISTAKES])
+def test_mistakes(given, words, tmp_path):
+    n, flags = given
+    job = "--dataset synthetic --train-samples 150 --eval-samples 20 --max-steps 1"
+    command = f"{launcher('pytorch_CP', n)} {job} {flags} --output-dir {tmp_path}/run"
+    finished = launch(command, timeout=60, forked=True)
+    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
+    [line] = finished.errors
+    assert words in line
+
+
+def test_fewer_texts_than_ranks(tmp_path):
+    """A batch of one is enough, however many work on it."""
+    job = "--dataset synthetic --train-samples 20 --eval-samples 3 --max-steps 2 --batch-size 1"
+    command = f"{launcher('pytorch_CP', 4)} {job} --context 32 --output-dir {tmp_path}"
+    finished = succeed(command, forked=True)
+    assert "global batch 1 = 1 x 1 for 4 ranks together" in finished.lines[0]
+    assert not finished.our_warnings
+    assert torch.isfinite(torch.tensor(read_run(tmp_path)[1]["train_loss"])).all()
