@@ -3,18 +3,20 @@ one. DeepSpeed's own form is in deepspeed_engine.py."""
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from harness import trust
 from harness.command_line import fail
+from harness.files import load_file
 from harness.measure import count_bytes
-from harness.ranks import RANK, WORLD_SIZE, exit_all, gather_objects, print0
+from harness.ranks import RANK, SCRIPT, WORLD_SIZE, exit_all, gather_objects, print0
 from harness.snapshots import write_snapshot
 
 # ---------------------------------------------------------------------------------- the run itself
@@ -60,16 +62,26 @@ def restore_run(run, state: dict) -> None:
     run.history = {k: v[: run.start_epoch] for k, v in run.history.items()}
 
 
-def write(run, write_files: Callable = lambda folder: None, size: int = 0, **parts) -> None:
+def write(
+    run,
+    write_files: Callable = lambda folder: None,
+    size: int = 0,
+    apart: bool | None = None,
+    **parts,
+) -> None:
     """Write ``state.pt`` and what else makes a snapshot; and exit, if a stop was agreed on.
 
     Args:
         write_files: puts further files into the folder that it is given; all ranks call it.
         size: how many bytes, of all ranks.
+        apart: where each rank has an optimizer of its own: whether its weights are its own, too.
         parts: what rank 0 writes into ``state.pt``, by name: plain data, or what has a
             ``state_dict()``.
     """
     run.guard.check_snapshot()
+    if apart is not None:
+        write_files, size = own_files(parts["model"], parts["optimizer"])
+        parts["apart"] = apart
     of_run, state = run_state(run), {}
     if RANK == 0:
         for name, part in parts.items():
@@ -116,6 +128,8 @@ def plain(model: nn.Module) -> nn.Module:
 
 def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others) -> None:
     """Load what a snapshot holds of model, optimizer, and others that have a ``state_dict()``."""
+    if "apart" in snapshot:
+        snapshot = snapshot | read_own(path, snapshot)
     plain(model).load_state_dict(snapshot["model"])
     state = snapshot["optimizer"]
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
@@ -143,6 +157,53 @@ def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> Non
     model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
+
+
+# ------------------------------------------------------- ranks with an optimizer of their own
+
+# Rank 0's is in state.pt, as where all have the same, and those of the others beside it.
+
+
+def own_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05}.pt"
+
+
+def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
+    """What :func:`write` needs to write a file of each rank but the first: a function that does,
+    and the bytes that all of them have."""
+    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    tensors = (t for t in tree_leaves(own) if torch.is_tensor(t))
+
+    def write_own(folder: Path) -> None:
+        if RANK > 0:
+            torch.save(own, own_file(folder, RANK))
+
+    return write_own, (WORLD_SIZE - 1) * count_bytes(tensors)
+
+
+def read_own(path: Path, snapshot: dict) -> dict:
+    """The entries of a snapshot that are this rank's own.
+
+    As many ranks of the same script go on with what each has written. Any other run takes the
+    weights, if all ranks had the same, and the mean of their optimizers.
+    """
+    writer, ranks = snapshot["technique"], len(snapshot["ranks"])
+    read = partial(load_file, flag="--resume")
+    if (SCRIPT, WORLD_SIZE) == (writer, ranks):
+        return read(own_file(path, RANK)) if RANK > 0 else {}
+    if snapshot["apart"]:
+        fail(
+            f"--resume {path} was written between two syncs, when each of {ranks} ranks had "
+            f"weights of its own; go on with {writer}.py on {ranks} ranks, or from a snapshot of "
+            "the end of an epoch"
+        )
+    mean = snapshot["optimizer"]["state"]
+    for rank in range(1, ranks):
+        other = read(own_file(path, rank))["optimizer"]["state"]
+        mean = tree_map(
+            lambda a, b, n=rank: a + (b - a) / (n + 1) if torch.is_tensor(a) else a, mean, other
+        )
+    return {"optimizer": snapshot["optimizer"] | {"state": mean}}
 
 
 # ------------------------------------------------------------------------------ a sharded model

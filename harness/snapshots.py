@@ -146,6 +146,7 @@ def describe_failure(folder: Path, needed: int, part: Path, why: str) -> str:
 # A snapshot and the run that goes on from it must agree in these flags:
 JOB = ["model", "norm", "dataset", "train_samples", "image_size", "batch_size", "optimizer", "lr"]
 JOB += ["momentum", "weight_decay", "seed", "double", "context", "tokenizer", "tie"]
+JOB += ["experts", "top_k", "balance"]
 
 
 class SnapshotStore:

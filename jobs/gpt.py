@@ -4,6 +4,7 @@ import argparse
 import difflib
 import math
 import re
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.command_line import fail
 from harness.files import check_weights, load_file
+from jobs.experts import Mixture
 
 # Layers, heads, width, context and dropout. gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and
 # for one GPU (https://github.com/karpathy/nanoGPT); gpt2 is the smallest GPT-2 (Radford et al.
@@ -82,12 +84,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float):
+    def __init__(self, width: int, heads: int, dropout: float, mlp: nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = MLP(width, dropout)
+        self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -104,15 +106,24 @@ class GPT(nn.Module):
     Args:
         vocabulary: the characters that tokens stand for. They are part of the state dict.
         tie: use the matrix of the embedding for the head as well.
+        experts, top_k, balance: in the place of each MLP, see :class:`Mixture`.
     """
 
-    def __init__(self, vocabulary, context, layers, heads, width, dropout=0.0, tie=False):
+    def __init__(
+        self, vocabulary, context, layers, heads, width, dropout=0.0, tie=False,
+        experts=None, top_k=1, balance=0.0,
+    ):  # fmt: skip
         super().__init__()
+        make_mlp = partial(MLP, width, dropout)
+        if experts:
+            make_mlp = partial(Mixture, make_mlp, experts, width, top_k, balance)
         self.register_buffer("vocabulary", torch.tensor([ord(token) for token in vocabulary]))
         self.token = nn.Embedding(len(vocabulary), width)
         self.position = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(
+            *(Block(width, heads, dropout, make_mlp()) for _ in range(layers))
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(vocabulary), bias=False)
         for name, parameter in self.named_parameters():
@@ -133,10 +144,12 @@ class GPT(nn.Module):
 def make_model(args: argparse.Namespace, vocabulary: list[str]) -> GPT:
     """``--model`` with ``--context``, on the CPU or the default device."""
     layers, heads, width, _, _ = size_of(args.model)
-    model = GPT(vocabulary, args.context, layers, heads, width, args.dropout, args.tie)
+    experts = args.experts, args.top_k, args.balance
+    model = GPT(vocabulary, args.context, layers, heads, width, args.dropout, args.tie, *experts)
     if args.weights != "none":
         weights = load_file(args.weights, "--weights")
         flags = f"--model {args.model} --context {args.context}"
+        flags += f" --experts {args.experts}" if args.experts else ""
         check_weights(model, weights, f"--weights {args.weights} does not fit {flags}")
         theirs = weights["vocabulary"]
         if "".join(map(chr, theirs.tolist())) != "".join(vocabulary):

@@ -32,10 +32,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
          help="(default: gpt-mini 0.2, gpt2 0.1, others 0)")
     flag("--tie", action="store_true", default=None,
          help="one matrix for embedding and head")
+    flag("--experts", type=positive, metavar="E",
+         help="MLPs in each block, of which a router chooses for each token (default: one MLP)")
+    flag("--top-k", type=positive, metavar="K", help="experts that answer a token (default: 1)")
+    flag("--balance", type=number(float, 0), metavar="X",
+         help="weight of a loss that has the router use all experts alike (default: 0.01)")
     # fmt: on
 
 
-FLAGS = ["context", "tokenizer", "dropout", "tie"]
+FLAGS = ["context", "tokenizer", "dropout", "tie", "experts", "top_k", "balance"]
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -47,6 +52,13 @@ def complete(args: argparse.Namespace) -> None:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.experts is None and (args.top_k is not None or args.balance is not None):
+        fail("--top-k and --balance are for a mixture of experts; add --experts 8")
+    if args.experts:
+        args.top_k = args.top_k or 1
+        args.balance = 0.01 if args.balance is None else args.balance
+        if args.top_k > args.experts:
+            fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
     if args.context > context and args.model in jobs.gpt.SIZES:
         fail(
             f"--context {args.context}: {args.model} looks back at {context} at most; use no more "

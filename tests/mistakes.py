@@ -30,6 +30,8 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
         '"attention.key": ColwiseParallel(),': "",
         '"attention.value": ColwiseParallel(),': "",
     },
+    "experts summed": {"for p in parameters:  # EP": "for p in set(parameters) - experts:  # EP"},
+    "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},
     "dropout by rank": {"manual_seed(args.seed + (rank if args.sequence_parallel else row))": ""},
 }
 

@@ -1,0 +1,178 @@
+"""Train on several devices that step on their own, and average their weights now and then.
+
+Differs     from pytorch_torchrun_DDP.py: there is no DDP. Each rank trains on its share of the
+            batch as if alone, and every H steps (--sync-every) the ranks average their weights, in
+            place of their gradients at every step (Stich 2018, arXiv:1805.09767). --outer-lr and
+            --outer-momentum take the difference between the last common weights and the average for
+            a gradient, and step by it with Nesterov's momentum: DiLoCo (Douillard et al. 2023,
+            arXiv:2311.08105). Lines tagged "# local:".
+Command:    torchrun --nproc_per_node=4 pytorch_LocalSGD.py --sync-every 8
+            torchrun --nproc_per_node=4 pytorch_LocalSGD.py --outer-lr 0.7 --outer-momentum 0.9
+Use it      where messages take longer than computing, as between machines far apart; with a
+            --print-freq of H or more, because the ranks wait for each other to show their loss.
+            Not where DDP is fast enough: with H > 1 this is another algorithm, and may learn less.
+Exact       with SGD and H = 1: the mean of the ranks' steps is the step of their mean gradient. Not
+            with AdamW nor with --clip-grad, at any H: they are not linear in the gradient.
+Syncs       after steps that H divides, counted from the first one of the run, and at the end of an
+            epoch, or of the run, because the model that is judged and saved is that of all ranks.
+            That depends on the number of the step alone, so a run that was stopped at any step goes
+            on with the same bits. One that --max-steps has cut short has had a sync there.
+Holds       what one device holds, but the activations are those of 1/N of the batch; with
+            --outer-lr or --outer-momentum 8 bytes per parameter more, for the last common weights
+            and the momentum.
+Sends       per step and rank, 2 * 4 * (N - 1) / N / H bytes per parameter, in one all-reduce at
+            every H-th step.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+class CommonWeights:
+    """What all ranks have after a sync, and how the next ones come from each rank's own.
+
+    Args:
+        parameters: this rank's own, which a sync overwrites.
+        lr, momentum: of the outer step. With 1 and 0 the average is all there is, and nothing is
+            kept.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float):
+        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
+        self.lr, self.momentum = lr, momentum
+        self.kept = {}  # local: in a row, the last common weights and the momentum
+
+    def average(self) -> torch.Tensor:
+        """Of all ranks' weights, in a row."""
+        row = torch.cat([p.detach().flatten() for p in self.parameters])
+        dist.all_reduce(row.div_(dist.get_world_size()))  # local: one message for all of them
+        return row
+
+    def begin(self) -> None:
+        """Set out from the average, unless a snapshot has said from where."""
+        if (self.lr, self.momentum) != (1, 0) and not self.kept:
+            row = self.average()
+            self.kept = {"weights": row, "momentum": torch.zeros_like(row)}
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Bring the weights of all ranks together."""
+        row = self.average()
+        if self.kept:
+            weights, momentum = self.kept["weights"], self.kept["momentum"]
+            way = weights - row  # local: against it, as a gradient is
+            momentum.mul_(self.momentum).add_(way)
+            row = weights.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr)
+        for p, part in zip(self.parameters, row.split(self.sizes), strict=True):
+            p.copy_(part.view_as(p))  # local: into its own memory, which is aligned
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if (self.lr, self.momentum) != (1, 0):
+            self.kept = {name: row.to(self.parameters[0].device) for name, row in state.items()}
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    # fmt: off
+    flag, number = parser.add_argument, common.number
+    flag("--sync-every", type=number(int, 1), default=8, metavar="H", help="steps (default: 8)")
+    flag("--outer-lr", type=number(float, 0, above=0), default=1.0, metavar="X",
+         help="of the step from the last common weights to the average (default: 1, all the way)")
+    flag("--outer-momentum", type=number(float, 0, 1), default=0.0, metavar="X",
+         help="of that step (default: 0)")
+    # fmt: on
+    args = common.parse_args(parser)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    model = common.make_model(args, train_set.classes).to(device)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
+
+    # 4. Optimizer and schedule
+    optimizer = common.make_optimizer(args, model)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    outer = CommonWeights(list(model.parameters()), args.outer_lr, args.outer_momentum)
+    run.load_snapshot(model, optimizer, scheduler, outer=outer)
+    outer.begin()
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # local: no rank waits for another
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            apart = run.step % args.sync_every > 0  # local: also after the last step of an epoch
+            if not apart:
+                outer.sync()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                # local: each rank writes its own optimizer, and weights if they are apart
+                run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=apart)
+
+        # 6. Evaluate
+        if run.step % args.sync_every > 0:
+            outer.sync()  # local: the model that is judged is one
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=False)
+
+    # 7. Save and report
+    if rank == 0:
+        common.save_model(model.state_dict(), args.output_dir)
+    run.finish(model, optimizer, outer=outer.kept.values())
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

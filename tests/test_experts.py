@@ -1,0 +1,143 @@
+"""A mixture of experts, whole and shared out: the single process's weights, and what goes wrong."""
+
+import pytest
+import torch
+from conftest import cases, launch, launcher, read_run, snapshots, succeed
+from test_parity import relative_difference
+from test_tensor import as_doubles
+
+from jobs.experts import Mixture
+
+JOB = (
+    "--model gpt-2x2x16 --context 12 --dataset synthetic --train-samples 150 --eval-samples 20 "
+    "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
+)
+EP = "pytorch_EP"
+KINDS = {"--experts 6": (2, 3), "--experts 8 --top-k 2": (2, 4), "--experts 4 --balance 0": (4, 2)}
+RUNS = [(kind, n) for kind, ranks in KINDS.items() for n in ranks]
+USUAL = [("--experts 6", 3), ("--experts 8 --top-k 2", 4), ("--experts 4 --balance 0", 2)]
+
+
+@pytest.mark.parametrize(
+    "kind, n, optimizer",
+    cases(
+        [(*run, optimizer) for run in RUNS for optimizer in ("sgd", "adamw")],
+        lambda kind, n, optimizer: (
+            (kind, n) in USUAL and optimizer == ("adamw" if n > 2 else "sgd")
+        ),
+    ),
+)
+def test_twelve_steps_in_double(kind, n, optimizer, train, measured):
+    flags = f"--max-steps 12 --optimizer {optimizer}"
+    expected, expected_result = train(f"pytorch_SingleGPU {kind}", 1, flags)
+    weights, result = train(f"{EP} {kind}", n, flags)
+    assert list(weights) == list(expected)
+    difference = relative_difference(as_doubles(weights), as_doubles(expected))
+    script = f"{EP} {kind}"
+    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
+    assert difference < 1e-11
+    for name in ("train_loss", "eval_loss", "eval_accuracy"):
+        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
+
+
+def test_other_scripts_train_it_as_well(train):
+    """With all experts on every rank; DDP balances them for each rank's own tokens."""
+    expected, _ = train("pytorch_SingleGPU --experts 4 --balance 0", 1, "--max-steps 12")
+    weights, _ = train("pytorch_torchrun_DDP --experts 4 --balance 0", 2, "--max-steps 12")
+    assert relative_difference(as_doubles(weights), as_doubles(expected)) < 1e-9
+
+
+@pytest.mark.parametrize("mistake", ["experts summed", "balanced by rank"])
+def test_what_no_error_tells_of(mistake, train, tmp_path, measured):
+    """docs/parallelism.md lists them."""
+    flags = "--max-steps 12 --experts 4 --balance 1 --optimizer sgd"  # AdamW hides a factor
+    expected = as_doubles(train("pytorch_SingleGPU", 1, flags)[0])
+    command = (
+        f"{launcher(EP, 2, through='tests/mistakes.py')} {JOB} {flags} --output-dir {tmp_path}"
+    )
+    succeed(command, forked=True, MISTAKE=mistake)
+    difference = relative_difference(as_doubles(read_run(tmp_path)[0]), expected)
+    measured("silent", mistake=mistake, script=EP, ranks=2, value=difference)
+    assert difference > 0.01
+
+
+def test_a_snapshot_goes_on_on_other_ranks(train, tmp_path):
+    flags = "--experts 8 --top-k 2 --schedule none --lr 0.001 --dropout 0"
+    expected, _ = train(f"pytorch_SingleGPU {flags}", 1, "--max-steps 9")
+    for n, steps in ((2, 4), (4, 9)):
+        command = f"{launcher(EP, n)} {JOB} {flags} --max-steps {steps} --output-dir {tmp_path}"
+        finished = succeed(f"{command} --resume auto", forked=True)
+        assert ("at epoch 1, step 5" in finished.stdout) == (n == 4) and not finished.our_warnings
+    weights, _ = read_run(tmp_path)
+    assert relative_difference(as_doubles(weights), as_doubles(expected)) < 1e-11
+
+
+def test_a_stop_in_an_epoch_changes_no_bit(train, tmp_path):
+    flags = "--max-steps 9 --dropout 0.2 --schedule none --lr 0.001 --experts 4"
+    expected, _ = train(EP, 2, flags)
+    command = f"{launcher(EP, 2)} {JOB} {flags} --output-dir {tmp_path}"
+    succeed(command.replace("--max-steps 9", "--max-steps 4"), forked=True)
+    assert snapshots(tmp_path)[0].name.startswith("step-00000004")
+    succeed(f"{command} --resume auto", forked=True)
+    weights, _ = read_run(tmp_path)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_each_token_gets_its_experts_answers():
+    torch.manual_seed(0)
+    mixture = Mixture(lambda: torch.nn.Linear(6, 6), 5, 6, top_k=2).double()
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    chances = mixture.router(x).softmax(-1)
+    expected = torch.zeros_like(x)
+    for text in range(2):
+        for time in range(7):
+            best = chances[text, time].topk(2)
+            for chance, expert in zip(*best, strict=True):
+                answer = mixture.experts[str(expert.item())](x[text, time])
+                expected[text, time] += chance * answer
+    assert torch.allclose(mixture(x), expected, rtol=0, atol=1e-14)
+
+
+def test_an_expert_without_tokens():
+    """It has a gradient, of zeros: an optimizer and an all-reduce need one."""
+    mixture = Mixture(lambda: torch.nn.Linear(4, 4), 3, 4)
+    with torch.no_grad():
+        mixture.router.weight.copy_(torch.tensor([[9.0], [0.0], [-9.0]]).expand(3, 4))
+    mixture(torch.ones(1, 5, 4)).sum().backward()
+    assert mixture.experts["0"].weight.grad.any()
+    assert not mixture.experts["2"].weight.grad.any()
+
+
+def test_balance_has_the_router_use_all_experts():
+    torch.manual_seed(0)
+    mixture = Mixture(lambda: torch.nn.Linear(8, 8), 4, 8, balance=1.0)
+    with torch.no_grad():
+        mixture.router.weight[0] += 1
+    x = torch.randn(4, 50, 8) + 0.5
+
+    def most_used():
+        chosen = mixture.router(x).argmax(-1).flatten()
+        return torch.bincount(chosen, minlength=4).max().item() / chosen.numel()
+
+    before, optimizer = most_used(), torch.optim.Adam(mixture.router.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (0 * mixture(x)).sum().backward()  # the balance alone
+        optimizer.step()
+    assert before > 0.9 and most_used() < 0.5
+
+
+@pytest.mark.parametrize(
+    "script, n, flags, words",
+    [
+        (EP, 3, "--experts 8 -b 24", "--experts 8 are not divisible by 3 ranks; use 6"),
+        (EP, 2, "--model resnet18", "--model resnet18"),
+        ("pytorch_SingleGPU", 1, "--model gpt-nano --top-k 2", "add --experts 8"),
+        ("pytorch_SingleGPU", 1, "--model gpt-nano --experts 2 --top-k 3", "--top-k 3 is more"),
+        ("pytorch_SingleGPU", 1, "--model resnet18 --experts 2", "--experts is for a GPT"),
+    ],
+)
+def test_mistakes(script, n, flags, words, tmp_path):
+    finished = launch(f"{launcher(script, n)} {flags} --output-dir {tmp_path}", forked=True)
+    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
+    assert len(finished.errors) == 1 and words in finished.errors[0], str(finished)
