@@ -134,7 +134,7 @@ MISTAKES = {
     "--model resnet18 --gpus 4 --meshes": "--model resnet18 is no GPT; try gpt",
     f"{GPT} --gpus 7 --meshes": "divisible by",
     f"{GPT} --gpus 2 --meshes --no-such-flag": "unrecognized arguments: --no-such-flag",
-    f"{GPT} --gpus 2 --meshes 2,1,1,1 --memory 0.01 --spare 0.005 --fit": "nothing fits 0.01 GiB "
+    f"{GPT} --gpus 2 --meshes 2,1,1,1 --memory 0.006 --spare 0.005 --fit": "nothing fits 0.006 GiB "
     "with 0.005 GiB to spare; mesh 2,1,1,1 comes closest",
 }
 
