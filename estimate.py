@@ -5,6 +5,7 @@ Command:    python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 
             python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
             python estimate.py --module my_model.py:make_model --gpus 2
             python estimate.py --model gpt2 -b 64 --gpus 8 --scale --link ib400 --step-ms 250
+            python estimate.py --model gpt-32x32x4096 -b 8 --gpus 8 --memory 80 --meshes --fit
 Prints      a row per technique: the peak of PyTorch's allocator on the fullest GPU, what it
             consists of, the bytes that a GPU sends in a step, and whether that fits.
 Not in it   what is no tensor: the CUDA context (about 0.3 GiB), workspaces of cuDNN and cuBLAS,
@@ -79,6 +80,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
          help="of --memory, for what is not in the figures (default: 1.5)")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
     flag("--only", metavar="NAME,...", help="techniques, instead of all: FSDP,DDP_ZeRO")
+    flag("--meshes", nargs="*", metavar="DP,TP,PP,CP",
+         help="instead of techniques: meshes of the GPUs on which four of them train a GPT at "
+         "once, these or all; --fit then lists those that fit, least sent first. FSDP over DP x CP,"
+         " TP with or without --sequence-parallel, PP by 1F1B with --microbatches N, CP with "
+         "--attention ring, allgather or ulysses")
     flag("--scale", action="store_true",
          help="instead of memory: the share of a step in which a GPU waits for messages, at up to "
          "1,024 of them, each with as many samples as here")
@@ -93,6 +99,13 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--json", action="store_true", help="print JSON, in bytes")
     # fmt: on
     args, others = parser.parse_known_args()
+    check(args)
+    if args.scale:
+        args.step_ms = args.step_ms or step_of(args.measured)
+    return args, ["--model", args.model, *others]
+
+
+def check(args: argparse.Namespace) -> None:
     if args.memory is not None and args.memory <= args.spare:
         fail(
             f"--memory {args.memory:g} is no more than --spare {args.spare:g}; use a lower --spare"
@@ -105,15 +118,31 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
         fail("--fit needs to know the --memory of a GPU; for example --memory 24")
-    if args.batch_size % args.gpus:
+    if args.meshes is not None:
+        if args.module or args.only or args.scale:
+            fail("--meshes takes a GPT apart; leave out --module, --only and --scale")
+        check_meshes(args)
+    elif args.batch_size % args.gpus:
         near = max(args.batch_size // args.gpus, 1) * args.gpus
         fail(
             f"--batch-size {args.batch_size} is the global batch and is not divisible by "
             f"{args.gpus} GPUs; use --batch-size {near}"
         )
-    if args.scale:
-        args.step_ms = args.step_ms or step_of(args.measured)
-    return args, ["--model", args.model, *others]
+
+
+def check_meshes(args: argparse.Namespace) -> None:
+    """And settle which, and of how many layers."""
+    from estimator.meshes import mesh_of, meshes_of
+    from jobs.gpt import size_of
+
+    args.layers, args.named = size_of(args.model)[0], args.meshes
+    try:
+        args.meshes = [mesh_of(text) for text in args.named] or meshes_of(args.gpus)
+    except ValueError as error:
+        fail(error)
+    for mesh in args.meshes:
+        if mesh.gpus != args.gpus:
+            fail(f"--meshes {mesh} is of {mesh.gpus} GPUs, and --gpus is {args.gpus}")
 
 
 def step_of(path: Path | None) -> float:
@@ -160,12 +189,17 @@ def choose(name: str, techniques: list):
 
 def checked(predictions):
     """Pass on all, unless the first is a mistake of the user's, or one is a bug."""
-    for index, prediction in enumerate(predictions):
+    for index, prediction in enumerate(without_bugs(predictions)):
+        if prediction.mistake and index == 0:
+            fail(prediction.mistake)
+        yield prediction
+
+
+def without_bugs(predictions):
+    for prediction in predictions:
         if prediction.error:
             print(prediction.error, file=sys.stderr)
             raise SystemExit(1)
-        if prediction.mistake and index == 0:
-            fail(prediction.mistake)
         yield prediction
 
 
@@ -191,17 +225,50 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
     shown = []
     for found in predictions:
         shown.append(found)
-        cells = [gpus_of(found.technique)]
-        if not found.mistake:
-            parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
-            cells += [f"{size / GIB:.2f}" for size in (found.peak, *parts)]
-            cells.append(f"{found.sent / 1e6:,.0f}")
-            if args.memory:
-                cells.append("yes" if fits(args, found) else "no")
-        widths = [max(6, len(head)) for head in heads]
-        line = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
-        print(f"{found.technique.name:{NAME}}{line}  {found.mistake}".rstrip(), flush=True)
+        cells = [gpus_of(found.technique)] + ([] if found.mistake else figures_of(args, found))
+        line = f"{found.technique.name:{NAME}}{row_of(cells, heads)}  {found.mistake}"
+        print(line.rstrip(), flush=True)
     return shown
+
+
+def figures_of(args: argparse.Namespace, found) -> list[str]:
+    """The cells from the peak on."""
+    parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
+    cells = [f"{size / GIB:.2f}" for size in (found.peak, *parts)] + [f"{found.sent / 1e6:,.0f}"]
+    return cells + (["yes" if fits(args, found) else "no"] if args.memory else [])
+
+
+def row_of(cells: list, heads: list[str]) -> str:
+    widths = [max(6, len(head)) for head in heads]
+    return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+
+
+def print_meshes(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    """A row for each; with ``--fit`` they are in order."""
+    batch = f"global batch {args.batch_size} on {args.gpus} GPUs"
+    order = "; least sent first" if args.fit else ""
+    print(f"{describe(args, flags)}, {batch}: predicted peak of the fullest GPU, GiB{order}\n")
+    heads = ["peak", *COLUMNS, "sent MB"] + (["fits"] if args.memory else [])
+    print("  dp  tp  pp  cp" + row_of(heads, heads))
+    shown = []
+    for found in predictions:
+        shown.append(found)
+        sizes = "".join(f"{size:>4}" for size in dataclasses.astuple(found.technique.mesh))
+        print(sizes + row_of(figures_of(args, found), heads), flush=True)
+    if args.impossible:
+        print(f"\n{args.impossible} of {len(args.meshes)} meshes cannot divide this model or batch")
+    return shown
+
+
+def possible(args: argparse.Namespace, predictions):
+    """Leave out meshes that there cannot be; it is a mistake if one was named, or all are such."""
+    args.impossible = 0
+    for found in without_bugs(predictions):
+        args.impossible += bool(found.mistake)
+        if found.mistake and (args.named or args.impossible == len(args.meshes)):
+            fail(found.mistake)
+        if not found.mistake:
+            yield found
 
 
 def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
@@ -230,6 +297,8 @@ def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
         }
         row["command"] = [*found.technique.command, *flags]
         row["gpus"] = gpus_of(found.technique)
+        if args.meshes:
+            row |= dataclasses.asdict(found.technique.mesh)
         if args.memory:
             row["fits"] = fits(args, found)
         rows.append({k: v for k, v in row.items() if k not in ("error", "messages")})
@@ -241,10 +310,10 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     """The answer in a line; exit code 2 if it is that nothing fits."""
     good = [found.technique.name for found in predictions if fits(args, found)]
     if good:
-        if not args.json and not args.fit:
+        if not args.json and not args.fit and not args.meshes:
             print(f"\nfits {args.memory:.1f} GiB, {args.spare} GiB to spare: {', '.join(good)}")
         return
-    if args.fit:
+    if args.fit and not args.meshes:
         fail(
             f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
             "use more --gpus, or a smaller model"
@@ -254,7 +323,7 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     fail(
         f"nothing fits {args.memory:g} GiB with {args.spare} GiB to spare; "
         f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
-        "--gpus or a smaller --batch-size (--fit finds the largest)"
+        f"--gpus or a smaller --batch-size{'' if args.meshes else ' (--fit finds the largest)'}"
     )
 
 
@@ -335,10 +404,21 @@ def main() -> None:
 
 
 def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
-    from estimator import techniques
+    from estimator import meshes, techniques
 
+    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if args.meshes:
+        size = args.layers, args.batch_size
+        found = meshes.predict_all(args.meshes, *size, flags, args.classes, at_once)
+        found = possible(args, found)
+        if args.fit:
+            found = sorted(found, key=lambda one: (one.sent, one.peak))
+            found = [one for one in found if fits(args, one)] or found
+        show = print_json if args.json else print_meshes
+        predictions = show(args, flags, found)
+        return say_what_fits(args, predictions) if args.memory else None
     make_module = load_function(args.module) if args.module else None
-    chosen = techniques.techniques_for(args.gpus)
+    chosen = techniques.techniques_for(args.gpus, not args.module and args.model.startswith("gpt"))
     if args.scale:
         chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:
@@ -346,7 +426,6 @@ def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
     predict = partial(
         techniques.predict, flags=flags, classes=args.classes, make_module=make_module
     )
-    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.scale:
         return scale(args, flags, chosen, predict, at_once)
     if args.fit:

@@ -25,7 +25,6 @@ SHAPES = torch.library.Library("aten", "IMPL", "Meta")
 def stand_in_for_ranks() -> None:
     """The process group is PyTorch's fake one, in which nobody answers."""
     init, all_reduce = dist.init_process_group, dist.all_reduce
-    make_mesh = device_mesh.init_device_mesh
     begin = DistributedDataParallel._lazy_init
 
     def init_process_group(*_, **__):
@@ -48,12 +47,8 @@ def stand_in_for_ranks() -> None:
             ddp.register_comm_hook(None, answered)
         begin(ddp)
 
-    def make_mesh_of_numbers(*args, **kwargs):  # it reads its own ranks
-        with _disable_current_modes():
-            return make_mesh(*args, **kwargs)
-
     dist.init_process_group, dist.all_reduce = init_process_group, answered_all_reduce
-    device_mesh.init_device_mesh = make_mesh_of_numbers
+    stand_in_for_meshes()
     DistributedDataParallel._lazy_init = begin_with_hook
     # Rank 0's weights are sent before training; and what ranks tell each other has no numbers.
     dcp.set_model_state_dict = lambda *_, **__: None
@@ -66,6 +61,23 @@ def stand_in_for_ranks() -> None:
         tensors, limits, *rest
     )
     dist.Reducer._rebuild_buckets = lambda reducer: False
+
+
+def stand_in_for_meshes() -> None:
+    """They read their own ranks, which are in tensors that have to have numbers."""
+
+    def with_numbers(function):
+        def call(*args, **kwargs):
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    device_mesh.init_device_mesh = with_numbers(device_mesh.init_device_mesh)
+    mesh = device_mesh.DeviceMesh
+    mesh.__init__ = with_numbers(mesh.__init__)  # FSDP makes one of two, in which DTensors are
+    if isinstance(mesh.mesh, property):
+        mesh.mesh = property(with_numbers(mesh.mesh.fget))
 
 
 def first(future):

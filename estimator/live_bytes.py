@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from estimator.sent import Message, message_of
 
-SENDS = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operations that work on messages
+SENDS = ("c10d", "fsdp")  # namespaces of operations that work on messages, which are not kept
+KEPT = ("send", "recv")  # but for what stages tell each other
 
 
 class LiveBytes(TorchDispatchMode):
@@ -99,7 +100,8 @@ class LiveBytes(TorchDispatchMode):
         if not any(result.alias_info for result in func._schema.returns):  # else nothing is new
             for storage in (s for tensor in tensors for s in storages_of(tensor)):
                 self.count(storage)
-        if func.namespace in SENDS:  # what is gathered for forward is no activation
+        sends = func.namespace in SENDS and not any(word in func.__name__ for word in KEPT)
+        if sends:  # what is gathered for forward is no activation
             self.mark(tensors + tree_leaves(args), "temporary", only="activations")
         return out
 

@@ -66,7 +66,7 @@ def measured_links(path: Path) -> dict[str, Link]:
             if (kind := name.replace("_", "")) in SHARES or (kind := name) in SHARES:
                 hops = SHARES[kind] * (n - 1)
                 links[kind] = Link(operation["latency"] / hops, operation["bandwidth"])
-        links["reduce"] = links["broadcast"]
+        links["reduce"] = links["scatter"] = links["broadcast"]
         links["send"] = links.setdefault("alltoall", links["allgather"])
         return {kind: links[kind] for kind in SHARES}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

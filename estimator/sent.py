@@ -9,6 +9,7 @@ mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
     all-to-all       bytes * (N - 1) / N         of what a rank puts in, in equal parts
     broadcast        bytes * (N - 1) / N
     reduce           bytes * (N - 1) / N
+    scatter          bytes * (N - 1) / N         of what a rank gets out, in equal parts
     send             bytes
 """
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 # In units of (N - 1) / N; the first that is in the operation's name. A send goes to one rank.
 SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "alltoall": 1, "broadcast": 1}
-SHARES |= {"reduce": 1, "send": 1}
+SHARES |= {"reduce": 1, "scatter": 1, "send": 1}
 SILENT = ("barrier", "recv", "waittensor", "wraptensor")
 
 

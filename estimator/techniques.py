@@ -31,6 +31,8 @@ class Technique:
         gpus: that the batch is divided among by one process.
         unit: samples; the batch is a multiple of it.
         on_host: kinds of memory that are not the GPU's.
+        rank: the one that is predicted.
+        steps: that it takes.
     """
 
     name: str
@@ -39,16 +41,20 @@ class Technique:
     gpus: int = 1
     unit: int = 1
     on_host: tuple[str, ...] = ()
+    rank: int = 0
+    steps: int = trial.STEPS
 
 
-def techniques_for(gpus: int) -> list[Technique]:
-    """Those of a choice, on so many GPUs."""
+def techniques_for(gpus: int, is_gpt: bool = False) -> list[Technique]:
+    """Those of a choice, on so many GPUs; some are for a GPT alone."""
     rows = ["SingleGPU", "half_precision --dtype bfloat16", "auto_mixed_precision --dtype bfloat16"]
     if gpus > 1:
         rows += ["DP", "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero"]
         rows += ["FSDP", "FSDP --dtype bfloat16"]
     if gpus > 8 and gpus % 8 == 0:  # machines of eight
         rows += ["HSDP --shard 8"]
+    if is_gpt and gpus > 1:
+        rows += ["TP"] + (["FSDP_TP --tp 2"] if gpus > 2 and gpus % 2 == 0 else [])
     rows += ["FSDP_offload", "gradient_accumulation --accumulate 4", "activation_checkpointing"]
     rows += ["DeepSpeed zero_stage2", "DeepSpeed zero_stage3"]
     return [make_technique(row, gpus) for row in rows]
@@ -61,12 +67,15 @@ def make_technique(name: str, gpus: int) -> Technique:
         flags = ["--deepspeed_config", str(trial.ROOT / "config" / f"{flags[0]}_config.json")]
     launched = script not in ("SingleGPU", "half_precision", "auto_mixed_precision", "DP")
     parts = int(flags[1]) if script == "gradient_accumulation" else 1
+    shares = gpus if launched or script == "DP" else 1
+    if script in ("TP", "FSDP_TP"):  # ranks that share a matrix read the same
+        shares = gpus // int(flags[1]) if flags else 1
     return Technique(
         name,
         (f"pytorch_{script}.py", *flags),
         ranks=gpus if launched else 0,
         gpus=gpus if script == "DP" else 1,
-        unit=parts * (gpus if launched or script == "DP" else 1),
+        unit=parts * shares,
         on_host=ON_HOST if script == "FSDP_offload" else (),
     )
 
@@ -109,7 +118,14 @@ def predict(
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                live = trial.run_script(words, technique.ranks, classes, make_module)
+                live = trial.run_script(
+                    words,
+                    technique.ranks,
+                    classes,
+                    make_module,
+                    steps=technique.steps,
+                    rank=technique.rank,
+                )
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{error.func}: its result depends on numbers, which are not there"
     except NotImplementedError as error:

@@ -117,6 +117,11 @@ class ShortRun:
         # Of the outer one: ZeroRedundancyOptimizer sends after its inner one has stepped.
         optimizer.register_step_pre_hook(self.before_update)
         optimizer.register_step_post_hook(self.after_update)
+        if self.total_steps == 1:  # what it keeps has to be there already
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
 
     load_sharded_snapshot = load_snapshot
 
@@ -165,8 +170,9 @@ def run_script(
     block: int = 512,
     steps: int = STEPS,
     as_on_a_gpu: bool = True,
+    rank: int = 0,
 ) -> LiveBytes:
-    """Take two steps of a script and return what was counted in the second one.
+    """Take steps of a script and return what was counted in the last one.
 
     Args:
         words: the script and its flags.
@@ -175,14 +181,15 @@ def run_script(
         make_module: makes the model that takes the place of ``--model``. It returns a module, which
             then gets images, or a module and a batch for it.
         block: see :class:`LiveBytes`.
-        steps: or more, of which the last one counts.
+        steps: of which the last one counts. Of one, the optimizer has made what lasts before it.
         as_on_a_gpu: see :func:`prepare`; and images with their channels last.
+        rank: see :func:`prepare`.
 
     Raises:
         SystemExit: the script reported a mistake.
         NEEDS_NUMBERS: the model has an operation for which tensors need numbers: ``error.func``.
     """
-    prepare(ranks, as_on_a_gpu)
+    prepare(ranks, as_on_a_gpu, rank)
     import common
     from harness import command_line, deepspeed_engine
 
@@ -203,19 +210,20 @@ def run_script(
     return live
 
 
-def prepare(ranks: int | None, as_on_a_gpu: bool = True) -> None:
+def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
     """Put the stand-ins in their places. This process is of no other use afterwards: neither
     PyTorch nor our modules are as they were.
 
     Args:
-        ranks: this process becomes rank 0 of so many, and of none started by a launcher if it is 0.
+        ranks: this process becomes one of so many, and of none started by a launcher if it is 0.
             ``None`` has real tensors and the real other ranks, and this process is one of them.
         as_on_a_gpu: optimizers and autocast do what they do there by default.
+        rank: which one it becomes.
     """
     if as_on_a_gpu:
         fakes.stand_in_for_a_gpu()
     if ranks is not None:
-        become_rank_0(ranks)
+        become_rank(rank, ranks)
         fakes.stand_in_for_ranks()
         fakes.stand_in_for_numbers()
 
@@ -223,25 +231,25 @@ def prepare(ranks: int | None, as_on_a_gpu: bool = True) -> None:
 @contextlib.contextmanager
 def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
     """Count within, up to :class:`Finished`, what is made in forward and what in backward."""
-    call_backward = torch.Tensor.backward
+    call_backward = torch.autograd.backward  # also of Tensor.backward, and of pipelines
 
-    def backward(loss, *args, **kwargs):
-        live.kind = "temporary"
-        call_backward(loss, *args, **kwargs)
-        live.kind = "activations"
+    def backward(*args, **kwargs):
+        before, live.kind = live.kind, "temporary"
+        call_backward(*args, **kwargs)
+        live.kind = before
 
-    torch.Tensor.backward = backward
+    torch.autograd.backward = backward
     numberless = contextlib.nullcontext() if ranks is None else fake_tensor.FakeTensorMode()
     with numberless, live, contextlib.suppress(Finished):
         yield
 
 
-def become_rank_0(ranks: int) -> None:
+def become_rank(rank: int, ranks: int) -> None:
     """Set what a launcher would, and have our modules read it."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if ranks:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ["MASTER_PORT"] = "29500"
     ours = {"common", "harness", "jobs"}

@@ -16,8 +16,9 @@ MAY_KNOW = {  # of ours; besides its own room
     "common": {"jobs", "harness"},
     "inference": {"common", "jobs", "harness"},
     "report": set(),
-    "estimator": {"common", "jobs", "harness"},
-    "estimate": {"estimator", "harness", "report"},
+    # of the scripts only what its mesh is made of
+    "estimator": {"common", "jobs", "harness", "pytorch_TP", "pytorch_PP", "pytorch_CP"},
+    "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report"},
     "benchmark": {"harness", "report"},
     "timeline": {"harness", "report"},
