@@ -29,9 +29,14 @@ def load_gpt(args: argparse.Namespace) -> GPT:
     state = load_file(args.weights, "--weights")
     if not {"vocabulary", "position.weight"} <= state.keys():
         fail(f"--weights {args.weights} is no {args.model}; give the model.pt of a GPT")
+    if any(".experts." in name for name in state):
+        fail(
+            f"--weights {args.weights} is a mixture of experts, which this script cannot run; give "
+            "a model.pt that was trained without --experts"
+        )
     args.context = len(state["position.weight"])
     args.classes = [chr(point) for point in state["vocabulary"].tolist()]
-    args.dropout = 0.0
+    args.dropout, args.experts, args.top_k, args.balance = 0.0, None, None, None
     return make_model(args, args.classes).eval()
 
 

@@ -141,3 +141,11 @@ def test_mistakes(script, n, flags, words, tmp_path):
     finished = launch(f"{launcher(script, n)} {flags} --output-dir {tmp_path}", forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
     assert len(finished.errors) == 1 and words in finished.errors[0], str(finished)
+
+
+def test_inference_knows_no_experts(train, tmp_path):
+    weights, _ = train("pytorch_SingleGPU --experts 4 --balance 0", 1, "--max-steps 12")
+    torch.save(weights, tmp_path / "model.pt")
+    command = f"python model_inference.py --model gpt-2x2x16 --weights {tmp_path}/model.pt --text a"
+    finished = launch(command, forked=True)
+    assert finished.code == 2 and "is a mixture of experts" in finished.errors[0], str(finished)
