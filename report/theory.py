@@ -66,20 +66,24 @@ def share_of_gpt(words: list[str], run: dict) -> float:
         int, re.findall(r"(\d+)x\d+x(\d+)", run["model"])[0]
     )
     script = next(Path(word).stem for word in words if word.endswith(".py"))
-    n, tokens, whole = run["world_size"], len(run["classes"]), run["parameters"]
-    first, last = (tokens + run["context"]) * width, (tokens + 2) * width  # embeddings; norm, head
+    n, whole = run["world_size"], run["parameters"]
+    ends = whole - layers * (12 * width**2 + 4 * width)  # embeddings; norm and head
+    first, last = (
+        (ends + (run["context"] - 2) * width) / 2,
+        (ends - (run["context"] - 2) * width) / 2,
+    )
     flags = dict(zip(words, words[1:], strict=False))
     if script == "pytorch_TP":
         matrices = 12 * layers * width**2
         if "--sequence-parallel" in words:
-            matrices += first + last - 2 * width
+            matrices += ends - 2 * width
         return (matrices / n + whole - matrices) / whole
     if script == "pytorch_FSDP_TP":
         rows, matrices = n // int(flags.get("--tp", 2)), 12 * layers * width**2
         return (matrices / n + (whole - matrices) / rows) / whole
     if script == "pytorch_PP":
-        ends = first + last if n == 1 or "zbv" in words else max(first, last)
-        return ((whole - first - last) / n + ends) / whole
+        held = ends if n == 1 or "zbv" in words else max(first, last)
+        return ((whole - ends) / n + held) / whole
     if script == "pytorch_EP":
         experts = 8 * layers * width**2 * int(flags.get("--experts", 8))
         return (experts / n + whole - experts) / whole
