@@ -31,6 +31,7 @@ SCRIPTS = [  # with what they compute convolutions in
     ("pytorch_DP --dtype float16", FP16),
     ("pytorch_DDP", FP32),
     ("pytorch_torchrun_DDP", FP32),
+    ("pytorch_LocalSGD --sync-every 2 --outer-momentum 0.9", FP32),
     ("pytorch_FSDP", FP32),
     ("pytorch_FSDP --dtype bfloat16", BF16),
     ("pytorch_FSDP --optimizer adamw", FP32),
