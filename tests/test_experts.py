@@ -146,6 +146,8 @@ def test_mistakes(script, n, flags, words, tmp_path):
 def test_inference_knows_no_experts(train, tmp_path):
     weights, _ = train("pytorch_SingleGPU --experts 4 --balance 0", 1, "--max-steps 12")
     torch.save(weights, tmp_path / "model.pt")
-    command = f"python model_inference.py --model gpt-2x2x16 --weights {tmp_path}/model.pt --prompt a"
+    command = (
+        f"python model_inference.py --model gpt-2x2x16 --weights {tmp_path}/model.pt --prompt a"
+    )
     finished = launch(command, forked=True)
     assert finished.code == 2 and "is a mixture of experts" in finished.errors[0], str(finished)

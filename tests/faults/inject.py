@@ -2,7 +2,7 @@
 
     python tests/faults/inject.py --trials 200 --seed 7 --script pytorch_torchrun_DDP.py
 
-A trial is a small deterministic job on two ranks under ``torchrun --standalone --max-restarts 3``,
+A trial is a small deterministic job on some ranks under ``torchrun --standalone --max-restarts 3``,
 in which one fault happens: of a random kind, on a random rank, at a random step and phase (see
 victim.py). It is
 
@@ -67,6 +67,7 @@ def main():
         "--forked", action="store_true",
         help="fork the ranks from a process that has imported PyTorch: three times as fast",
     )  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
     if not (ROOT / args.script.split()[0]).is_file():
@@ -99,7 +100,12 @@ def run_trials(args, folder):
         [kind] = rng.choices(args.kinds, [KINDS[kind] for kind in args.kinds])
         phase = rng.choice(PHASES)
         faults.append(
-            {"kind": kind, "rank": rng.randrange(2), "step": rng.randint(1, 10), "phase": phase}
+            {
+                "kind": kind,
+                "rank": rng.randrange(args.ranks),
+                "step": rng.randint(1, 10),
+                "phase": phase,
+            }
         )
     outcomes, waits = [], []
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -165,9 +171,10 @@ def run(args, output, fault):
     events = output / "events"
     events.touch()
     agent = "python tests/faults/agent.py" if args.forked else "torchrun"
+    script, _, flags = args.script.partition(" ")  # its flags come last, and so they count
     command = (
-        f"{agent} --standalone --max-restarts 3 --nproc_per_node=2 "
-        f"tests/faults/victim.py {args.script} {JOB} --output-dir {output}"
+        f"{agent} --standalone --max-restarts 3 --nproc_per_node={args.ranks} "
+        f"tests/faults/victim.py {script} {JOB} {flags} --output-dir {output}"
     )
     env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(fault | {"events": str(events)})}
     env["TMPDIR"] = str(output)  # where torchrun leaves a folder

@@ -38,7 +38,7 @@ import small_resnet  # noqa: E402, F401  a model to choose
 
 from harness import checkpoint, snapshots  # noqa: E402
 from harness.ranks import RANK, RESTARTS  # noqa: E402
-from jobs import images  # noqa: E402
+from jobs import images, text  # noqa: E402
 
 FAULT = json.loads(os.environ["FAULT"])
 step = 0  # of this start, the first is 1
@@ -81,18 +81,22 @@ def before(module, name, phase):
     setattr(module, name, replacement)
 
 
-draw_crops = images.draw_crops
+def count_steps(kind):
+    """Of a data set, which is asked for each batch."""
+    prepare = kind.prepare
+
+    def prepare_and_count(data, batch, device, seed, epoch, index, *args):
+        global step, place
+        step += 1
+        place = epoch, index
+        happen("data")
+        return prepare(data, batch, device, seed, epoch, index, *args)
+
+    kind.prepare = prepare_and_count
 
 
-def draw_crops_of_a_step(seed, epoch, index, *args):
-    global step, place
-    step += 1
-    place = epoch, index
-    happen("data")
-    return draw_crops(seed, epoch, index, *args)
-
-
-images.draw_crops = draw_crops_of_a_step
+count_steps(images.Images)
+count_steps(text.Text)
 
 
 def in_forward(module, args):
@@ -101,8 +105,9 @@ def in_forward(module, args):
 
 
 def in_backward(module, args, output):
-    """A hook on what the first convolution returned: most of backward is over when it is called."""
-    if module.training and isinstance(module, nn.Conv2d) and torch.is_tensor(output):
+    """A hook on what convolutions, or norms of a GPT, returned."""
+    kinds = nn.Conv2d, nn.LayerNorm
+    if module.training and isinstance(module, kinds) and torch.is_tensor(output):
         if output.requires_grad:
             output.register_hook(lambda gradient: happen("backward"))
 
