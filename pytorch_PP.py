@@ -11,12 +11,13 @@ Use it      when a model does not fit one device, and the links are slow, as bet
 Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
             (AdamW) for the optimizer, the first and the last rank more: embedding and head. And the
             activations of its blocks: gpipe of the whole batch, 1f1b of N micro-batches at most.
-Sends       per step and rank, 4 bytes per token and width to the next one, and as many back; twice
-            that with two stages on a rank (interleaved, zbv). Nothing per parameter.
+Sends       per step and rank, 4 bytes per token and unit of width to the next rank, and as many
+            back; twice that with two stages on a rank (interleaved, zbv). Nothing per parameter.
 """
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,29 +43,29 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
     return once + {"interleaved": once, "zbv": once[::-1]}.get(schedule, [])
 
 
-def settle(args, ranks: int) -> None:
-    """Settle ``--microbatches``, and refuse what would let one rank raise and the others wait."""
-    schedule, batch = args.pipeline_schedule, args.batch_size
-    stages, layers = len(ranks_of_stages(schedule, ranks)), common.size_of(args.model)[0]
-    if layers < stages:
+def settle(args, ranks: int) -> list[int]:
+    """Settle ``--microbatches``, and refuse what would let one rank raise and the others wait. This
+    returns the rank of each stage."""
+    schedule, batch, layers = args.pipeline_schedule, args.batch_size, common.size_of(args.model)[0]
+    owners = ranks_of_stages(schedule, ranks)
+    if layers < len(owners):
         common.fail(
             f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} makes "
-            f"{stages} stages of them on {ranks} ranks; use fewer ranks, or more layers"
+            f"{len(owners)} stages of them on {ranks} ranks; use fewer ranks, or more layers"
         )
-    fit = [n for n in range(1, batch + 1) if batch % n == 0]  # each has as many samples
-    if schedule == "1f1b":
-        fit = [n for n in fit if n >= ranks]
-    if schedule == "interleaved":  # it takes them in rounds, of at least as many as there are ranks
+    least = ranks if schedule == "1f1b" else 1
+    fit = [n for n in range(least, batch + 1) if batch % n == 0]
+    if schedule == "interleaved":  # which takes them in equal rounds
         fit = [n for n in fit if n % max(1, n // ranks) == 0]
-    if not fit:
-        common.fail(f"--batch-size {batch} has no micro-batch for each of {ranks} ranks; use more")
     if args.microbatches is None:
-        args.microbatches = next((n for n in fit if n >= 2 * ranks), fit[-1])
+        args.microbatches = next((n for n in fit if n >= 2 * ranks), max(fit, default=batch))
     if args.microbatches not in fit:
+        use = " or ".join([*map(str, fit), "another --batch-size"])
         common.fail(
             f"--microbatches {args.microbatches} is not for --pipeline-schedule {schedule} with "
-            f"--batch-size {batch} on {ranks} ranks; use one of {', '.join(map(str, fit))}"
+            f"--batch-size {batch} on {ranks} ranks; use {use}"
         )
+    return owners
 
 
 class Stage(nn.Module):
@@ -101,24 +102,18 @@ def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
 
 
 def make_schedule(args, stages: dict[int, Stage], count: int, classes: int, device: torch.device):
-    """The order in which this rank computes, sends and receives."""
-    samples = args.batch_size // args.microbatches
-    # Shapes between stages. Else a first forward would find them out, and draw dropout for it.
-    with torch.device("meta"):
-        tokens = torch.empty(samples, args.context, dtype=torch.int64)
-        hidden = torch.empty(*tokens.shape, common.size_of(args.model)[2], requires_grad=True)
-        logits = torch.empty(samples, classes, args.context, requires_grad=True)
-    parts = [
-        pipelining.PipelineStage(
-            stage, number, count, device,
-            input_args=tokens if stage.is_first else hidden,
-            output_args=logits if stage.is_last else hidden,
-        )
-        for number, stage in stages.items()
-    ]  # fmt: skip
-    if device.type == "cpu":
-        for part in parts:  # PyTorch 2.11 greets neighbours first, and gloo cannot greet itself
-            part._get_init_p2p_neighbors_ops = list
+    """What computes, sends and receives in order, with gradients for all of this rank's stages."""
+    size = args.batch_size // args.microbatches, args.context
+    with torch.device("meta"):  # shapes, or a first forward would draw dropout to find them out
+        tokens = torch.empty(size, dtype=torch.int64)
+        hidden = torch.empty(*size, common.size_of(args.model)[2], requires_grad=True)
+        logits = torch.empty(size[0], classes, size[1], requires_grad=True)
+    parts = []
+    for number, stage in stages.items():
+        shapes = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
+        parts.append(pipelining.PipelineStage(stage, number, count, device, *shapes))
+        if device.type == "cpu":  # PyTorch 2.11 greets neighbours, and gloo cannot greet itself
+            parts[-1]._get_init_p2p_neighbors_ops = list
     return SCHEDULES[args.pipeline_schedule](
         parts if len(parts) > 1 else parts[0],
         args.microbatches,
@@ -127,38 +122,24 @@ def make_schedule(args, stages: dict[int, Stage], count: int, classes: int, devi
     )
 
 
-class WholeModel(nn.Module):
-    """For evaluation: a batch goes through all stages, one by one, and its logits to all ranks. All
-    ranks call it. (The schedules can evaluate as well, but not zbv.)"""
-
-    def __init__(self, stages: dict[int, Stage], owners: list[int], width: int, classes: int):
-        super().__init__()
-        self.stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-        self.owners, self.width, self.classes = owners, width, classes
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        rank, (samples, length), device = dist.get_rank(), tokens.shape, tokens.device
-        x, source = tokens, 0
-        for number, owner in enumerate(self.owners):
-            if rank == owner != source:
-                x = torch.empty(samples, length, self.width, device=device)
-                dist.recv(x, source)
-            if rank == source != owner:
-                dist.send(x, owner)
-            if rank == owner:
-                x = self.stages[str(number)](x)
-            source = owner
-        if rank != source:
-            x = torch.empty(samples, self.classes, length, device=device)
-        dist.broadcast(x, source)
-        return x
+def forward(stages: dict[int, Stage], owners: list[int], width: int, classes: int, tokens):
+    """For evaluation: all stages, one after the other. All ranks call it, and get the logits. (Of
+    the schedules, zbv cannot evaluate.)"""
+    x, (samples, length) = tokens, tokens.shape
+    for number, owner in enumerate(owners):
+        if owner == dist.get_rank():
+            x = stages[number](x)
+        else:
+            shape = (length, width) if number < len(owners) - 1 else (classes, length)
+            x = torch.empty(samples, *shape, device=tokens.device)
+        dist.broadcast(x, src=owner)
+    return x
 
 
 def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) -> None:
     """``nn.utils.clip_grad_norm_`` by the length of the gradients of all ranks together."""
-    own = [p.grad for p in parameters if p not in counted_elsewhere]
-    squares = nn.utils.get_total_norm(own).square()
-    dist.all_reduce(squares)
+    own = nn.utils.get_total_norm([p.grad for p in parameters if p not in counted_elsewhere])
+    dist.all_reduce(squares := own.square())
     nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
 
 
@@ -166,12 +147,9 @@ def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) ->
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
-    # (--schedule is that of the learning rate)
-    parser.add_argument("--pipeline-schedule", choices=list(SCHEDULES), default="1f1b")
-    parser.add_argument(
-        "--microbatches", type=common.number(int, 1), metavar="M",
-        help="equal parts of the batch (default: twice the ranks, or the next that divides it)",
-    )  # fmt: skip
+    flag, positive = parser.add_argument, common.number(int, 1)
+    flag("--pipeline-schedule", choices=list(SCHEDULES), default="1f1b", help="(default: 1f1b)")
+    flag("--microbatches", type=positive, metavar="M", help="(default: at least two for each rank)")
     args = common.parse_args(parser)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -188,34 +166,33 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
-    settle(args, world_size)
+    owners = settle(args, world_size)  # PP: before ranks wait for each other
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
-    common.seed_everything(args.seed, args.deterministic)  # PP: all ranks draw the same weights
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    # PP: all ranks read the same samples: the first has use for the tokens, the last for the labels
-    one = {"num_replicas": 1, "rank": 0}
-    sampler = DistributedSampler(train_set, **one, seed=args.seed, drop_last=True)
-    train_loader = common.make_loader(args, train_set, args.batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, **one, shuffle=False)
-    eval_loader = common.make_loader(args, eval_set, args.batch_size, eval_sampler)
+    batch_size = args.batch_size  # PP: all ranks read the same batch, as one rank alone does:
+    # the first uses the tokens, and that of the last stage the labels
+    sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, 1, 0, shuffle=False)  # PP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
+    torch.manual_seed(args.seed)  # PP: all ranks draw the same weights
     model = common.make_model(args, train_set.classes, channels_last=False)
     torch.manual_seed(args.seed + rank)  # PP: dropout differs by rank
-    names, classes = list(model.state_dict()), len(train_set.classes)
-    owners = ranks_of_stages(args.pipeline_schedule, world_size)
-    mine = [number for number, owner in enumerate(owners) if owner == rank]
-    stages = {number: Stage(model, number, len(owners)) for number in mine}
-    keep_only(stages, model)  # PP: before the device sees it
-    model.to(device)
-    schedule = make_schedule(args, stages, len(owners), classes, device)
-    whole_model = WholeModel(stages, owners, common.size_of(args.model)[2], classes)
-    shared, last = set(), owners[-1]  # PP: the rank that knows the loss
-    if args.tie and last != 0:  # PP: the first and the last rank have a copy each
-        ends = dist.new_group([0, last])
-        shared = {model.token.weight} if rank in (0, last) else set()
+    names, classes, count = list(model.state_dict()), len(train_set.classes), len(owners)
+    stages = {n: Stage(model, n, count) for n in range(count) if owners[n] == rank}  # PP: its own
+    keep_only(stages, model)
+    model.to(device)  # PP: no device holds the whole model
+    model.forward = partial(forward, stages, owners, common.size_of(args.model)[2], classes)
+    schedule = make_schedule(args, stages, count, classes, device)
+    shared, ends = set(), [0, owners[-1]]
+    if args.tie and ends != [0, 0]:  # PP: embedding and head are one matrix, on two ranks
+        group = dist.new_group(ends)
+        shared = {model.token.weight} if rank in ends else set()
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -229,12 +206,12 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            losses = []  # PP: of each micro-batch, on the last rank
+            losses = []  # PP: of the micro-batches, where the last stage is
             tokens = [images] if rank == 0 else []
-            # PP: forward and backward of all micro-batches, with what is sent between ranks
+            # PP: forward and backward of all micro-batches, and what ranks send each other
             schedule.step(*tokens, target=labels, losses=losses, return_outputs=False)
             for parameter in shared:
-                dist.all_reduce(parameter.grad, group=ends)  # PP: each end has a part of it
+                dist.all_reduce(parameter.grad, group=group)  # PP: each rank has a part of it
             if args.clip_grad:
                 clip_grad_norm(list(model.parameters()), args.clip_grad, shared if rank else set())
             optimizer.step()
@@ -245,13 +222,12 @@ def main():
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: its part
 
         # 6. Evaluate
-        run.report(common.evaluate(whole_model, eval_loader, device))
+        run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: its part
 
     # 7. Save and report
     parts = [None] * world_size if rank == 0 else None
-    own = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    dist.gather_object(own, parts)  # PP: to rank 0
+    dist.gather_object({k: v.cpu() for k, v in model.state_dict().items()}, parts)  # PP: to rank 0
     if rank == 0:
         weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model({name: weights[name] for name in names}, args.output_dir)

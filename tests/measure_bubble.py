@@ -65,10 +65,8 @@ def order_of_1f1b(ranks: int, microbatches: int) -> list[list[tuple]]:
     return order
 
 
-def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
-    """What each rank computes, in PyTorch's order: kind, stage, micro-batch."""
-    if schedule == "1f1b":
-        return order_of_1f1b(ranks, microbatches)
+def plan(schedule: str, ranks: int, microbatches: int):
+    """PyTorch's schedule, as the first of so many ranks makes it."""
     owners = ranks_of_stages(schedule, ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -77,12 +75,18 @@ def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
             for number, owner in enumerate(owners)
             if owner == 0
         ]
-        planned = SCHEDULES[schedule](parts if len(parts) > 1 else parts[0], microbatches)
+        return SCHEDULES[schedule](parts if len(parts) > 1 else parts[0], microbatches)
     finally:
         dist.destroy_process_group()
-    order = []
+
+
+def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
+    """What each rank computes, in PyTorch's order: kind, stage, micro-batch."""
+    if schedule == "1f1b":
+        return order_of_1f1b(ranks, microbatches)
+    order, planned = [], plan(schedule, ranks, microbatches).pipeline_order
     for rank in range(ranks):
-        names = map(str, planned.pipeline_order[rank])  # such as 0F1; None is a gap
+        names = map(str, planned[rank])  # such as 0F1; None is a gap
         parts = filter(None, (re.fullmatch(r"(\d+)([FBIW])(\d+)", name) for name in names))
         order.append([(part[2], int(part[1]), int(part[3])) for part in parts])
     return order

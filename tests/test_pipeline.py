@@ -1,18 +1,21 @@
 """The pipeline: that it trains as one process does, what it waits for, and how it ends badly."""
 
+import argparse
 import os
 import re
 import signal
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, cases, launch, launcher, read_run, started, succeed, wait_for
-from measure_bubble import count_idle, formula, order_of, read_steps
+from measure_bubble import count_idle, formula, order_of, plan, read_steps
 from test_faults import ranks_of
 from test_parity import relative_difference
 
 import pytorch_PP
 from jobs import gpt
+from pytorch_PP import settle
 
 JOB = (
     "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
@@ -210,15 +213,15 @@ def test_gradients_of_weights_wait_their_turn():
 
 # ---------------------------------------------------------------------------------------- mistakes
 
+TWO_STAGES = "--pipeline-schedule interleaved"
 MISTAKES = {
-    "--microbatches 5": "use one of 2, 3, 4, 6, 8, 12, 24",
-    "--microbatches 1": "use one of 2, 3, 4, 6, 8, 12, 24",
-    "--pipeline-schedule interleaved --microbatches 5": "use one of 1, 2, 3, 4, 6, 8, 12, 24",
-    "--pipeline-schedule interleaved --batch-size 10 --microbatches 5": "use one of 1, 2, 10",
-    "--batch-size 1": "--batch-size 1 has no micro-batch for each of 2 ranks",
+    "--microbatches 5": "use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another --batch-size",
+    "--microbatches 1": "use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another --batch-size",
+    f"{TWO_STAGES} --batch-size 10 --microbatches 5": "use 1 or 2 or 10 or another --batch-size",
+    "--batch-size 1": "--batch-size 1 on 2 ranks; use another --batch-size",
     "--model gpt-1x2x16": "has 1 layers, and --pipeline-schedule 1f1b makes 2 stages",
-    "--model gpt-3x2x16 --pipeline-schedule zbv": "has 3 layers, and --pipeline-schedule zbv makes",
-    "--model gpt-3x2x16 --pipeline-schedule interleaved": "makes 4 stages",
+    "--model gpt-3x2x16 --pipeline-schedule zbv": "--pipeline-schedule zbv makes 4 stages",
+    f"--model gpt-3x2x16 {TWO_STAGES}": "has 3 layers",
     "--model resnet18": "takes the blocks of a GPT apart",
     "--microbatches 0": "it must be 1 or more",
 }
@@ -277,3 +280,36 @@ def test_a_rank_that_hangs_is_named(schedule, tmp_path):
     assert finished.code == 1
     [line] = [line for line in finished.stderr.splitlines() if ": error: " in line]
     assert "rank 1 did not come to schedule.step(" in line, str(finished)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_refused_is_what_pytorch_refuses(schedule):
+    """On one rank alone, it may be, and the others would wait for it."""
+    for ranks in (1, 2, 3, 4):
+        for number in range(1, 25):
+            args = argparse.Namespace(
+                pipeline_schedule=schedule, batch_size=number, microbatches=number,
+                model="gpt-8x2x16",
+            )  # fmt: skip
+            refused = []
+            for check in (partial(plan, schedule, ranks, number), partial(settle, args, ranks)):
+                try:
+                    check()
+                    refused.append(False)
+                except (ValueError, SystemExit):
+                    refused.append(True)
+            assert len(set(refused)) == 1, (ranks, number)
+
+
+def test_microbatches_by_default():
+    found = {}
+    for schedule, batch, ranks in (
+        ("1f1b", 128, 4), ("zbv", 128, 3), ("interleaved", 10, 4), ("interleaved", 11, 4),
+        ("gpipe", 6, 4), ("1f1b", 7, 5),
+    ):  # fmt: skip
+        args = argparse.Namespace(
+            pipeline_schedule=schedule, batch_size=batch, microbatches=None, model="gpt-12x2x16"
+        )
+        settle(args, ranks)
+        found[schedule, batch, ranks] = args.microbatches
+    assert list(found.values()) == [8, 8, 10, 1, 6, 7]
