@@ -23,7 +23,7 @@ PHASES = {  # their colours
 }  # fmt: skip
 COLLECTIVES = {  # likewise; others are grey
     "all_reduce": COLOURS[4], "all_gather": COLOURS[3], "reduce_scatter": "#2f7f86",
-    "broadcast": "#5f6f9e",
+    "broadcast": "#5f6f9e", "all_to_all": "#9c6a2f", "send": "#6f8f3a", "recv": "#b0a04a",
 }  # fmt: skip
 SHADE = 'fill="#000000" fill-opacity="0.42"'  # of what overlaps with compute
 UNSEEN = 20  # microseconds

@@ -297,12 +297,12 @@ def test_the_map_leads_to_the_code_that_resumes():
 
 @pytest.mark.parametrize("child, parent", PARENTS.items())
 def test_a_script_is_its_parent_and_a_technique(child, parent):
-    """Most lines of the parent's code are in the child, letter for letter and in order; DDP and
-    DeepSpeed, the largest steps, bound both numbers."""
+    """Most lines of the parent's code are in the child, letter for letter and in order; DDP,
+    DeepSpeed and tensor parallelism, the largest steps, bound both numbers."""
     old, new = (code_of(name) for name in (parent, child))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     shared = sum(block.size for block in matcher.get_matching_blocks())
-    assert shared > 0.69 * len(old), "lines of the parent are missing"
+    assert shared > 0.67 * len(old), "lines of the parent are missing"
     assert len(new) - shared < 0.7 * len(new), "more than a technique"
 
 
