@@ -3,6 +3,7 @@ and where these two overlap. On a GPU the rows but the first are of kernels, lat
 
 import collections
 import itertools
+import math
 
 from harness.phases import PHASES
 
@@ -33,7 +34,9 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
         working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
         working = [e for e in working if computes(e["name"])]
         sent = describe_gloo(events)
-    compute = union(map(span, working))
+    # An operation on a DTensor waits within itself for what another has sent.
+    waits = union(span(e) for e in events if e["name"] == "_c10d_functional::wait_tensor")
+    compute = difference(union(map(span, working)), waits)
     rows = [row(rank, "phases", e["name"], span(e)) for e in phases]
     rows += [row(rank, "compute", "compute", found) for found in compute]
     rows += [row(rank, "communication", name, span(e), bytes=size) for e, name, size in sent]
@@ -129,6 +132,12 @@ def union(spans) -> Spans:
         else:
             joined.append((begin, end))
     return joined
+
+
+def difference(ours: Spans, theirs: Spans) -> Spans:
+    """What of a union is not in another."""
+    ends = [-math.inf, *itertools.chain.from_iterable(theirs), math.inf]
+    return intersection(ours, list(zip(ends[::2], ends[1::2], strict=True)))
 
 
 def intersection(ours: Spans, theirs: Spans) -> Spans:

@@ -58,6 +58,18 @@ def test_rows_of_a_gpu():
     assert found["collectives"] == {"all_reduce": {"per_step": 1, "bytes_per_step": 2000}}
 
 
+def test_an_operation_that_waits_within_itself():
+    """As those on DTensors do, for what another has sent: the wait is no compute."""
+    events = [
+        event("user_annotation", "forward", 0, 100),
+        event("cpu_op", "aten::add", 10, 50),
+        event("cpu_op", "_c10d_functional::wait_tensor", 20, 30),
+    ]
+    rows = trace_rows.make_rows(events, rank=0)
+    compute = [(e["ts"], e["dur"]) for e in rows if e.get("cat") == "compute"]
+    assert compute == [(10, 10), (50, 10)]
+
+
 def test_rows_of_gloo():
     """It sends a reduce_scatter as an all_reduce; what was asked for has the name and the bytes. A
     range that may contain a wait is no compute, and nor is what another thread does."""
