@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.parallel import DistributedDataParallel, distributed
@@ -49,6 +50,8 @@ def stand_in_for_ranks() -> None:
 
     dist.init_process_group, dist.all_reduce = init_process_group, answered_all_reduce
     stand_in_for_meshes()
+    # The real one returns what it is given, that of tensors without numbers a copy.
+    functional.wait_tensor = lambda tensor: tensor
     DistributedDataParallel._lazy_init = begin_with_hook
     # Rank 0's weights are sent before training; and what ranks tell each other has no numbers.
     dcp.set_model_state_dict = lambda *_, **__: None
