@@ -70,6 +70,8 @@ def check_is_gpt(args: argparse.Namespace) -> None:
             f"--model {args.model}: {SCRIPT}.py takes the blocks of a GPT apart, and no other "
             "model's; use gpt-nano, gpt-mini, gpt2 or gpt-LxHxD"
         )
+    if args.experts and SCRIPT != "pytorch_EP":
+        fail(f"--experts {args.experts}: {SCRIPT}.py knows no mixture; use pytorch_EP.py")
 
 
 def complete(args: argparse.Namespace) -> None:

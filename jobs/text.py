@@ -57,6 +57,9 @@ def complete(args: argparse.Namespace) -> None:
     if args.experts:
         args.top_k = args.top_k or 1
         args.balance = 0.01 if args.balance is None else args.balance
+        parts = getattr(args, "accumulate", 1) > 1 or getattr(args, "dtype", "") == "float16"
+        if args.balance and parts:  # the loss is scaled, and the balance has its gradient as it is
+            fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
         if args.top_k > args.experts:
             fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
     if args.context > context and args.model in jobs.gpt.SIZES:

@@ -135,6 +135,13 @@ def test_balance_has_the_router_use_all_experts():
         ("pytorch_SingleGPU", 1, "--model gpt-nano --top-k 2", "add --experts 8"),
         ("pytorch_SingleGPU", 1, "--model gpt-nano --experts 2 --top-k 3", "--top-k 3 is more"),
         ("pytorch_SingleGPU", 1, "--model resnet18 --experts 2", "--experts is for a GPT"),
+        ("pytorch_TP", 2, "--experts 2", "--experts 2: pytorch_TP.py knows no mixture"),
+        (
+            "pytorch_gradient_accumulation",
+            2,
+            "--model gpt-nano --experts 2",
+            "--balance is not for --accumulate",
+        ),
     ],
 )
 def test_mistakes(script, n, flags, words, tmp_path):
