@@ -56,7 +56,7 @@ script.ATTENTIONS["ring"] = lambda: jobs.gpt.attend
 
 
 @pytest.mark.parametrize("wrong, change", WRONG.items())
-def test_what_goes_wrong_without_a_word(wrong, change, train, tmp_path):
+def test_what_goes_wrong_without_a_word(wrong, change, train, tmp_path, measured):
     """Such a run ends well, and has learned something else."""
     flags = f"{IN_DOUBLE} --optimizer adamw"
     expected, expected_result = train("pytorch_SingleGPU", 1, flags)
@@ -65,7 +65,9 @@ def test_what_goes_wrong_without_a_word(wrong, change, train, tmp_path):
     succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
     weights, result = read_run(tmp_path / "run")
     difference = relative_difference(as_numbers(weights), as_numbers(expected))
-    assert difference < 1e-9 if wrong == "nothing" else difference > 0.1
+    if wrong != "nothing":
+        measured("silent", mistake=wrong, script="pytorch_CP", ranks=2, value=difference)
+    assert difference < 1e-11 if wrong == "nothing" else difference > 0.1
     assert result["train_loss"][-1] == pytest.approx(expected_result["train_loss"][-1], rel=0.1)
 
 
