@@ -36,7 +36,7 @@ def load_gpt(args: argparse.Namespace) -> GPT:
         )
     args.context = len(state["position.weight"])
     args.classes = [chr(point) for point in state["vocabulary"].tolist()]
-    args.dropout, args.experts, args.top_k, args.balance = 0.0, None, None, None
+    args.dropout, args.experts = 0.0, None
     return make_model(args, args.classes).eval()
 
 

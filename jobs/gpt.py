@@ -144,8 +144,8 @@ class GPT(nn.Module):
 def make_model(args: argparse.Namespace, vocabulary: list[str]) -> GPT:
     """``--model`` with ``--context``, on the CPU or the default device."""
     layers, heads, width, _, _ = size_of(args.model)
-    experts = args.experts, args.top_k, args.balance
-    model = GPT(vocabulary, args.context, layers, heads, width, args.dropout, args.tie, *experts)
+    mixture = (args.experts, args.top_k, args.balance) if args.experts else ()
+    model = GPT(vocabulary, args.context, layers, heads, width, args.dropout, args.tie, *mixture)
     if args.weights != "none":
         weights = load_file(args.weights, "--weights")
         flags = f"--model {args.model} --context {args.context}"
