@@ -41,6 +41,7 @@ def run(checkout, flags):
     return launch(f"python benchmark.py {flags}", cwd=checkout, forked=True)
 
 
+@pytest.mark.full
 def test_quick_suite(checkout):
     finished = run(checkout, "--suite quick")
     assert finished.code == 0, str(finished)

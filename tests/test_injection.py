@@ -38,7 +38,12 @@ def inject_faults(monkeypatch, capfd):
         pytest.param("pytorch_torchrun_DDP.py", 20, "--forked", marks=pytest.mark.full),
         pytest.param("pytorch_torchrun_DDP.py", 1, "", marks=pytest.mark.full),
         ("pytorch_FSDP.py", 1, "--forked"),
-        ("pytorch_DDP_ZeRO.py --use_zero --optimizer adamw", 1, "--forked"),
+        pytest.param(
+            "pytorch_DDP_ZeRO.py --use_zero --optimizer adamw",
+            1,
+            "--forked",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how, inject_faults):

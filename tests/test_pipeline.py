@@ -154,8 +154,13 @@ GO_ON = [
 ]
 
 
-@pytest.mark.parametrize("tie", ["", " --tie"])
-@pytest.mark.parametrize("before, after", GO_ON, ids=str)
+USUAL = [(*GO_ON[i], "") for i in (1, 3, 5)] + [(*GO_ON[2], " --tie")]
+
+
+@pytest.mark.parametrize(
+    "before, after, tie",
+    cases([(*way, tie) for way in GO_ON for tie in ("", " --tie")], lambda *row: row in USUAL),
+)
 def test_snapshots_go_on_elsewhere(before, after, tie, train, tmp_path):
     """At another number of ranks, in another order, and where parameters are sharded instead."""
     flags = f"--double --epochs 2 --warmup-steps 20 --optimizer adamw{tie}"
@@ -275,6 +280,9 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+LOST_IN = ["1f1b", pytest.param("zbv", marks=pytest.mark.full)]
+
+
 def lose_a_rank(name, schedule, flags, folder):
     """The command of a job of three ranks, whose second gets a signal when a step begins."""
     through = folder / "lost.py"
@@ -282,7 +290,7 @@ def lose_a_rank(name, schedule, flags, folder):
     return f"{launcher(SCRIPT(schedule), 3, through)} {JOB} {flags} --output-dir {folder}/run"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", LOST_IN)
 def test_a_rank_that_dies_is_named(schedule, tmp_path):
     """By its launcher, which ends the others."""
     finished = launch(lose_a_rank("SIGKILL", schedule, "", tmp_path), timeout=120)
@@ -290,7 +298,7 @@ def test_a_rank_that_dies_is_named(schedule, tmp_path):
     assert re.search(r"rank +: 1 .*\n.*exitcode +: -9 ", finished.stderr), str(finished)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", LOST_IN)
 def test_a_rank_that_hangs_is_named(schedule, tmp_path):
     """By its neighbours, each of which waits for it in the middle of a step."""
     with started(lose_a_rank("SIGSTOP", schedule, "--timeout 10", tmp_path)) as process:
