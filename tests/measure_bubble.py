@@ -2,9 +2,9 @@
 
     python tests/measure_bubble.py
 
-trains with each schedule of pytorch_PP.py on two ranks, and prints a row of shares, means of the
-ranks: by the formula; counted in the schedule's order, where backward takes twice as long as
-forward, and each half of it as long; and medians of what was measured, by the clock, and with the
+trains with each schedule of pytorch_PP.py on two ranks, and writes results/bubble.json: shares,
+means of the ranks, by the formula; counted in the schedule's order, where backward takes twice as
+long as forward, and each half of it as long; and medians of what was measured, by the clock, and with the
 time that each part of the work had a core, as if nothing else ran and messages took no time. For
 the clock the machine has to be quiet, with a core for each rank.
 """
@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from harness.measure import git_commit, hardware, versions  # noqa: E402
 from pytorch_PP import SCHEDULES, ranks_of_stages  # noqa: E402
 
 RANKS, SAMPLES, WARMUP = 2, 4, 3  # samples of a micro-batch, and steps that do not count
@@ -163,16 +164,22 @@ def measure(schedule: str, microbatches: int) -> tuple[float, float]:
 
 
 def main():
-    print("| schedule | micro-batches | formula | order | clock | core |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for schedule in SCHEDULES:
         for microbatches in (4, 8, 16):
             counted = count_idle(schedule, RANKS, microbatches)
             shares = [formula(schedule, RANKS, microbatches), sum(counted) / RANKS]
-            shares += measure(schedule, microbatches)
-            row = " | ".join(f"{float(share):.1%}" for share in shares)
-            print(f"| {schedule} | {microbatches} | {row} |", flush=True)
-    print(f"load of the machine in the last minute: {os.getloadavg()[0]:.1f}")
+            shares = map(float, [*shares, *measure(schedule, microbatches)])
+            shares = dict(zip(("formula", "order", "clock", "core"), shares, strict=True))
+            rows.append({"schedule": schedule, "microbatches": microbatches, **shares})
+            print(json.dumps(rows[-1]), flush=True)
+    found = {
+        "rows": rows,
+        "hardware": hardware(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+    (ROOT / "results" / "bubble.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
