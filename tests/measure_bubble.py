@@ -4,9 +4,9 @@
 
 trains with each schedule of pytorch_PP.py on two ranks, and writes results/bubble.json: shares,
 means of the ranks, by the formula; counted in the schedule's order, where backward takes twice as
-long as forward, and each half of it as long; and medians of what was measured, by the clock, and with the
-time that each part of the work had a core, as if nothing else ran and messages took no time. For
-the clock the machine has to be quiet, with a core for each rank.
+long as forward, and each half of it as long; and medians of what was measured, by the clock,
+and with the time that each part of the work had a core, as if nothing else ran and messages took no
+time. For the clock the machine has to be quiet, with a core for each rank.
 """
 
 import json
