@@ -55,6 +55,10 @@ MORE = (  # whose branches are those of other rows
     "pytorch_auto_mixed_precision --dtype bfloat16",
     "pytorch_DDP_AMP --dtype bfloat16",
     "pytorch_comm_hooks --comm-hook bf16",
+    "pytorch_comm_hooks --comm-hook powersgd",
+    "pytorch_HSDP --shard 2",
+    "pytorch_DDP_by_hand",
+    "pytorch_ZeRO_by_hand --stage 2",
 )
 FSDP = ("pytorch_FSDP", "pytorch_FSDP --dtype bfloat16", "pytorch_HSDP --shard 2")
 

@@ -94,7 +94,10 @@ def test_a_snapshot_goes_on_in_other_techniques(train, tmp_path, measured):
     assert difference < 1e-11
 
 
-@pytest.mark.parametrize("script, n", [(f"{TP} --sequence-parallel", 2), (GRID, 4)])
+@pytest.mark.parametrize(
+    "script, n",
+    cases([(f"{TP} --sequence-parallel", 2), (GRID, 4)], lambda script, n: n == 2),
+)
 def test_a_stop_in_an_epoch_changes_no_bit(script, n, train, tmp_path):
     flags = "--max-steps 9 --dropout 0.2 --schedule none --lr 0.001"
     expected, _ = train(script, n, flags)
