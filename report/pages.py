@@ -186,11 +186,9 @@ def suite_block(
 
 
 def proof_note(root: Path, proof: dict, name: str) -> str:
-    """The line below a table of the proof, if that knows its commit."""
-    if "git_commit" not in proof:
-        return ""
+    """The line below a table of the proof."""
     scripts = [f"{row['script'].split()[0]}.py" for row in proof[name]]
-    since = stale.note(root, proof["git_commit"], scripts)
+    since = stale.note(root, proof["commits"][name], scripts)
     about = f"torch {proof['versions']['torch']}; [results/proof.json](results/proof.json)"
     return f"\n\n{about}{since}"
 

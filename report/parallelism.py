@@ -16,8 +16,9 @@ def blocks(root: Path, proof: dict, note: Callable[[str], str]) -> dict[str, str
         proof: what the tests measured.
         note: makes the line below a table of the proof.
     """
-    found = dict.fromkeys(("shared", "silent"), "not measured yet: `python -m pytest`")
-    for name, draw in {"shared": shared_table, "silent": silent_table}.items():
+    drawn = {"parity_shared": tables.parity_table, "shared": shared_table, "silent": silent_table}
+    found = dict.fromkeys(drawn, "not measured yet: `python -m pytest`")
+    for name, draw in drawn.items():
         if name in proof:
             found[name] = draw(proof[name]) + note(name)
     return found | {"bubble": bubble_block(root / "results" / "bubble.json")}

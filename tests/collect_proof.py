@@ -18,24 +18,29 @@ from harness.measure import git_commit  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
 TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss", "shared", "silent")
+TABLES += ("parity_shared",)
 
 
 def read_measured(paths):
-    """The properties that tests recorded, by table, sorted; each once, the last one counts."""
+    """The properties that tests recorded, by table, sorted; each once, the last one counts. Tables
+    that have none stay as they were."""
     found = {table: {} for table in TABLES}
     for node in (node for path in paths for node in ElementTree.parse(path).iter("property")):
         if node.get("name") in found:
             row = json.loads(node.get("value"))
             key = row["script"], row["ranks"], row.get("optimizer"), row.get("mistake")
             found[node.get("name")][key] = row
-    found = {table: list(rows.values()) for table, rows in found.items()}
-    for table, rows in found.items():
-        if not rows:
-            raise SystemExit(f"{paths} have no measurement for the table '{table}'")
-        rows.sort(key=lambda row: json.dumps(row, sort_keys=True))
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     about = {"versions": versions, "machine": platform.processor() or platform.machine()}
-    return about | {"git_commit": git_commit()} | found
+    before = json.loads(PROOF.read_text()) if PROOF.is_file() else {"commits": {}}
+    tables, commits = {}, before["commits"]
+    for table, rows in found.items():
+        rows = sorted(rows.values(), key=lambda row: json.dumps(row, sort_keys=True))
+        if not rows and table not in before:
+            raise SystemExit(f"{paths} have no measurement for the table '{table}'")
+        tables[table] = rows or before[table]
+        commits |= {table: git_commit()} if rows else {}
+    return about | {"commits": commits} | tables
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_twelve_steps_in_double(attention, n, optimizer, train, measured):
     script = f"pytorch_CP --attention {attention}"
     weights, result = train(script, n, flags)
     difference = relative_difference(*(as_numbers(state) for state in (weights, expected)))
-    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
+    measured("parity_shared", script=script, ranks=n, optimizer=optimizer, value=difference)
     assert difference < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)

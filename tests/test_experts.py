@@ -34,7 +34,7 @@ def test_twelve_steps_in_double(kind, n, optimizer, train, measured):
     assert list(weights) == list(expected)
     difference = relative_difference(as_doubles(weights), as_doubles(expected))
     script = f"{EP} {kind}"
-    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
+    measured("parity_shared", script=script, ranks=n, optimizer=optimizer, value=difference)
     assert difference < 1e-11
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)

@@ -52,7 +52,9 @@ def test_twelve_steps_in_double(schedule, n, optimizer, train, measured):
     weights, result = train(SCRIPT(schedule), n, flags)
     assert list(weights) == list(expected)
     difference = relative_difference(in_double(weights), in_double(expected))
-    measured("parity_gpt", script=SCRIPT(schedule), ranks=n, optimizer=optimizer, value=difference)
+    measured(
+        "parity_shared", script=SCRIPT(schedule), ranks=n, optimizer=optimizer, value=difference
+    )
     assert difference < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)

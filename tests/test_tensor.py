@@ -35,7 +35,7 @@ def test_twelve_steps_in_double(script, n, optimizer, train, measured):
     expected, expected_result = train("pytorch_SingleGPU", 1, flags)
     weights, result = train(script, n, flags)
     difference = relative_difference(as_doubles(weights), as_doubles(expected))
-    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
+    measured("parity_shared", script=script, ranks=n, optimizer=optimizer, value=difference)
     assert difference < 1e-11
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
@@ -79,7 +79,7 @@ def test_what_no_error_tells_of(mistake, script, n, flags, at_least, train, tmp_
     assert difference > at_least
 
 
-def test_a_snapshot_goes_on_in_other_techniques(train, tmp_path, measured):
+def test_a_snapshot_goes_on_in_other_techniques(train, tmp_path):
     """Within an epoch, at another number of ranks."""
     flags = "--schedule none --lr 0.001"
     expected, _ = train("pytorch_SingleGPU", 1, f"--max-steps 12 {flags}")
@@ -90,7 +90,6 @@ def test_a_snapshot_goes_on_in_other_techniques(train, tmp_path, measured):
         finished = succeed(f"{command} --resume auto", forked=True)
         assert ("resumed from" in finished.stdout) == (steps > 3) and not finished.our_warnings
     difference = relative_difference(as_doubles(read_run(tmp_path)[0]), as_doubles(expected))
-    measured("goes_on", legs=[list(leg) for leg in legs], value=difference)
     assert difference < 1e-11
 
 
