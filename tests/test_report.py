@@ -108,8 +108,8 @@ def test_changed_code_makes_a_result_stale(clone):
 def test_a_proof_with_a_commit_says_what_has_changed(clone):
     root, git = clone
     proof = {"versions": {"torch": "2.15"}, "parity": [{"script": "pytorch_DP --x"}]}
-    assert pages.proof_note(root, proof, "parity") == ""
-    proof["git_commit"] = git("rev-parse HEAD")
+    proof["commits"] = {"parity": git("rev-parse HEAD"), "bytes": "0" * 40}
+    assert pages.proof_note(root, proof, "parity").endswith("(results/proof.json)")
     (root / "pytorch_DP.py").write_text("1")
     note = pages.proof_note(root, proof, "parity")
     assert note.endswith("(results/proof.json); since then changed: pytorch_DP.py")
