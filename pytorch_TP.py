@@ -75,6 +75,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
             model.head.weight = model.token.weight
 
 
+def add_up_gradients(model: nn.Module) -> None:
+    """Of norms, where each rank has what its positions make of them; all others are complete."""
+    for p in model.parameters():
+        if isinstance(p, DTensor) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
+
+
 def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
     """nn.utils.clip_grad_norm_ of parameters of which some are cut and some whole."""
     alike = {}
@@ -153,6 +160,8 @@ def main():
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
                 loss.backward()  # TP: gradients of this rank's part are complete: none is sent
+            if args.sequence_parallel:
+                add_up_gradients(model)
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()

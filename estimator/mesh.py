@@ -232,6 +232,8 @@ def main():
             gradient = parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=ends)
+        if args.sequence_parallel:
+            pytorch_TP.add_up_gradients(model)
         if args.clip_grad:
             clip_grad_norm(model, args.clip_grad, stages, elsewhere)
         optimizer.step()

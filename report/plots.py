@@ -204,7 +204,7 @@ def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]], unit: str) -> 
     for title, losses in values.items():
         axes.semilogx([int(n) / 1e6 for n in losses], list(losses.values()), label=title)
     axes.set(xlabel="MB sent by a rank", ylabel=unit)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]], unit: str) -> None:
