@@ -240,11 +240,12 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    one = {"num_replicas": 1, "rank": 0}  # CP: all samples are for every rank
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True, **one)
-    train_loader = common.make_loader(args, train_set, args.batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False, **one)  # CP: likewise, in order
-    eval_loader = common.make_loader(args, eval_set, args.batch_size, eval_sampler)
+    batch_size = args.batch_size  # CP: all of it
+    alike = {"num_replicas": 1, "rank": 0}  # CP: every rank reads every sample
+    sampler = DistributedSampler(train_set, **alike, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, **alike, shuffle=False)
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)

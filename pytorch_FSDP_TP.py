@@ -171,7 +171,7 @@ def main():
                 loss = F.cross_entropy(logits, labels)
                 loss.backward()  # 2-D: reduce-scatters those of this rank's part over the rows
             if args.sequence_parallel:
-                add_up_gradients(model)
+                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()

@@ -159,9 +159,9 @@ def main():
             with loss_parallel():  # TP: if each rank has logits of a part of the vocabulary
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
-                loss.backward()  # TP: gradients of this rank's part are complete: none is sent
+                loss.backward()  # TP: gradients of this rank's part are complete
             if args.sequence_parallel:
-                add_up_gradients(model)
+                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()

@@ -44,7 +44,7 @@ def shared_table(rows: list[dict]) -> str:
 def silent_table(rows: list[dict]) -> str:
     """Mistakes that no error tells of, by how far the weights are off after twelve steps."""
     lines = [
-        [row["mistake"], f"`{row['script'].removeprefix('pytorch_')}`", f"{row['value']:.1f}"]
+        [row["mistake"], f"`{row['script'].removeprefix('pytorch_')}`", f"{row['value']:.2f}"]
         for row in sorted(rows, key=lambda row: -row["value"])
     ]
     return tables.markdown(["mistake", "script", "off by"], lines)
