@@ -28,6 +28,7 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
+    common.prepare_process(args)
     common.check_launch()  # Accelerate: was its launcher given a file for this?
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")

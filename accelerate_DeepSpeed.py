@@ -34,6 +34,7 @@ def main():
         help="(default: that of the launcher's file)",
     )  # fmt: skip
     args = common.parse_args(parser)
+    common.prepare_process(args)
     common.check_launch("DEEPSPEED")  # Accelerate: was its launcher given a file for this?
     if args.double:
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")

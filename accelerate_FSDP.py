@@ -32,6 +32,7 @@ def main():
     parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     common.check_launch("FSDP")  # Accelerate: was its launcher given a file for this?
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")

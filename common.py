@@ -34,6 +34,7 @@ import jobs.choice
 from harness import command_line, loaders, ranks, remote, timeouts
 from harness.accelerate_file import check_launch
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
+from harness.cpu_memory import keep_no_free_memory
 from harness.files import load_file, save_file
 from harness.measure import device_name, whole
 from harness.ranks import (
@@ -56,8 +57,8 @@ from jobs.text import Text
 # What scripts use, in the order in which they do; some of it comes from below.
 # fmt: off
 __all__ = [
-    "import_optional", "argument_parser", "number", "parse_args", "check_launch", "fail",
-    "announce", "print0",
+    "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
+    "check_launch", "fail", "announce", "print0",
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE", "size_of",
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
@@ -87,11 +88,7 @@ def argument_parser(doc: str, only_gpt: bool = False) -> argparse.ArgumentParser
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, fill in what depends on the device, and check it all at once."""
-    ranks.die_with_launcher()
-    if WORLD_SIZE == LOCAL_WORLD_SIZE:
-        ranks.listen_on_loopback()
     args = parser.parse_args()
-    timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
     command_line.complete(args)
     remote.complete(args)
     if parser.get_default("model") == "gpt":
@@ -103,12 +100,23 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         fail(
             f"--double computes in float64, and this run in {args.dtype}; leave out one of the two"
         )
+    return args
+
+
+def prepare_process(args: argparse.Namespace) -> None:
+    """Settle what holds for the whole process: it ends with its launcher, listens on loopback when
+    all ranks share a machine, explains timeouts, can write its files, and has a default dtype."""
+    ranks.die_with_launcher()
+    if WORLD_SIZE == LOCAL_WORLD_SIZE:
+        ranks.listen_on_loopback()
+    timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
+    if args.profile_memory and args.device == "cpu":
+        keep_no_free_memory()
     if RANK == 0:
         command_line.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
         remote.check_writable(args)
     if args.double:
         torch.set_default_dtype(torch.float64)
-    return args
 
 
 def announce(args: argparse.Namespace, device: torch.device, readers: int = WORLD_SIZE) -> None:

@@ -59,6 +59,7 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
+    common.prepare_process(args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if "LT_CLI_USED" in os.environ and os.environ.get("OMP_NUM_THREADS") == str(cores):
         os.environ["OMP_NUM_THREADS"] = "1"  # Fabric: gives every rank as many threads as all cores

@@ -194,6 +194,7 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--strategy", choices=["ddp", "fsdp", "deepspeed_stage_2"], default="ddp")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     if args.double and args.strategy == "deepspeed_stage_2":
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

@@ -26,6 +26,7 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--local-rank", "--local_rank", type=int)  # DDP: the launcher passes it
     args = common.parse_args(parser)
+    common.prepare_process(args)
     device = common.get_device(args, args.local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0

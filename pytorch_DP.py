@@ -41,6 +41,7 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     device = common.get_device(args)
     common.announce(args, device)
     common.seed_everything(args.seed, args.deterministic)

@@ -41,6 +41,7 @@ def main():
         default="config/zero_stage2_config.json", help="(default: %(default)s)",
     )  # fmt: skip
     args = common.parse_args(parser)
+    common.prepare_process(args)
     if args.double:
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

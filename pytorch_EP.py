@@ -116,6 +116,7 @@ def main():
     parser = common.argument_parser(__doc__, only_gpt=True)
     parser.set_defaults(experts=8)
     args = common.parse_args(parser)
+    common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -104,6 +104,7 @@ def main():
         help="ranks of a row, of which each has a part of every matrix (default: 2)",
     )  # fmt: skip
     args = common.parse_args(parser)
+    common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -151,6 +151,7 @@ def main():
     flag("--pipeline-schedule", choices=list(SCHEDULES), default="1f1b", help="(default: 1f1b)")
     flag("--microbatches", type=positive, metavar="M", help="(default: at least two for each rank)")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])

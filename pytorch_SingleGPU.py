@@ -19,6 +19,7 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
+    common.prepare_process(args)
     device = common.get_device(args)
     common.announce(args, device)
     common.seed_everything(args.seed, args.deterministic)

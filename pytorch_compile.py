@@ -33,6 +33,7 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument("--blocks", action="store_true", help="compile block by block")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     compiler = os.environ.get("CXX", "c++")
     if args.device == "cpu" and not shutil.which(compiler):  # compile: it writes C++ for a CPU
         common.fail(f"no C++ compiler ({compiler}) is installed; install g++ or clang, or set CXX")

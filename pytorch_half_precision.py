@@ -32,6 +32,7 @@ def main():
     # half: a power of two loses no digit
     parser.add_argument("--loss-scale", type=common.number(float, 1), default=128, metavar="X")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     if args.optimizer == "adamw" and args.dtype == "float16" and not args.master_weights:
         common.fail("--optimizer adamw has an eps that is 0 in float16; add --master-weights")
     device = common.get_device(args)

@@ -176,6 +176,7 @@ def parse_args():
 
 def main():
     args = parse_args()
+    common.prepare_process(args)
     settle(args)
     device = common.get_device(args, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(

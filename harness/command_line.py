@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import torch
 
-from harness.cpu_memory import keep_no_free_memory
 from harness.ranks import (
     RANK,
     RESTARTS,
@@ -203,8 +202,6 @@ def complete(args: argparse.Namespace) -> None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.trace and args.profile_memory:
         fail("--trace and --profile-memory both look at the last step; leave out one of the two")
-    if args.profile_memory and args.device == "cpu":
-        keep_no_free_memory()
     first = RESTARTS == 0  # later, the snapshots of this very run take its place
     here = args.resume not in ("auto", "none") and "://" not in args.resume  # else it is elsewhere
     if first and here and not Path(args.resume).exists():

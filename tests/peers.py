@@ -62,6 +62,7 @@ def main():
     parser.add_argument("--loop", choices=["bare", "seed"], required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
+    common.prepare_process(args)
     device = common.get_device(args)
     common.seed_everything(args.seed, args.deterministic)
     train_set, _ = common.make_datasets(args)
