@@ -22,6 +22,7 @@ from harness.measure import (
     versions,
 )
 from harness.ranks import SCRIPT, WORLD_SIZE, gather_objects, max_over_ranks
+from harness.remote import local_folder
 
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
@@ -122,7 +123,7 @@ def write_result(run, model: nn.Module, figures: dict) -> dict:
         "versions": versions(),
         "git_commit": git_commit(),
     }
-    (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (local_folder(args.output_dir) / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -19,8 +19,9 @@ from harness.display import Display
 from harness.guard import Guard
 from harness.loaders import batches_of
 from harness.measure import local
-from harness.mirror import make_store
+from harness.mirror import open_snapshots
 from harness.ranks import RANK, WORLD_SIZE, exit_all, max_over_ranks, print0, wait_for_gloo
+from harness.remote import local_folder
 from harness.stop import StopRequest
 from harness.trace import closer_look
 
@@ -50,8 +51,8 @@ class Run:
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        self.display = Display(args.output_dir, self.train_set.unit)
-        self.store = make_store(args)
+        self.display = Display(local_folder(args.output_dir), self.train_set.unit)
+        self.store = open_snapshots(args)
         self.guard = Guard(args, self.store.newest)
         self.stop = StopRequest(device)
 
@@ -112,7 +113,8 @@ class Run:
             scheduler: ``None`` if a library looks after it.
             skips_by: see :meth:`Guard.attach`.
         """
-        result_file, path = self.args.output_dir / "result.json", self.store.resumed
+        result_file = local_folder(self.args.output_dir) / "result.json"
+        path = self.store.resumed
         if snapshot and scheduler:
             scheduler.load_state_dict(snapshot["scheduler"])
             scheduler.last_epoch -= 1
@@ -246,6 +248,7 @@ class Run:
             result.add_hparams(self.display.writer, self.args, written)
             self.display.close()
             print0(breakdown.in_a_line(written))
-            print0(f"{result.in_a_line(written)}, files in {self.args.output_dir}")
+            folder = local_folder(self.args.output_dir)
+            print0(f"{result.in_a_line(written)}, files in {folder}")
         self.store.copy_results()
         wait_for_gloo()

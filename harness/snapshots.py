@@ -21,6 +21,7 @@ from harness.ranks import (
     max_over_ranks,
     print0,
 )
+from harness.remote import local_folder
 
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 
@@ -154,7 +155,8 @@ class SnapshotStore:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.folder = args.output_dir / "snapshots"
+        self.output_dir = local_folder(args.output_dir)
+        self.folder = self.output_dir / "snapshots"
         self.resumed = None  # the path of the one that this run goes on from
 
     # What these four do where a folder is elsewhere is in mirror.py:
@@ -238,7 +240,7 @@ class SnapshotStore:
             folder = Path(self.args.resume)
             if not folder.exists():
                 fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
-            if (self.args.output_dir / "previous").resolve() in folder.resolve().parents:
+            if (self.output_dir / "previous").resolve() in folder.resolve().parents:
                 fail(f"--resume {folder}: a new run replaces previous/; move it elsewhere first")
             if (folder / "state.pt").exists() or (folder / SUMS).exists():
                 if damage := find_damage(folder):
@@ -269,7 +271,7 @@ class SnapshotStore:
         """Move what an earlier run left in this folder to ``previous/``, and drop its curves and
         traces. Of the run that goes on, these are only snapshots that are damaged or newer than
         the resumed one. Rank 0 does this."""
-        output_dir, resumed = self.args.output_dir, self.resumed
+        output_dir, resumed = self.output_dir, self.resumed
         aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
         if resumed and resumed.resolve().parent == self.folder.resolve():
             aside = [path for path in list_snapshots(self.folder) if path.name > resumed.name]

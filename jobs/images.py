@@ -19,6 +19,7 @@ from harness.command_line import fail, positive
 from harness.download import fetch
 from harness.loaders import Unreadable
 from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
+from harness.remote import fetch_input
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
 # and a run should show its first line before that.
@@ -209,7 +210,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
     why = None
     if args.dataset in ("auto", "cifar10"):
-        why = fetch_cifar10(args.data_dir)
+        why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
         if why and args.dataset == "cifar10":
             fail(
                 f"--dataset cifar10: not in {args.data_dir}, and could not be downloaded ({why}); "
@@ -259,7 +260,7 @@ def cifar10(args: argparse.Namespace, split: str) -> Images:
     from torchvision.datasets import CIFAR10
 
     try:
-        source = CIFAR10(args.data_dir, train=split == "train")
+        source = CIFAR10(fetch_input(args.data_dir, "--data-dir"), train=split == "train")
     except (OSError, RuntimeError, EOFError) as error:
         fail(f"CIFAR-10 in {args.data_dir} is damaged ({error}); remove it and start again")
     n = how_many(args, split, len(source))
@@ -275,7 +276,8 @@ def folder(args: argparse.Namespace, split: str) -> Images:
     from torchvision.datasets import ImageFolder
 
     names = ["train"] if split == "train" else ["test", "val"]
-    roots = [args.data_dir / name for name in names if (args.data_dir / name).is_dir()]
+    data_dir = fetch_input(args.data_dir, "--data-dir")
+    roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
         fail(
             f"--data-dir {args.data_dir}: there is no {' or '.join(names)} folder in it; "
