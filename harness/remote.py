@@ -3,10 +3,10 @@
 import argparse
 import contextlib
 import functools
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +18,6 @@ SILENCE = 60  # seconds without a sign of life, later
 # The libraries' own patience is minutes:
 LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
-AT_ONCE = 64  # files of a download; some libraries fetch them side by side
 
 RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded, and downloaded
 
@@ -49,10 +48,28 @@ def check_urls(args: argparse.Namespace) -> None:
 def check_writable(args: argparse.Namespace) -> None:
     """Check that ``--output-dir`` can be written, if it is a URL."""
     if is_url(args.output_dir):
-        try:
+        with or_fail("--output-dir", "give another"):
             Remote(args.output_dir).check_writable()
+
+
+@contextlib.contextmanager
+def or_fail(flag: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except RemoteError as error:
+        fail(f"{flag} {error}; {advice}")
+
+
+def failure_of(transfer: Callable | None) -> str | None:
+    """Why a transfer failed on any rank. All ranks call it, with ``None`` if they transfer
+    nothing."""
+    failure = None
+    if transfer:
+        try:
+            transfer()
         except RemoteError as error:
-            fail(f"--output-dir {error}; give another")
+            failure = str(error)
+    return next(filter(None, gather_objects(failure)), None)
 
 
 def check_url(url: str, flag: str) -> None:
@@ -77,23 +94,18 @@ def check_url(url: str, flag: str) -> None:
 def answer_within(seconds: float, question: Callable):
     """What a server answers. A thread asks, because not every library has a timeout, and looking up
     a host obeys none; it may be left behind."""
-    answers = []
+    answer = Future()
 
     def ask():
         try:
-            answers.append((question(), None))
+            answer.set_result(question())
         except Exception as error:  # of any library
-            answers.append((None, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
+    threading.Thread(target=ask, daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer within {seconds} s")
-    [(answer, error)] = answers
-    if error:
-        raise error
-    return answer
+    return answer.result()
 
 
 class Remote:
@@ -131,66 +143,53 @@ class Remote:
             fs.ftp.get_channel().settimeout(SILENCE)
         return fs, root
 
-    def path(self, name: str) -> str:
-        return f"{self.root.rstrip('/')}/{name}" if name else self.root
+    def path(self, *names: str) -> str:
+        return "/".join([self.root.rstrip("/"), *filter(None, names)]) or "/"
 
     def list_files(self, below: str = "") -> dict[str, int]:
-        """The size of each file, by name; of none, if there is no such place."""
+        """The size of each file, by name; of none, if nothing is there."""
         with self.connection("read") as fs:
             place = self.path(below)
             fs.invalidate_cache()
             if answer_within(ANSWER, lambda: fs.isfile(place)):
                 return {"": fs.size(place)}
-            # Not fs.find(), which in some file systems leaves out a folder that cannot be read.
-            found, folders = {}, [place]
-            while folders:
-                folder = folders.pop()
-                with contextlib.suppress(FileNotFoundError):
-                    for entry in fs.ls(folder, detail=True):
-                        path = entry["name"].rstrip("/")
-                        if entry["type"] == "directory" and path != folder.rstrip("/"):
-                            folders.append(path)
-                        elif entry["type"] == "file" and not entry["name"].endswith("/"):
-                            found[path.removeprefix(place.rstrip("/")).strip("/")] = entry["size"]
-            return found
+            # Else a folder that cannot be read is left out. Object stores list all in one request.
+            strict = {} if fs.async_impl else {"on_error": "raise"}
+            try:
+                found = fs.find(place, detail=True, **strict)
+            except FileNotFoundError:
+                return {}
+            return {
+                path.removeprefix(place).strip("/"): info["size"]
+                for path, info in found.items()
+                if info["type"] == "file" and not path.endswith("/")
+            }
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; ``None`` if there is none."""
-        with self.connection("read") as fs:
-            try:
-                return fs.cat_file(self.path(name))
-            except FileNotFoundError:
-                return None
+        with self.connection("read") as fs, contextlib.suppress(FileNotFoundError):
+            return fs.cat_file(self.path(name))
 
     def download(self, sizes: dict[str, int], target: Path, below: str = "") -> None:
-        """Fetch files into a folder (``""``: into the file ``target``), each whole or not at all.
+        """Fetch files into a folder (``""``: into the file ``target``).
 
         Args:
             sizes: as :meth:`list_files` has them.
         """
-        names = list(sizes)
         with self.connection("read") as fs:
-            for i in range(0, len(names), AT_ONCE):
-                some = names[i : i + AT_ONCE]
-                targets = [target / name if name else target for name in some]
-                parts = [path.with_name(f".{path.name}.part") for path in targets]
-                for path in targets:
-                    if ".." in path.parts:
-                        raise ValueError(f"it holds a file named {path}")
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                sources = [self.path("/".join(filter(None, (below, name)))) for name in some]
-                fs.get(sources, [str(part) for part in parts])
-                for name, part, path in zip(some, parts, targets, strict=True):
-                    if part.stat().st_size != (sizes[name] or part.stat().st_size):
-                        raise EOFError(f"{name} is cut off")
-                    os.replace(part, path)
+            for name in sizes:
+                if ".." in name.split("/"):
+                    raise ValueError(f"it holds a file named {name}")
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+            fs.get([self.path(below, name) for name in sizes], [str(target / n) for n in sizes])
+            for name, size in sizes.items():
+                if size and (target / name).stat().st_size != size:
+                    raise EOFError(f"{name} is cut off")
 
     def upload(self, folder: Path, names: list[str], below: str = "") -> None:
-        """Copy files of a folder here, one after the other, in this order."""
+        """Copy files of a local folder."""
         with self.connection("written") as fs:
-            for name in names:
-                path = self.path("/".join(filter(None, (below, name))))
-                fs.put_file(str(folder / name), path)
+            fs.put([str(folder / name) for name in names], [self.path(below, n) for n in names])
 
     def move(self, name: str, other: str) -> None:
         """Give a file another name, and take the place of one that has it."""
@@ -224,14 +223,10 @@ def fetch_input(place: Path | str, flag: str) -> Path:
     process, by the first rank of each machine. All ranks call it."""
     if not is_url(place):
         return Path(place)
-    path, failure = local_folder(place, DATA), None
-    if is_first_here():
-        try:
-            fetch(Remote(place), path, again=flag == "--weights")
-        except RemoteError as error:
-            failure = str(error)
-    if failures := [why for why in gather_objects(failure) if why]:
-        fail(f"{flag} {failures[0]}; give another, or a local path")
+    path = local_folder(place, DATA)
+    download = functools.partial(fetch, Remote(place), path, again=flag == "--weights")
+    if failure := failure_of(download if is_first_here() else None):
+        fail(f"{flag} {failure}; give another, or a local path")
     return path
 
 
@@ -245,15 +240,16 @@ def fetch(remote: Remote, place: Path, again: bool) -> None:
     if not sizes:
         raise RemoteError(f"{remote.url} cannot be read (there is nothing)")
 
-    def is_here(name: str) -> bool:
-        path = place / name if name else place
-        return path.is_file() and path.stat().st_size == sizes[name]
-
-    here = [path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()]
-    for name in here:  # what is read must be what is there
-        if name not in sizes and not Path(name).name.startswith("."):
-            fail(f"{place / name} is not in {remote.url}; remove it, or put it there, too")
-    missing = {name: size for name, size in sizes.items() if again or not is_here(name)}
+    here = {
+        path.relative_to(place).as_posix(): path.stat().st_size
+        for path in place.rglob("*")
+        if path.is_file()
+    }
+    for name in here.keys() - sizes.keys():  # what is read must be what is there
+        if not Path(name).name.startswith("."):
+            why = "remove it, or put it there, too"
+            raise RemoteError(f"{place / name} is not in {remote.url}; {why}")
+    missing = {name: size for name, size in sizes.items() if again or here.get(name) != size}
     if missing:
         total = sum(size or 0 for size in missing.values())
         files = f"{len(missing)} of {len(sizes)} files"

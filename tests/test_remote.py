@@ -1,6 +1,8 @@
 """Data, output, snapshots and weights elsewhere: on a real S3 and a real sftp server."""
 
 import argparse
+import functools
+import hashlib
 import json
 import os
 import re
@@ -28,7 +30,7 @@ from conftest import (
 
 import common
 from harness import mirror, remote
-from harness.mirror import Mirror, RemoteStore
+from harness.mirror import RemoteStore
 from harness.remote import Remote, RemoteError
 from harness.snapshots import SUMS, find_damage
 
@@ -93,13 +95,15 @@ def machine(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What a run ends with that nothing interrupts, of either job."""
-    weights = {}
-    for job in (JOB, LARGE):
+    """A function: the weights that a run ends with which nothing interrupts."""
+
+    @functools.cache
+    def run(job):
         folder = tmp_path_factory.mktemp("whole")
         succeed(command(f"--output-dir {folder}", job=job), forked=True)
-        weights[job] = torch.load(folder / "model.pt", weights_only=True)
-    return weights
+        return torch.load(folder / "model.pt", weights_only=True)
+
+    return run
 
 
 def same_bits(path, expected):
@@ -133,7 +137,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
     assert "step-00000008-evaluated is damaged and left out: SHA256SUMS is missing" in str(finished)
     snapshot = "data/remote/s3/bucket/killed/snapshots/step-00000004-evaluated"
     assert f"resumed from {snapshot} at epoch 2, step 5" in finished.stdout
-    assert same_bits(tmp_path / "out" / "model.pt", whole[JOB])
+    assert same_bits(tmp_path / "out" / "model.pt", whole(JOB))
 
     finished = succeed(f"{own} --resume auto", cwd=here, forked=True, **s3.env)
     snapshot = "runs/remote/s3/bucket/killed/snapshots/step-00000008-evaluated"
@@ -141,7 +145,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
     assert finished.lines[-1] == "files copied to s3://bucket/killed"
     assert steps(files.list_files()) == {12: True, 8: True}
     files.download(files.list_files(), tmp_path / "back")
-    assert same_bits(tmp_path / "back" / "model.pt", whole[JOB])
+    assert same_bits(tmp_path / "back" / "model.pt", whole(JOB))
     for snapshot in (tmp_path / "back" / "snapshots").iterdir():
         assert not find_damage(snapshot)
     result = json.loads((tmp_path / "back" / "result.json").read_text())
@@ -149,6 +153,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
     assert f"settings: {result['settings']}" in finished.lines
 
 
+@pytest.mark.full
 @needs_sshd
 def test_killed_in_the_middle_of_a_file(sftp, whole, tmp_path):
     """As it is in a file system: half of a file may be there. Another machine goes on."""
@@ -164,13 +169,14 @@ def test_killed_in_the_middle_of_a_file(sftp, whole, tmp_path):
     )
     assert "step-00000008-evaluated is damaged and left out" in finished.stdout
     assert "at epoch 2, step 5" in finished.stdout
-    assert same_bits(out / "model.pt", whole[LARGE])
+    assert same_bits(out / "model.pt", whole(LARGE))
     assert sorted(path.name for path in (out / "snapshots").iterdir()) == [
         "step-00000008-evaluated",
         "step-00000012-evaluated",
     ]
 
 
+@pytest.mark.full
 def test_shards_of_two_ranks_and_weights(s3, tmp_path):
     """They go on elsewhere; and the weights that they end with begin another run."""
     own = command("--output-dir s3://bucket/shards", "pytorch_FSDP", 2)
@@ -186,6 +192,7 @@ def test_shards_of_two_ranks_and_weights(s3, tmp_path):
     assert "--weights s3://bucket/shards/model.pt" in result["settings"]
 
 
+@pytest.mark.full
 def test_data(s3, image_folder, tmp_path):
     """Downloaded by one rank, once, and then what is here already is not fetched again."""
     names = [str(p.relative_to(image_folder)) for p in image_folder.rglob("*") if p.is_file()]
@@ -216,6 +223,7 @@ def test_data(s3, image_folder, tmp_path):
     assert "data: text, 855 training" in finished.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("server", ["moto_server", pytest.param("sshd", marks=needs_sshd)])
 def test_the_commands_of_the_page(server, tmp_path):
     """As typed, but for the ports and a shorter job."""
@@ -243,6 +251,7 @@ def test_the_commands_of_the_page(server, tmp_path):
 # --------------------------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.full
 def test_a_copy_that_fails_is_made_up_for(s3, reins, tmp_path):
     reins("refuse", "step-00000004")
     with started(
@@ -261,6 +270,7 @@ def test_a_copy_that_fails_is_made_up_for(s3, reins, tmp_path):
     assert steps(Remote("s3://bucket/late").list_files()) == {12: True, 10: True}
 
 
+@pytest.mark.full
 def test_a_copy_that_fails_ends_the_run_if_it_is_to(s3, reins, tmp_path):
     """All ranks, without a traceback."""
     reins("refuse", "step-00000004")
@@ -276,6 +286,7 @@ def test_a_copy_that_fails_ends_the_run_if_it_is_to(s3, reins, tmp_path):
     assert not find_damage(kept) and str(kept.relative_to(tmp_path)) in line
 
 
+@pytest.mark.full
 @needs_sshd
 def test_a_server_that_is_gone_in_the_middle_of_a_save(sftp, tmp_path):
     """The run goes on, its end says what is missing, and the same command delivers it."""
@@ -347,6 +358,7 @@ def test_mistakes(flags, words, s3, tmp_path, monkeypatch, capsys):
     assert "secret" not in line
 
 
+@pytest.mark.full
 def test_no_server_at_all(s3, tmp_path):
     """On two ranks, as a user sees it."""
     own = command("--output-dir s3://bucket/x", "pytorch_torchrun_DDP", 2)
@@ -366,6 +378,7 @@ def test_a_server_that_never_answers(tmp_path, monkeypatch, capsys):
     assert "no answer within 1 s" in line
 
 
+@pytest.mark.full
 @needs_sshd
 def test_a_server_that_falls_silent(sftp, tmp_path, monkeypatch):
     for name, value in sftp.env.items():
@@ -380,6 +393,7 @@ def test_a_server_that_falls_silent(sftp, tmp_path, monkeypatch):
         files.upload(tmp_path, ["file"])
 
 
+@pytest.mark.full
 @needs_sshd
 def test_another_key(sftp, tmp_path, monkeypatch, capsys):
     home = machine(tmp_path / "home")
@@ -406,138 +420,153 @@ def test_a_run_here_needs_no_fsspec(tmp_path, monkeypatch):
     assert not isinstance(mirror.open_snapshots(args), RemoteStore)
 
 
-# -------------------------------------------------------------- in memory://, which a process has
+# ------------------------------------------------------- in memory://, which this process has
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A mirror of a folder of this test, and a function that writes a snapshot to it."""
-    monkeypatch.chdir(tmp_path)
-    found = Mirror(f"memory://{tmp_path}", tmp_path / "run")
-    (tmp_path / "run").mkdir()
-    return found
+def on(tmp_path, monkeypatch):
+    """A function that works on a machine of that name: returns its store of the same URL."""
+    stores = {}
+
+    def go(machine):
+        (tmp_path / machine).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / machine)
+        if machine not in stores:
+            args = argparse.Namespace(output_dir=f"memory://{tmp_path}", resume="auto")
+            stores[machine] = RemoteStore(args)
+            stores[machine].output_dir.mkdir(parents=True)
+        return stores[machine]
+
+    return go
 
 
-def write(mirror, step, text="state"):
-    folder = mirror.folder / "snapshots" / f"step-{step:08}"
+def write(store, step, text="state"):
+    """A snapshot, and its copy."""
+    folder = store.folder / f"step-{step:08}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state.pt").write_text(text)
-    digest = common.command_line.hashlib.sha256(text.encode()).hexdigest()
-    (folder / SUMS).write_text(f"{digest}  state.pt\n")
-    mirror.behind.append(folder.name)
-    return folder
+    (folder / SUMS).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  state.pt\n")
+    return store.copy_snapshot(folder)
 
 
-def test_the_last_two_stay(place):
+def test_the_last_two_stay_and_a_failed_copy_is_made_up_for(on, monkeypatch):
+    store = on("here")
     for step in (1, 2, 3):
-        write(place, step)
-        place.copy_snapshots()
-    assert steps(place.remote.list_files()) == {3: True, 2: True}
-    place.snapshots.remove(f"step-00000003/{SUMS}")
-    write(place, 4)
-    place.copy_snapshots()
-    assert steps(place.remote.list_files()) == {4: True, 3: False, 2: True}, "two good ones"
+        assert write(store, step) is None
+    assert steps(store.remote.list_files()) == {3: True, 2: True}
+    store.snapshots.remove(f"step-00000003/{SUMS}")
+    with monkeypatch.context() as broken:
+        broken.setattr(store.snapshots.fs, "put", None)
+        assert "cannot be written" in write(store, 4)
+        assert store.behind == ["step-00000004"]
+    write(store, 5)
+    assert steps(store.remote.list_files()) == {5: True, 4: True}
 
 
-def test_what_is_damaged_there_is_left_out(place, tmp_path, capsys):
+def test_what_is_damaged_there_is_left_out(on, capsys):
     for step in (1, 2):
-        write(place, step)
-        place.copy_snapshots()
-    with place.remote.connection("damaged") as fs:
-        fs.pipe_file(place.remote.path("snapshots/step-00000002/state.pt"), b"stale")
-    other = Mirror(place.remote.url, tmp_path / "other")
-    other.fetch()
-    assert [path.name for path in (other.folder / "snapshots").iterdir()] == ["step-00000001"]
+        write(on("here"), step)
+    with on("here").remote.connection("damaged") as fs:
+        fs.pipe_file(on("here").remote.path("snapshots/step-00000002/state.pt"), b"stale")
+    other = on("there")
+    assert other.fetch_own() is None
+    assert [path.name for path in other.folder.iterdir()] == ["step-00000001"]
     assert "step-00000002 is damaged and left out: state.pt" in capsys.readouterr().out
+    assert not find_damage(other.folder / "step-00000001")
 
 
-def test_a_new_run_keeps_the_files_of_the_last(place, tmp_path):
-    place.archive(None)
-    write(place, 1, "first")
-    (place.folder / "model.pt").write_text("first")
-    (place.folder / "events.out.tfevents.1").write_text("curve")
-    place.copy_results()
-    assert steps(place.remote.list_files()) == {1: True}
+def test_a_new_run_keeps_the_files_of_the_last(on):
+    first = on("here")
+    first.archive_previous_run()
+    write(first, 1, "first")
+    (first.output_dir / "model.pt").write_text("first")
+    first.copy_results()
+    assert steps(first.remote.list_files()) == {1: True}
 
-    new = Mirror(place.remote.url, tmp_path / "new")
-    new.folder.mkdir()
-    assert new.is_of_another_run() and not place.is_of_another_run()
-    new.archive(None)
-    names = ["model.pt", "snapshots/step-00000001/SHA256SUMS", "snapshots/step-00000001/state.pt"]
-    assert sorted(place.remote.list_files()) == [*(f"previous/{n}" for n in names), "run_id"]
-    assert place.remote.read("previous/model.pt") == b"first"
-    assert place.is_of_another_run(), "what is here was left by the first one"
+    new = on("there")
+    new.archive_previous_run()
+    names = ["model.pt", "run_id"]
+    names += ["snapshots/step-00000001/SHA256SUMS", "snapshots/step-00000001/state.pt"]
+    assert sorted(new.remote.list_files()) == [*(f"previous/{n}" for n in names), "run_id"]
+    assert new.remote.read("previous/model.pt") == b"first"
 
-
-def test_a_run_goes_on_under_its_own_id(place, tmp_path):
-    """Where another run's files are here: its results, and no snapshot."""
-    place.archive(None)
-    write(place, 1)
-    place.copy_results()
-    folder = remote.local_folder(place.remote.url)
-    folder.mkdir(parents=True)
-    for name in ("run_id", "model.pt", "result.json"):
-        (folder / name).write_text("of another run")
-    args = argparse.Namespace(output_dir=place.remote.url, resume="auto")
-    store = RemoteStore(args)
-    store.fetch_own()
-    store.mirror.archive("step-00000001")
-    assert place.remote.read("run_id") == place.own_id() == (folder / "run_id").read_bytes()
-    assert not (folder / "model.pt").exists() and (folder / "previous/model.pt").exists()
+    write(new, 1, "second")
+    on("here").fetch_own()  # what is here was left by the first one
+    assert (first.folder / "step-00000001" / "state.pt").read_text() == "second"
+    assert (first.output_dir / "previous" / "model.pt").read_text() == "first"
+    assert not (first.output_dir / "model.pt").exists()
+    assert first.own_id() == first.remote.read("run_id")
 
 
-def test_what_went_on_elsewhere_is_newer(place, tmp_path):
+def test_what_went_on_elsewhere_is_newer(on):
     """The results here are those of an earlier end; and what is behind is only what is newer."""
-    place.archive(None)
+    here = on("here")
+    here.archive_previous_run()
     for step in (1, 2):
-        write(place, step)
-    (place.folder / "result.json").write_text("at 2")
-    place.copy_results()
-    other = Mirror(place.remote.url, tmp_path / "other")
-    other.fetch()
-    write(other, 3)
-    (other.folder / "result.json").write_text("at 3")
-    other.copy_results()
+        write(here, step)
+    (here.output_dir / "result.json").write_text("at 2")
+    here.copy_results()
+    there = on("there")
+    there.fetch_own()
+    (there.output_dir / "result.json").write_text("at 3")
+    write(there, 3)
+    there.copy_results()
 
-    assert not place.is_of_another_run()
-    place.fetch()
-    assert (place.folder / "result.json").read_text() == "at 3" and not place.behind
-    write(place, 4)
-    again = Mirror(place.remote.url, place.folder)
-    again.fetch()
-    assert again.behind == ["step-00000004"]
+    here = on("here")
+    here.fetch_own()
+    assert (here.output_dir / "result.json").read_text() == "at 3" and not here.behind
+    shutil.copytree(here.folder / "step-00000003", here.folder / "step-00000004")
+    here.fetch_own()
+    assert here.behind == ["step-00000004"]
 
 
-def test_one_that_goes_on_puts_newer_ones_aside(place):
+def test_one_that_goes_on_puts_newer_ones_aside(on):
+    store = on("here")
     for step in (1, 2):
-        write(place, step)
-        place.copy_snapshots()
-    (place.folder / "result.json").write_text("at 2")
-    place.copy_results()
-    place.archive("step-00000001")
-    assert steps(place.remote.list_files()) == {1: True}
-    assert place.remote.read("previous/snapshots/step-00000002/state.pt") == b"state"
-    assert place.remote.read("result.json") is None, "it comes back at the end"
+        write(store, step)
+    (store.output_dir / "result.json").write_text("at 2")
+    store.copy_results()
+    store.resumed = store.folder / "step-00000001"
+    store.archive_previous_run()
+    assert steps(store.remote.list_files()) == {1: True}
+    assert store.remote.read("previous/snapshots/step-00000002/state.pt") == b"state"
+    assert store.remote.read("result.json") is None, "it comes back at the end"
 
 
-def test_each_machine_fetches_what_rank_0_has_chosen(place, tmp_path):
-    write(place, 1)
-    place.copy_snapshots()
-    store = RemoteStore(argparse.Namespace(output_dir=place.remote.url, resume="auto"))
-    chosen = remote.local_folder(place.remote.url) / "snapshots" / "step-00000001"
-    assert store.name_of(chosen) == f"{place.remote.url}/snapshots/step-00000001"
+def test_each_machine_fetches_what_rank_0_has_chosen(on):
+    write(on("here"), 1)
+    store = on("there")
+    chosen = store.folder / "step-00000001"
+    assert store.name_of(chosen) == f"{store.remote.url}/snapshots/step-00000001"
     store.bring(chosen)
     assert not find_damage(chosen)
 
 
-def test_nothing_is_written_outside(place, tmp_path):
-    with place.remote.connection("written"), pytest.raises(RemoteError, match="holds a file named"):
-        place.remote.download({"../../outside": 1}, tmp_path / "in")
+def test_data_is_downloaded_once(on, tmp_path):
+    """By size; what is only here is refused."""
+    folder = machine(tmp_path / "data")
+    for name in ("a", "b"):
+        (folder / name).write_text(name)
+    there = Remote(f"memory://{tmp_path}/data")
+    there.upload(folder, ["a", "b"])
+    on("here")
+    path = remote.fetch_input(there.url, "--data-dir")
+    assert sorted(file.name for file in path.iterdir()) == ["a", "b"]
+    (path / "a").write_text("A")
+    (path / "b").unlink()
+    remote.fetch(there, path, again=False)
+    assert [(path / name).read_text() for name in "ab"] == ["A", "b"]
+    (path / "c").touch()
+    with pytest.raises(RemoteError, match="c is not in memory://.*; remove it"):
+        remote.fetch(there, path, again=False)
+    remote.fetch(Remote(f"{there.url}/a"), tmp_path / "one", again=True)
+    assert (tmp_path / "one").read_text() == "a"
 
 
-def test_a_download_that_is_cut_off(place, tmp_path):
-    write(place, 1)
-    place.copy_snapshots()
+def test_nothing_is_written_outside_or_cut_off(on, tmp_path):
+    write(on("here"), 1)
+    there = on("here").snapshots
+    with there.connection("written"), pytest.raises(RemoteError, match="holds a file named"):
+        there.download({"../../outside": 1}, tmp_path / "in")
     with pytest.raises(RemoteError, match="state.pt is cut off"):
-        place.snapshots.download({"step-00000001/state.pt": 99}, tmp_path / "in")
-    assert [path.name for path in (tmp_path / "in").rglob("*.pt")] == []
+        there.download({"step-00000001/state.pt": 99}, tmp_path / "in")
