@@ -1,4 +1,4 @@
-"""Snapshots elsewhere: ``--output-dir`` and ``--resume`` as URLs.
+"""Snapshots in remote storage: ``--output-dir`` as a URL.
 
 All is written to a folder here first, and copied from there: a snapshot when it is whole and
 verified, with its list of checksums last. What has no such list was not copied to its end.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.command_line import fail
 from harness.ranks import RANK, gather_objects, is_first_here, print0
-from harness.remote import DATA, Remote, RemoteError, failure_of, is_url, local_folder, or_fail
+from harness.remote import Remote, RemoteError, failure_of, is_url, or_fail
 from harness.snapshots import SUMS, SnapshotStore, find_damage, list_files, list_snapshots
 
 RUN_ID = "run_id"
@@ -21,8 +21,7 @@ RUN_ID = "run_id"
 
 def open_snapshots(args: argparse.Namespace) -> SnapshotStore:
     """The snapshots of a run, local or remote."""
-    remote = is_url(args.resume) or is_url(args.output_dir)
-    return RemoteStore(args) if remote else SnapshotStore(args)
+    return RemoteStore(args) if is_url(args.output_dir) else SnapshotStore(args)
 
 
 def by_snapshot(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -70,25 +69,19 @@ def fetch_newest(remote: Remote, sizes: dict[str, int], folder: Path) -> Path | 
 
 
 class RemoteStore(SnapshotStore):
-    """Snapshots that are in remote storage as well, or are to be resumed from there."""
+    """Snapshots that are in remote storage as well."""
 
     def __init__(self, args: argparse.Namespace):
         super().__init__(args)
-        self.remote = self.snapshots = None  # of --output-dir
+        self.remote, self.snapshots = (
+            Remote(args.output_dir),
+            Remote(f"{args.output_dir}/snapshots"),
+        )
         self.behind = []  # names of snapshots that are here and are not yet there
-        self.places = {}  # the local folders that stand for URLs
-        url = args.output_dir
-        if is_url(url):
-            self.remote, self.snapshots = Remote(url), Remote(f"{url}/snapshots")
-            self.places[url] = self.output_dir
-        if is_url(args.resume) and not (self.remote and f"{args.resume}/".startswith(f"{url}/")):
-            self.places[args.resume] = local_folder(args.resume, DATA)
 
     def name_of(self, path: Path) -> str:
-        for url, place in self.places.items():
-            if place in (path, *path.parents):
-                return "/".join([url, *path.relative_to(place).parts])
-        return super().name_of(path)
+        own = path.parent == self.folder
+        return f"{self.snapshots.url}/{path.name}" if own else super().name_of(path)
 
     # -------------------------------------------------------------------------- what is resumed
 
@@ -97,8 +90,6 @@ class RemoteStore(SnapshotStore):
         return super().newest_of_this_launch()
 
     def asked_for(self) -> Path | None:
-        if is_url(self.args.resume):
-            return self.fetch_asked(self.args.resume)
         if self.args.resume == "auto":
             self.fetch_own()
         return super().asked_for()
@@ -110,8 +101,6 @@ class RemoteStore(SnapshotStore):
     def fetch_own(self) -> None:
         """Bring the newest good snapshot of this run here, and what tells whether the run had
         ended. What another run has left here is put aside."""
-        if not self.remote:
-            return
         with or_fail("--output-dir", "try again, or give another"):
             sizes, run_id = self.snapshots.list_files(), self.remote.read(RUN_ID)
             if run_id != self.own_id() and (run_id or sizes):
@@ -131,30 +120,11 @@ class RemoteStore(SnapshotStore):
                 if content and not (self.output_dir / name).exists():
                     (self.output_dir / name).write_bytes(content)
 
-    def fetch_asked(self, url: str) -> Path:
-        """Download the snapshot that ``--resume`` names, or the newest good one in that folder."""
-        place = next(
-            folder / url.removeprefix(theirs).strip("/")
-            for theirs, folder in self.places.items()
-            if f"{url}/".startswith(f"{theirs}/")
-        )
-        with or_fail("--resume", "give another, or none"):
-            sizes = Remote(url).list_files()
-            if {SUMS, "state.pt"} & sizes.keys():
-                if damage := fetch_snapshot(url, sizes, place):
-                    fail(f"--resume {url} is damaged: {damage}; give another, or auto")
-                return place
-            if any(name.startswith("snapshots/") for name in sizes):
-                url, place = f"{url}/snapshots", place / "snapshots"
-                sizes = Remote(url).list_files()
-            found = fetch_newest(Remote(url), sizes, place)
-        return found or fail(f"--resume {url} holds no good snapshot; give another, or none")
-
     def bring(self, path: Path) -> None:
         """To each further machine, the snapshot that rank 0 has chosen. All ranks call it."""
-        url = self.name_of(path)
-        if not is_url(url):
+        if path.parent != self.folder:
             return
+        url = self.name_of(path)
         own = (path / SUMS).read_bytes() if (path / SUMS).exists() else None
         chosen = gather_objects(own)[0]
 
@@ -172,8 +142,6 @@ class RemoteStore(SnapshotStore):
     def archive_previous_run(self) -> None:
         """The same there as here. A run that begins has a new ``run_id``."""
         super().archive_previous_run()
-        if not self.remote:
-            return
         own = self.resumed and self.resumed.resolve().parent == self.folder.resolve()
         with or_fail("--output-dir", "try again, or give another"):
             files = [n for n in self.remote.list_files() if not n.startswith("previous/")]
@@ -193,10 +161,8 @@ class RemoteStore(SnapshotStore):
             self.remote.upload(self.output_dir, [RUN_ID])
 
     def copy_snapshot(self, folder: Path) -> str | None:
-        mine = self.remote and RANK == 0
-        if mine:
-            self.behind.append(folder.name)
-        failure = failure_of(self.upload_snapshots if mine else None)
+        self.behind.append(folder.name)
+        failure = failure_of(self.upload_snapshots if RANK == 0 else None)
         return f"{failure}; the snapshot is kept in {folder}" if failure else None
 
     def upload_snapshots(self) -> None:
@@ -222,15 +188,13 @@ class RemoteStore(SnapshotStore):
                 self.snapshots.remove(name)
 
     def copy_results(self) -> None:
-        mine = self.remote and RANK == 0
-        if failure := failure_of(self.upload_results if mine else None):
+        if failure := failure_of(self.upload_results if RANK == 0 else None):
             fail(
                 f"{failure}; all is in {self.output_dir}: run the same command again, with "
                 "--resume auto, and it is copied",
                 code=3,
             )
-        if self.remote:
-            print0(f"files copied to {self.remote.url}")
+        print0(f"files copied to {self.remote.url}")
 
     def upload_results(self) -> None:
         """Copy all other files of the run. Each has its name only when it is there as a whole."""

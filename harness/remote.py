@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -48,8 +49,15 @@ def check_urls(args: argparse.Namespace) -> None:
 def check_writable(args: argparse.Namespace) -> None:
     """Check that ``--output-dir`` can be written, if it is a URL."""
     if is_url(args.output_dir):
-        with or_fail("--output-dir", "give another"):
-            Remote(args.output_dir).check_writable()
+        with or_fail("--output-dir", "give another"), tempfile.NamedTemporaryFile() as probe:
+            remote, file = Remote(args.output_dir), Path(probe.name)
+
+            def write():
+                remote.upload(file.parent, [file.name])
+                remote.remove(file.name)
+
+            with remote.connection("written"):
+                answer_within(ANSWER, write)
 
 
 @contextlib.contextmanager
@@ -170,7 +178,7 @@ class Remote:
         with self.connection("read") as fs, contextlib.suppress(FileNotFoundError):
             return fs.cat_file(self.path(name))
 
-    def download(self, sizes: dict[str, int], target: Path, below: str = "") -> None:
+    def download(self, sizes: dict[str, int], target: Path) -> None:
         """Fetch files into a folder (``""``: into the file ``target``).
 
         Args:
@@ -181,7 +189,7 @@ class Remote:
                 if ".." in name.split("/"):
                     raise ValueError(f"it holds a file named {name}")
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
-            fs.get([self.path(below, name) for name in sizes], [str(target / n) for n in sizes])
+            fs.get([self.path(name) for name in sizes], [str(target / n) for n in sizes])
             for name, size in sizes.items():
                 if size and (target / name).stat().st_size != size:
                     raise EOFError(f"{name} is cut off")
@@ -203,28 +211,18 @@ class Remote:
             fs.invalidate_cache()
             fs.rm(self.path(name), recursive=True)
 
-    def check_writable(self) -> None:
-        """Write an empty file, and remove it."""
-
-        def write():
-            self.upload(Path(file.name).parent, [Path(file.name).name])
-            self.remove(Path(file.name).name)
-
-        with tempfile.NamedTemporaryFile() as file, self.connection("written"):
-            answer_within(ANSWER, write)
-
 
 # ------------------------------------------------------------------------------ what a run reads
 
 
 @functools.cache
 def fetch_input(place: Path | str, flag: str) -> Path:
-    """The local path of what ``--data-dir`` or ``--weights`` names. A URL is downloaded, once in a
-    process, by the first rank of each machine. All ranks call it."""
+    """The local path of what ``--data-dir``, ``--weights`` or ``--resume`` names. A URL is
+    downloaded, once in a process, by the first rank of each machine. All ranks call it."""
     if not is_url(place):
         return Path(place)
     path = local_folder(place, DATA)
-    download = functools.partial(fetch, Remote(place), path, again=flag == "--weights")
+    download = functools.partial(fetch, Remote(place), path, again=flag != "--data-dir")
     if failure := failure_of(download if is_first_here() else None):
         fail(f"{flag} {failure}; give another, or a local path")
     return path
@@ -234,22 +232,22 @@ def fetch(remote: Remote, place: Path, again: bool) -> None:
     """Download a file, or a folder with all that is below it.
 
     Args:
-        again: also what is here already, with the same size.
+        again: anew, whatever is here already.
     """
     sizes = remote.list_files()
     if not sizes:
         raise RemoteError(f"{remote.url} cannot be read (there is nothing)")
-
-    here = {
-        path.relative_to(place).as_posix(): path.stat().st_size
-        for path in place.rglob("*")
-        if path.is_file()
-    }
+    if again:
+        shutil.rmtree(place, ignore_errors=True)
+        place.unlink(missing_ok=True)
+    here = {p.relative_to(place).as_posix(): p for p in place.rglob("*") if p.is_file()}
+    if place.is_file():
+        here = {"": place}
     for name in here.keys() - sizes.keys():  # what is read must be what is there
         if not Path(name).name.startswith("."):
             why = "remove it, or put it there, too"
-            raise RemoteError(f"{place / name} is not in {remote.url}; {why}")
-    missing = {name: size for name, size in sizes.items() if again or here.get(name) != size}
+            raise RemoteError(f"{here[name]} is not in {remote.url}; {why}")
+    missing = {n: s for n, s in sizes.items() if n not in here or here[n].stat().st_size != s}
     if missing:
         total = sum(size or 0 for size in missing.values())
         files = f"{len(missing)} of {len(sizes)} files"

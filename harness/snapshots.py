@@ -21,7 +21,7 @@ from harness.ranks import (
     max_over_ranks,
     print0,
 )
-from harness.remote import local_folder
+from harness.remote import fetch_input, local_folder
 
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 
@@ -196,6 +196,7 @@ class SnapshotStore:
         Returns:
             ``None`` if the run is to begin.
         """
+        fetch_input(self.args.resume, "--resume")  # by all ranks; below it is here already
         path = None
         restarted = max_over_ranks([RESTARTS])[0]  # each machine counts its own
         if RANK == 0:
@@ -237,7 +238,7 @@ class SnapshotStore:
             return None
         folder = self.folder
         if self.args.resume != "auto":
-            folder = Path(self.args.resume)
+            folder = fetch_input(self.args.resume, "--resume")
             if not folder.exists():
                 fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
             if (self.output_dir / "previous").resolve() in folder.resolve().parents:

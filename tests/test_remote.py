@@ -134,7 +134,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
 
     other = command(f"--resume s3://bucket/killed --output-dir {tmp_path}/out")
     finished = succeed(other, cwd=machine(tmp_path / "there"), forked=True, **s3.env)
-    assert "step-00000008-evaluated is damaged and left out: SHA256SUMS is missing" in str(finished)
+    assert "step-00000008-evaluated is damaged and left out: SHA256SUMS" in str(finished)
     snapshot = "data/remote/s3/bucket/killed/snapshots/step-00000004-evaluated"
     assert f"resumed from {snapshot} at epoch 2, step 5" in finished.stdout
     assert same_bits(tmp_path / "out" / "model.pt", whole(JOB))
@@ -328,7 +328,7 @@ MISTAKES = [
     ("--dataset text --data-dir s3://bucket/no", ["--data-dir s3://bucket/no", "nothing"]),
     ("--dataset text --data-dir s3://nowhere/x", ["--data-dir s3://nowhere/x", "give another"]),
     ("--weights s3://bucket/nothing", ["--weights s3://bucket/nothing", "nothing"]),
-    ("--resume s3://bucket/nothing", ["--resume s3://bucket/nothing", "give another, or none"]),
+    ("--resume s3://bucket/nothing", ["--resume s3://bucket/nothing", "give another"]),
 ]
 
 
