@@ -154,29 +154,6 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
 
 
 @pytest.mark.full
-@needs_sshd
-def test_killed_in_the_middle_of_a_file(sftp, whole, tmp_path):
-    """As it is in a file system: half of a file may be there. Another machine goes on."""
-    out = tmp_path / "server"
-    own = command(f"--output-dir {sftp.url}{out}", job=LARGE)
-    second = out / "snapshots" / "step-00000008-evaluated"
-    with started(own, cwd=machine(tmp_path / "here"), forked=True, **sftp.env) as process:
-        wait_for(lambda: (second / "state.pt").exists() or not process.running)
-        assert process.running, str(process.end())
-    assert not (second / SUMS).exists()
-    finished = succeed(
-        f"{own} --resume auto", cwd=machine(tmp_path / "there"), forked=True, **sftp.env
-    )
-    assert "step-00000008-evaluated is damaged and left out" in finished.stdout
-    assert "at epoch 2, step 5" in finished.stdout
-    assert same_bits(out / "model.pt", whole(LARGE))
-    assert sorted(path.name for path in (out / "snapshots").iterdir()) == [
-        "step-00000008-evaluated",
-        "step-00000012-evaluated",
-    ]
-
-
-@pytest.mark.full
 def test_shards_of_two_ranks_and_weights(s3, tmp_path):
     """They go on elsewhere; and the weights that they end with begin another run."""
     own = command("--output-dir s3://bucket/shards", "pytorch_FSDP", 2)
@@ -190,37 +167,6 @@ def test_shards_of_two_ranks_and_weights(s3, tmp_path):
     succeed(command(flags, "pytorch_torchrun_DDP", 2), cwd=there, forked=True, **s3.env)
     result = json.loads((tmp_path / "second" / "result.json").read_text())
     assert "--weights s3://bucket/shards/model.pt" in result["settings"]
-
-
-@pytest.mark.full
-def test_data(s3, image_folder, tmp_path):
-    """Downloaded by one rank, once, and then what is here already is not fetched again."""
-    names = [str(p.relative_to(image_folder)) for p in image_folder.rglob("*") if p.is_file()]
-    Remote("s3://bucket/images").upload(image_folder, names)
-    job = "--batch-size 24 --epochs 1 --max-steps 1 --model squeezenet1_1"
-    flags = f"--dataset folder --data-dir s3://bucket/images --output-dir {tmp_path}/run"
-    images = command(flags, "pytorch_torchrun_DDP", 2, job=job)
-    finished = succeed(images, cwd=tmp_path, forked=True, **s3.env)
-    assert (
-        f": {len(names)} of {len(names)} files" in finished.lines[2]
-        and "60 training" in finished.lines[3]
-    )
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert "--data-dir s3://bucket/images" in result["settings"]
-    (tmp_path / "data/remote/s3/bucket/images" / names[0]).unlink()
-    again = succeed(images, cwd=tmp_path, forked=True, **s3.env)
-    assert f": 1 of {len(names)} files" in again.lines[2], "the others are here already"
-    added = tmp_path / "data/remote/s3/bucket/images/train/red/added.jpg"
-    shutil.copy(image_folder / names[0], added)
-    refused = launch(images, cwd=tmp_path, forked=True, **s3.env)
-    assert refused.code == 2 and "added.jpg is not in s3://bucket/images; remove it" in str(refused)
-
-    (tmp_path / "text").write_text("to be or not to be " * 50)
-    Remote("s3://bucket").upload(tmp_path, ["text"])
-    job = "--batch-size 24 --epochs 1 --model gpt-1x2x16 --context 16 --dataset text"
-    text = command(f"--data-dir s3://bucket/text --output-dir {tmp_path}/run", job=job)
-    finished = succeed(text, cwd=tmp_path, forked=True, **s3.env)
-    assert "data: text, 855 training" in finished.stdout
 
 
 @pytest.mark.full
@@ -249,25 +195,6 @@ def test_the_commands_of_the_page(server, tmp_path):
 
 
 # --------------------------------------------------------------------------------- what goes wrong
-
-
-@pytest.mark.full
-def test_a_copy_that_fails_is_made_up_for(s3, reins, tmp_path):
-    reins("refuse", "step-00000004")
-    with started(
-        command("--output-dir s3://bucket/late --snapshot-every 2", job=JOB),
-        cwd=tmp_path,
-        forked=True,
-        **s3.env,
-    ) as process:
-        wait_for(lambda: "training goes on" in process.output[0] or not process.running)
-        reins.let_go()
-        finished = process.end()
-    assert finished.code == 0, str(finished)
-    [line, *_] = [line for line in finished.lines if "cannot be written" in line]
-    assert line.startswith("step 4: s3://bucket/late/snapshots cannot be written (")
-    assert "step-00000004-evaluated; training goes on (--on-save-error continue)" in line
-    assert steps(Remote("s3://bucket/late").list_files()) == {12: True, 10: True}
 
 
 @pytest.mark.full
@@ -391,19 +318,6 @@ def test_a_server_that_falls_silent(sftp, tmp_path, monkeypatch):
         os.kill(process, signal.SIGSTOP)
     with pytest.raises(RemoteError, match="cannot be written .Timeout"):
         files.upload(tmp_path, ["file"])
-
-
-@pytest.mark.full
-@needs_sshd
-def test_another_key(sftp, tmp_path, monkeypatch, capsys):
-    home = machine(tmp_path / "home")
-    (home / ".ssh").mkdir()
-    shutil.copy(tmp_path / "keys" / "host", home / ".ssh" / "id_ed25519")
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    monkeypatch.chdir(tmp_path)
-    line = fails(f"--output-dir {sftp.url}{tmp_path}/x", monkeypatch, capsys)
-    assert "cannot be written (AuthenticationException" in line
 
 
 def test_without_fsspec(tmp_path, monkeypatch, capsys):
@@ -559,8 +473,10 @@ def test_data_is_downloaded_once(on, tmp_path):
     (path / "c").touch()
     with pytest.raises(RemoteError, match="c is not in memory://.*; remove it"):
         remote.fetch(there, path, again=False)
-    remote.fetch(Remote(f"{there.url}/a"), tmp_path / "one", again=True)
-    assert (tmp_path / "one").read_text() == "a"
+    for again, expected in ((False, "a"), (False, "A"), (True, "a")):  # weights: every time
+        remote.fetch(Remote(f"{there.url}/a"), tmp_path / "one", again)
+        assert (tmp_path / "one").read_text() == expected
+        (tmp_path / "one").write_text("A")
 
 
 def test_nothing_is_written_outside_or_cut_off(on, tmp_path):
