@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
 from harness import command_line, loaders, ranks, remote, timeouts
-from harness.accelerate_file import check_launch
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
 from harness.cpu_memory import keep_no_free_memory
 from harness.files import load_file, save_file
@@ -53,6 +52,7 @@ from jobs.gpt import size_of
 from jobs.images import Images, ImagesOnDisk, UnreadableImage
 from jobs.reviews import Reviews
 from jobs.text import Text
+from libraries.accelerate_launch import check_launch
 
 # What scripts use, in the order in which they do; some of it comes from below.
 # fmt: off
@@ -144,10 +144,7 @@ def announce(args: argparse.Namespace, device: torch.device, readers: int = WORL
         f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} "
         f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch}"
     )
-    overridden = getattr(args, "overridden", {})
-    theirs = [f"--{name.replace('_', '-')}" for name in overridden]
-    instead = f" ({', '.join(theirs)}: as in {next(iter(overridden.values()))})" if theirs else ""
-    print0(f"settings: {shlex.join(command_line.settings(args))}{instead}")
+    print0(f"settings: {shlex.join(command_line.settings(args))}")
     jobs.choice.models_of(args).check_model_name(args.model)
 
 
@@ -247,8 +244,6 @@ def make_loader(
         atexit.register(loaders.kill_loaders)
     elif args.device == "cuda":
         dataset.keep_on_gpu()
-    dataset.share = getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
-    dataset.copies = WORLD_SIZE // dataset.share[1]
     return DataLoader(
         dataset,
         batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
@@ -376,7 +371,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
-    seen, (share, of) = 0, loader.dataset.share
+    seen, (share, of) = 0, loaders.share_of(loader)
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for batch in loaders.batches_of(loader):
         images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)
@@ -389,7 +384,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         seen += len(labels)
     if dist.is_initialized():
         dist.all_reduce(sums)
-        sums /= loader.dataset.copies
+        sums /= WORLD_SIZE // of  # ranks that work on one share
     loss, correct, samples = sums.tolist()
     expected = loader.dataset.count_labels()
     if samples != expected:

@@ -108,6 +108,16 @@ class StepClock:
         """Seconds of the steps after each process's warm-up, which is half of a short one."""
         return self.before + self.seconds[min(WARMUP_STEPS, len(self.seconds) // 2) :]
 
+    def state_dict(self) -> dict:
+        """What a snapshot holds of it."""
+        self.read()
+        seconds = {"steps": self.settled(), "epoch": self.epoch_seconds}
+        return seconds | {"wall": self.read_wall_clock()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.before, self.epoch_seconds = state["steps"], state["epoch"]
+        self.wall_seconds = state["wall"]
+
     def pause(self) -> None:
         """Read the memory before what is not training: it counts again from the next tick on."""
         self.phases.leave_out()

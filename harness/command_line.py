@@ -209,10 +209,9 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """The flags that repeat this run from its start, defaults spelled out; without those that a
-    file of the technique's overrides (``args.overridden``, by flag)."""
+    """The flags that repeat this run from its start, defaults spelled out."""
     words, urls = [], getattr(args, "urls", {})  # what was given for a folder that is elsewhere
-    left_out = {"local_rank", "resume", "urls", "overridden", *getattr(args, "overridden", ())}
+    left_out = {"local_rank", "resume", "urls"}
     for name, value in vars(args).items():
         if name not in left_out and value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}"] + (

@@ -23,6 +23,12 @@ class Batches(BatchSampler):
         return itertools.islice(super().__iter__(), self.begin, None)
 
 
+def share_of(loader: DataLoader) -> tuple[int, int]:
+    """Which share of the global batch the loader's batches are, and of how many."""
+    sampler = loader.batch_sampler.sampler
+    return getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
+
+
 def identity(batch):
     """A ``collate_fn`` for datasets that hand out whole batches."""
     return batch
