@@ -45,6 +45,7 @@ from harness.ranks import (
     make_store,
     print0,
 )
+from harness.remote import local_folder
 from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
 from jobs.classifiers import batch_norms, blocks_of
@@ -63,6 +64,7 @@ __all__ = [
     "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
+    "local_folder",  # transformers_Trainer.py
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
 ]
 # fmt: on
@@ -90,7 +92,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, fill in what depends on the device, and check it all at once."""
     args = parser.parse_args()
     command_line.complete(args)
-    remote.complete(args)
+    remote.check_urls(args)
     if parser.get_default("model") == "gpt":
         jobs.choice.check_is_gpt(args)
     jobs.choice.complete(args)
@@ -113,7 +115,8 @@ def prepare_process(args: argparse.Namespace) -> None:
     if args.profile_memory and args.device == "cpu":
         keep_no_free_memory()
     if RANK == 0:
-        command_line.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
+        folder = local_folder(args.output_dir)
+        command_line.check_writable(folder, f"--output-dir {folder}")
         remote.check_writable(args)
     if args.double:
         torch.set_default_dtype(torch.float64)
@@ -212,7 +215,6 @@ def make_datasets(
     args: argparse.Namespace,
 ) -> tuple[Images, Images] | tuple[Text, Text] | tuple[Reviews, Reviews]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
-    remote.fetch_inputs(args)
     return jobs.choice.data_of(args).make_datasets(args)
 
 
@@ -395,11 +397,11 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
 # ------------------------------------------------------------------------------------ model.pt
 
 
-def save_model(state_dict: dict[str, Tensor], output_dir: Path) -> None:
+def save_model(state_dict: dict[str, Tensor], output_dir: Path | str) -> None:
     """Write ``model.pt``, in fp32 (float64 under ``--double``), as plain torchvision loads it."""
     dtype = torch.get_default_dtype()
     state = {
         k: v.to("cpu", dtype if v.is_floating_point() else None).contiguous()
         for k, v in state_dict.items()
     }
-    save_file(state, output_dir / "model.pt")
+    save_file(state, local_folder(output_dir) / "model.pt")

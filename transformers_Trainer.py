@@ -65,7 +65,7 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     options = transformers.TrainingArguments(  # Trainer: init_process_group() and set_device()
-        output_dir=args.output_dir,
+        output_dir=common.local_folder(args.output_dir),
         use_cpu=device.type == "cpu",
         ddp_backend="nccl" if device.type == "cuda" else "gloo",
         ddp_timeout=args.timeout,

@@ -109,9 +109,15 @@ def number(kind: type, low: float, below: float = math.inf, above: float = -1):
     return parse
 
 
+def trim_url(text: str) -> str:
+    """An argparse ``type``: a URL without a slash at its end, or any other text as it is."""
+    protocol, is_url, rest = text.partition("://")
+    return f"{protocol}://{rest.rstrip('/')}" if is_url else text
+
+
 def place(text: str) -> Path | str:
-    """An argparse ``type``: a path here, or the URL of a place elsewhere."""
-    return text if "://" in text else Path(text)
+    """An argparse ``type``: a local path, or a URL."""
+    return trim_url(text) if "://" in text else Path(text)
 
 
 positive, not_negative = number(int, 1), number(int, 0)
@@ -177,7 +183,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--output-dir", type=place, default=Path("runs", SCRIPT), metavar="DIR",
          help="of all that the run writes. This and --resume, --data-dir and --weights may also "
          f"be URLs, such as s3://bucket/run (default: runs/{SCRIPT})")
-    flag("--resume", metavar="auto|none|PATH", default="none",
+    flag("--resume", type=trim_url, metavar="auto|none|PATH", default="none",
          help="continue from a snapshot; auto: from the newest good one in --output-dir, if any "
          "(default: none; but a job that its launcher restarts goes on)")
     flag("--snapshot-every", type=positive, default=1000, metavar="N",
@@ -210,11 +216,8 @@ def complete(args: argparse.Namespace) -> None:
 
 def settings(args: argparse.Namespace) -> list[str]:
     """The flags that repeat this run from its start, defaults spelled out."""
-    words, urls = [], getattr(args, "urls", {})  # what was given for a folder that is elsewhere
-    left_out = {"local_rank", "resume", "urls"}
+    words = []
     for name, value in vars(args).items():
-        if name not in left_out and value is not None and value is not False:
-            words += [f"--{name.replace('_', '-')}"] + (
-                [] if value is True else [str(urls.get(name, value))]
-            )
+        if name not in ("local_rank", "resume") and value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from harness.command_line import fail
 from harness.ranks import RANK, gather_objects, is_first_here, print0
-from harness.remote import DATA, Remote, RemoteError, is_url, local_place
+from harness.remote import DATA, Remote, RemoteError, is_url, local_folder
 from harness.snapshots import SUMS, SnapshotStore, find_damage, list_files, list_snapshots
 
 RUN_ID = "run_id"
 
 
-def make_store(args: argparse.Namespace) -> SnapshotStore:
-    """The snapshots of a run, here or elsewhere."""
-    elsewhere = is_url(args.resume) or "output_dir" in getattr(args, "urls", {})
-    return RemoteStore(args) if elsewhere else SnapshotStore(args)
+def open_snapshots(args: argparse.Namespace, identity: dict) -> SnapshotStore:
+    """The snapshots of a run, local or remote."""
+    remote = is_url(args.resume) or is_url(args.output_dir)
+    return RemoteStore(args) if remote else SnapshotStore(args)
 
 
 def by_snapshot(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -177,13 +177,13 @@ class Mirror:
 class RemoteStore(SnapshotStore):
     """Snapshots that are elsewhere as well, or are to be resumed from there."""
 
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(args)
-        url = args.urls.get("output_dir")
-        self.mirror = Mirror(url, args.output_dir) if url else None
-        self.places = {url: args.output_dir} if url else {}  # what stands here for a URL
+    def __init__(self, args: argparse.Namespace, identity: dict):
+        super().__init__(args, identity)
+        url = args.output_dir if is_url(args.output_dir) else None
+        self.mirror = Mirror(url, self.output_dir) if url else None
+        self.places = {url: self.output_dir} if url else {}  # what stands here for a URL
         if is_url(args.resume) and not (url and f"{args.resume}/".startswith(f"{url}/")):
-            self.places[args.resume] = local_place(args.resume, DATA)
+            self.places[args.resume] = local_folder(args.resume, DATA)
 
     def url_of(self, path: Path) -> str | None:
         """Where that is elsewhere which a path here stands for."""
@@ -217,7 +217,7 @@ class RemoteStore(SnapshotStore):
                 if list_snapshots(self.folder):
                     print0(f"{self.folder} is of another run than {url}, and moves to previous/")
                 super().archive_previous_run()
-                (self.args.output_dir / RUN_ID).unlink(missing_ok=True)  # theirs comes instead
+                (self.output_dir / RUN_ID).unlink(missing_ok=True)  # theirs comes instead
             self.mirror.fetch()
         except RemoteError as error:
             fail(f"--output-dir: {error}; try again, or give another")
@@ -295,7 +295,7 @@ class RemoteStore(SnapshotStore):
         [failure, *_] = gather_objects(failure)
         if failure:
             fail(
-                f"{failure}; all is in {self.args.output_dir}: run the same command again, with "
+                f"{failure}; all is in {self.output_dir}: run the same command again, with "
                 "--resume auto, and it is copied",
                 code=3,
             )

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import os
 import tempfile
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from harness.command_line import fail, import_optional
+from harness.command_line import fail, import_optional, trim_url
 from harness.ranks import gather_objects, is_first_here, print0
 
 ANSWER = 15  # seconds for the first answer of a server
@@ -30,37 +31,26 @@ def is_url(place: object) -> bool:
     return "://" in str(place)  # which a Path has not: it leaves out one of the slashes
 
 
-def trim(url: str) -> str:
-    """Without a slash at the end."""
-    protocol, _, rest = url.partition("://")
-    return f"{protocol}://{rest.rstrip('/')}"
-
-
-def local_place(url: str, below: Path) -> Path:
-    """The folder or file here that stands for a URL, named after it."""
-    protocol, _, rest = url.partition("://")
+def local_folder(place: Path | str, below: Path = RUNS) -> Path:
+    """The local folder or file that stands for a place: itself, or for a URL one named after it."""
+    if not is_url(place):
+        return Path(place)
+    protocol, _, rest = place.partition("://")
     return Path(below, protocol, *filter(None, rest.split("/")))
 
 
-def complete(args: argparse.Namespace) -> None:
-    """Check the URLs among the flags. One for ``--output-dir`` is noted in ``args.urls``, and the
-    folder here that is copied there takes its place; see harness/mirror.py."""
-    args.urls = {}
+def check_urls(args: argparse.Namespace) -> None:
+    """Check the URLs among the flags."""
     for name in ("output_dir", "resume", "data_dir", "weights"):
-        url = getattr(args, name)
-        if is_url(url):
-            check_url(url, f"--{name.replace('_', '-')}")
-            setattr(args, name, trim(url))
-    if is_url(args.output_dir):
-        args.urls["output_dir"] = args.output_dir
-        args.output_dir = local_place(args.output_dir, RUNS)
+        if is_url(getattr(args, name)):
+            check_url(getattr(args, name), f"--{name.replace('_', '-')}")
 
 
 def check_writable(args: argparse.Namespace) -> None:
-    """Whether ``--output-dir`` can be written, if it is elsewhere."""
-    if "output_dir" in args.urls:
+    """Check that ``--output-dir`` can be written, if it is a URL."""
+    if is_url(args.output_dir):
         try:
-            Remote(args.urls["output_dir"]).check_writable()
+            Remote(args.output_dir).check_writable()
         except RemoteError as error:
             fail(f"--output-dir {error}; give another")
 
@@ -110,7 +100,7 @@ class Remote:
     """A folder or a file elsewhere. Names are relative to it; ``""`` is the place itself."""
 
     def __init__(self, url: str):
-        self.url, self.fs, self.root = trim(url), None, ""
+        self.url, self.fs, self.root = trim_url(url), None, ""
 
     @contextlib.contextmanager
     def connection(self, doing: str) -> Iterator:
@@ -228,23 +218,21 @@ class Remote:
 # ------------------------------------------------------------------------------ what a run reads
 
 
-def fetch_inputs(args: argparse.Namespace) -> None:
-    """Download what ``--data-dir`` and ``--weights`` name, if that is elsewhere, and let them name
-    what is here. All ranks call it; the first of each machine downloads."""
-    for name in ("data_dir", "weights"):
-        url = getattr(args, name, None)
-        if not is_url(url):
-            continue
-        place, failure = local_place(url, DATA), None
-        if is_first_here():
-            try:
-                fetch(Remote(url), place, again=name == "weights")
-            except RemoteError as error:
-                failure = str(error)
-        if failures := [why for why in gather_objects(failure) if why]:
-            fail(f"--{name.replace('_', '-')} {failures[0]}; give another, or a place here")
-        vars(args).setdefault("urls", {})[name] = url
-        setattr(args, name, place if name == "data_dir" else str(place))
+@functools.cache
+def fetch_input(place: Path | str, flag: str) -> Path:
+    """The local path of what ``--data-dir`` or ``--weights`` names. A URL is downloaded, once in a
+    process, by the first rank of each machine. All ranks call it."""
+    if not is_url(place):
+        return Path(place)
+    path, failure = local_folder(place, DATA), None
+    if is_first_here():
+        try:
+            fetch(Remote(place), path, again=flag == "--weights")
+        except RemoteError as error:
+            failure = str(error)
+    if failures := [why for why in gather_objects(failure) if why]:
+        fail(f"{flag} {failures[0]}; give another, or a local path")
+    return path
 
 
 def fetch(remote: Remote, place: Path, again: bool) -> None:

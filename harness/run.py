@@ -75,10 +75,10 @@ class Run:
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        self.display = Display(args.output_dir, self.train_set.unit)
         identity = {name: getattr(args, name) for name in IDENTITY}
         identity |= {"dataset": self.train_set.name} | self.train_set.identity
         self.store = open_snapshots(args, identity)
+        self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest(device)
         self.meter = LossMeter(self.state, self.stop)
@@ -283,9 +283,9 @@ class Run:
         if RANK == 0:
             found = result.describe(self.args, self.train_set, self.state, self.clock, model)
             found |= figures
-            result.write(found, self.args.output_dir)
+            result.write(found, self.store.output_dir)
             self.display.close(result.hparams(self.args, found))
             print0(breakdown.in_a_line(found))
-            print0(f"{result.in_a_line(found)}, files in {self.args.output_dir}")
+            print0(f"{result.in_a_line(found)}, files in {self.store.output_dir}")
         self.store.copy_results()
         wait_for_gloo()

@@ -25,6 +25,7 @@ from harness.ranks import (
     max_over_ranks,
     print0,
 )
+from harness.remote import local_folder
 
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 
@@ -157,7 +158,7 @@ class SnapshotStore:
     """
 
     def __init__(self, args: argparse.Namespace, identity: dict):
-        self.args, self.output_dir = args, args.output_dir
+        self.args, self.output_dir = args, local_folder(args.output_dir)
         self.folder = self.output_dir / "snapshots"
         self.about = {"technique": SCRIPT, "launch": launch_id(), "job": identity}
         self.resumed = None  # the path of the one that this run resumes from
@@ -275,7 +276,7 @@ class SnapshotStore:
             folder = Path(self.args.resume)
             if not folder.exists():
                 fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
-            if (self.args.output_dir / "previous").resolve() in folder.resolve().parents:
+            if (self.output_dir / "previous").resolve() in folder.resolve().parents:
                 fail(f"--resume {folder}: a new run replaces previous/; move it elsewhere first")
             if (folder / "state.pt").exists() or (folder / SUMS).exists():
                 if damage := find_damage(folder):

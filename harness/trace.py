@@ -15,6 +15,7 @@ from harness.clock import WARMUP_STEPS
 from harness.command_line import fail
 from harness.cpu_memory import AllocatorProfile
 from harness.ranks import RANK
+from harness.remote import local_folder
 
 
 class Tracer:
@@ -89,7 +90,7 @@ def closer_look(args: argparse.Namespace, total: int, per_epoch: int):
                 f"--trace {args.trace}: this run has {max(most, 0)} steps to trace, in the last "
                 f"epoch, after the warm-up and one for the profiler, and before the last; {room}"
             )
-        return Tracer(args.trace, args.output_dir / "trace")
+        return Tracer(args.trace, local_folder(args.output_dir) / "trace")
     if args.profile_memory and args.device == "cpu":
         return AllocatorProfile()
     return None

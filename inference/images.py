@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 import jobs.images
 from harness.command_line import fail
-from harness.remote import fetch_inputs
 from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, synthetic
 
 
@@ -47,7 +46,6 @@ def read_image(path: Path, side: int) -> Tensor:
 
 def load_split(args: argparse.Namespace, split: str) -> Images:
     """The ``eval`` or ``train`` split, as training loaded it."""
-    fetch_inputs(args)
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
     if args.dataset not in make:
         fail("--dataset: which one the weights were trained on is not known; give it")

@@ -16,7 +16,6 @@ from tqdm import tqdm
 import jobs.text
 from harness.command_line import fail
 from harness.files import load_file
-from harness.remote import fetch_inputs
 from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
 from inference.trained import make_metadata
 from jobs.gpt import GPT, make_model
@@ -92,7 +91,6 @@ def windows(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels of the test split, each position once, with a bar on a terminal."""
     if args.dataset == "auto":
         fail("--dataset: which one the weights were trained on is not known; give it")
-    fetch_inputs(args)
     _, text, _ = jobs.text.load(args)
     if text.classes != args.classes:
         fail(f"--dataset {args.dataset} has other characters than the weights; give their own")

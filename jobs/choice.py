@@ -15,7 +15,7 @@ import jobs.gpt
 import jobs.images
 import jobs.reviews
 import jobs.text
-from harness.command_line import fail, place, positive
+from harness.command_line import fail, place, positive, trim_url
 from harness.ranks import SCRIPT
 
 DATASETS = {
@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
          help="use the first N (default: all; 2048 on a CPU, of images and Shakespeare)")
     flag("--eval-samples", type=positive, metavar="N",
          help="use the first N (default: all; 1000 on a CPU, of images and Shakespeare)")
-    flag("--weights", default="none", metavar="none|imagenet|PATH",
+    flag("--weights", type=trim_url, default="none", metavar="none|imagenet|PATH",
          help="start from these weights; of reviews also a folder or a name on huggingface.co "
          "(default: none)")
     # fmt: on
@@ -90,8 +90,7 @@ def complete(args: argparse.Namespace) -> None:
     named |= ours is jobs.reviews and jobs.reviews.has_pretrained(args)
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
-    output = getattr(args, "urls", {}).get("output_dir", args.output_dir)
-    if Path(args.weights).resolve() == Path(output, "model.pt").resolve():
+    if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():
         fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
 
 

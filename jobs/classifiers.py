@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from harness.command_line import fail
 from harness.files import check_weights, load_file
 from harness.ranks import WORLD_SIZE, is_first_here, max_over_ranks
+from harness.remote import fetch_input
 
 # torchvision is imported where it is used, as in jobs/images.py.
 
@@ -110,7 +111,7 @@ def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
         weights = {k: v for k, v in imagenet_weights(args).items() if k in expected}
         weights = expected | {k: v for k, v in weights.items() if v.shape == expected[k].shape}
     else:
-        weights = load_file(args.weights, "--weights")
+        weights = load_file(fetch_input(args.weights, "--weights"), "--weights")
     flags = f"--model {args.model} --norm {args.norm}"
     complaint = f"--weights {args.weights} does not fit {flags} with this dataset's classes"
     check_weights(model, weights, complaint)

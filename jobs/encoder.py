@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from harness.command_line import fail, import_optional
 from harness.files import check_weights, load_file
+from harness.remote import fetch_input
 from jobs import reviews
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
@@ -91,7 +92,7 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
     tokenizer.backend_tokenizer.enable_truncation(args.context)
     model = Encoder(model, tokenizer.backend_tokenizer.to_str())
     if size and args.weights != "none":
-        weights = load_file(args.weights, "--weights")
+        weights = load_file(fetch_input(args.weights, "--weights"), "--weights")
         flags = f"--model {args.model} --context {args.context}"
         check_weights(model, weights, f"--weights {args.weights} does not fit {flags} or this data")
         if not next(model.parameters()).is_meta:

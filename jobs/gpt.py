@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.command_line import fail
 from harness.files import check_weights, load_file
+from harness.remote import fetch_input
 from jobs.experts import Mixture
 
 # Layers, heads, width, context and dropout. gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and
@@ -147,7 +148,7 @@ def make_model(args: argparse.Namespace, vocabulary: list[str]) -> GPT:
     mixture = (args.experts, args.top_k, args.balance) if args.experts else ()
     model = GPT(vocabulary, args.context, layers, heads, width, args.dropout, args.tie, *mixture)
     if args.weights != "none":
-        weights = load_file(args.weights, "--weights")
+        weights = load_file(fetch_input(args.weights, "--weights"), "--weights")
         flags = f"--model {args.model} --context {args.context}"
         flags += f" --experts {args.experts}" if args.experts else ""
         check_weights(model, weights, f"--weights {args.weights} does not fit {flags}")

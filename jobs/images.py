@@ -18,6 +18,7 @@ from harness.command_line import fail, positive
 from harness.download import fetch
 from harness.loaders import Unreadable
 from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
+from harness.remote import fetch_input
 from harness.task_data import TaskData
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
@@ -186,7 +187,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
     name, why = args.dataset, None
     if name in ("auto", "cifar10"):
-        why = fetch_cifar10(args.data_dir)
+        why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
         if why and name == "cifar10":
             fail(
                 f"--dataset cifar10: not in {args.data_dir}, and could not be downloaded ({why}); "
@@ -237,7 +238,7 @@ def cifar10(args: argparse.Namespace, split: str) -> Images:
     from torchvision.datasets import CIFAR10
 
     try:
-        source = CIFAR10(args.data_dir, train=split == "train")
+        source = CIFAR10(fetch_input(args.data_dir, "--data-dir"), train=split == "train")
     except (OSError, RuntimeError, EOFError) as error:
         fail(f"CIFAR-10 in {args.data_dir} is damaged ({error}); remove it and start again")
     n = how_many(args, split, len(source))
@@ -253,7 +254,8 @@ def folder(args: argparse.Namespace, split: str) -> Images:
     from torchvision.datasets import ImageFolder
 
     names = ["train"] if split == "train" else ["test", "val"]
-    roots = [args.data_dir / name for name in names if (args.data_dir / name).is_dir()]
+    data_dir = fetch_input(args.data_dir, "--data-dir")
+    roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
         fail(
             f"--data-dir {args.data_dir}: there is no {' or '.join(names)} folder in it; "

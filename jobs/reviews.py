@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.command_line import fail, import_optional
 from harness.download import why_unreachable
 from harness.ranks import print0
+from harness.remote import fetch_input
 from harness.task_data import TaskData
 
 CLASSES = ["negative", "positive"]
@@ -105,7 +106,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Reviews, Reviews]:
     tokenizer = make_tokenizer(args)
     splits = []
     for split, file in {"train": "train.tsv", "eval": "test.tsv"}.items():
-        texts, labels = read(args.data_dir / file)
+        texts, labels = read(fetch_input(args.data_dir, "--data-dir") / file)
         wanted = getattr(args, f"{split}_samples") or len(texts)
         if wanted > len(texts):
             fail(f"--{split}-samples {wanted}: there are {len(texts)}; ask for no more than that")
@@ -159,7 +160,7 @@ def make_tokenizer(args: argparse.Namespace):
         if tokenizer.pad_token_id is None or not tokenizer.is_fast:
             fail(f"--weights {args.weights}: its tokenizer cannot pad a batch; give an encoder's")
         return tokenizer
-    return train_tokenizer(args.data_dir)
+    return train_tokenizer(fetch_input(args.data_dir, "--data-dir"))
 
 
 @functools.cache
@@ -188,6 +189,7 @@ def train_tokenizer(data_dir: Path):
 
 def from_pretrained(weights: str, kind: str, **options):
     """``transformers.KIND.from_pretrained``, with what goes wrong in one line."""
+    weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if not Path(weights).is_dir() and why_unreachable(hub):
         options["local_files_only"] = True  # or it tries again for a minute

@@ -14,6 +14,7 @@ import jobs.gpt
 from harness.command_line import fail, number, positive
 from harness.download import fetch
 from harness.ranks import print0
+from harness.remote import fetch_input
 from harness.task_data import TaskData
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
@@ -171,7 +172,7 @@ def load(args: argparse.Namespace) -> tuple[Text, Text, str | None]:
     """The same without a word, and why it was not downloaded, if it is not what was wanted."""
     name, why = args.dataset, None
     if name in ("auto", "shakespeare"):
-        why = fetch_shakespeare(args.data_dir)
+        why = fetch_shakespeare(fetch_input(args.data_dir, "--data-dir"))
         if why and name == "shakespeare":
             fail(
                 f"--dataset shakespeare: {SHAKESPEARE} is not in {args.data_dir}, and could not be "
@@ -211,7 +212,7 @@ def fetch_shakespeare(data_dir: Path) -> str | None:
 
 
 def read_shakespeare(args: argparse.Namespace) -> bytes:
-    path = args.data_dir / SHAKESPEARE
+    path = fetch_input(args.data_dir, "--data-dir") / SHAKESPEARE
     text = path.read_bytes()
     if hashlib.sha256(text).hexdigest() != SHA256:
         fail(f"{path} is damaged; remove it and start again")
@@ -221,7 +222,7 @@ def read_shakespeare(args: argparse.Namespace) -> bytes:
 def read(args: argparse.Namespace) -> bytes:
     """The file that ``--data-dir`` names, or all files in that folder and below, one after the
     other in the order of their names; without hidden ones."""
-    folder = args.data_dir
+    folder = fetch_input(args.data_dir, "--data-dir")
     paths = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
     paths = [path for path in paths if not path.name.startswith(".")]
     if not paths:

@@ -18,7 +18,15 @@ MAY_KNOW = {  # of ours; besides its own room
     "inference": {"common", "jobs", "harness"},
     "report": set(),
     # of the scripts only what its mesh is made of
-    "estimator": {"common", "libraries", "jobs", "harness", "pytorch_TP", "pytorch_PP", "pytorch_CP"},
+    "estimator": {
+        "common",
+        "libraries",
+        "jobs",
+        "harness",
+        "pytorch_TP",
+        "pytorch_PP",
+        "pytorch_CP",
+    },
     "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report"},
     "benchmark": {"harness", "report"},

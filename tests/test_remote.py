@@ -314,8 +314,8 @@ MISTAKES = [
     ("--output-dir gs://bucket/x", ["--output-dir gs://bucket/x", "gcsfs", "pip install"]),
     ("--output-dir s3://nowhere/x", ["--output-dir s3://nowhere/x", "bucket does not exist"]),
     ("--output-dir sftp://127.0.0.1:9/x", ["sftp://127.0.0.1:9/x", "cannot be written"]),
-    ("--data-dir s3://bucket/nothing", ["--data-dir s3://bucket/nothing", "nothing"]),
-    ("--data-dir s3://nowhere/x", ["--data-dir s3://nowhere/x", "give another"]),
+    ("--dataset text --data-dir s3://bucket/no", ["--data-dir s3://bucket/no", "nothing"]),
+    ("--dataset text --data-dir s3://nowhere/x", ["--data-dir s3://nowhere/x", "give another"]),
     ("--weights s3://bucket/nothing", ["--weights s3://bucket/nothing", "nothing"]),
     ("--resume s3://bucket/nothing", ["--resume s3://bucket/nothing", "give another, or none"]),
 ]
@@ -326,7 +326,9 @@ def fails(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), *shlex.split(flags)])
     with pytest.raises(SystemExit) as end:
         args = common.parse_args(common.argument_parser(""))
+        remote.check_writable(args)
         train_set, _ = common.make_datasets(args)
+        common.make_model(args, train_set.classes)
         loader = common.make_loader(args, train_set, args.batch_size)
         common.Run(args, torch.device("cpu"), loader).load_snapshot(None, None, None)
     assert end.value.code == 2
@@ -401,7 +403,7 @@ def test_a_run_here_needs_no_fsspec(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), "--output-dir", str(tmp_path)])
     args = common.parse_args(common.argument_parser(""))
     common.make_datasets(args)
-    assert not isinstance(mirror.make_store(args), RemoteStore)
+    assert not isinstance(mirror.open_snapshots(args), RemoteStore)
 
 
 # -------------------------------------------------------------- in memory://, which a process has
@@ -472,12 +474,12 @@ def test_a_run_goes_on_under_its_own_id(place, tmp_path):
     place.archive(None)
     write(place, 1)
     place.copy_results()
-    folder = tmp_path / "other"
-    folder.mkdir()
+    folder = remote.local_folder(place.remote.url)
+    folder.mkdir(parents=True)
     for name in ("run_id", "model.pt", "result.json"):
         (folder / name).write_text("of another run")
-    urls = {"output_dir": place.remote.url}
-    store = RemoteStore(argparse.Namespace(urls=urls, output_dir=folder, resume="auto"))
+    args = argparse.Namespace(output_dir=place.remote.url, resume="auto")
+    store = RemoteStore(args)
     store.fetch_own()
     store.mirror.archive("step-00000001")
     assert place.remote.read("run_id") == place.own_id() == (folder / "run_id").read_bytes()
@@ -521,10 +523,8 @@ def test_one_that_goes_on_puts_newer_ones_aside(place):
 def test_each_machine_fetches_what_rank_0_has_chosen(place, tmp_path):
     write(place, 1)
     place.copy_snapshots()
-    args = argparse.Namespace(output_dir=tmp_path / "other", resume="auto")
-    args.urls = {"output_dir": place.remote.url}
-    store = RemoteStore(args)
-    chosen = tmp_path / "other" / "snapshots" / "step-00000001"
+    store = RemoteStore(argparse.Namespace(output_dir=place.remote.url, resume="auto"))
+    chosen = remote.local_folder(place.remote.url) / "snapshots" / "step-00000001"
     assert store.name_of(chosen) == f"{place.remote.url}/snapshots/step-00000001"
     store.bring(chosen)
     assert not find_damage(chosen)
