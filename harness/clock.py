@@ -90,8 +90,9 @@ class StepClock:
 
     def read(self) -> None:
         """Turn the ticks so far into seconds. On a GPU this waits for the last of them."""
+        self.phases.read()
         if len(self.ticks) < 2:
-            return self.phases.read()
+            return
         if self.on_gpu:
             self.ticks[-1].synchronize()
             seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.ticks)]
@@ -102,11 +103,15 @@ class StepClock:
         self.first_step = self.seconds[0]
         self.epoch_seconds += sum(seconds)
         self.spans[-1][1] = time.time()
-        self.phases.read()
+
+    @property
+    def warmup(self) -> int:
+        """Steps of this process that do not count: of a short one half."""
+        return min(WARMUP_STEPS, len(self.seconds) // 2)
 
     def settled(self) -> list[float]:
-        """Seconds of the steps after each process's warm-up, which is half of a short one."""
-        return self.before + self.seconds[min(WARMUP_STEPS, len(self.seconds) // 2) :]
+        """Seconds of the steps after each process's warm-up."""
+        return self.before + self.seconds[self.warmup :]
 
     def pause(self) -> None:
         """Read the memory before what is not training: it counts again from the next tick on."""

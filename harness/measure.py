@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,11 +82,8 @@ def gpu_uuids(devices: list[torch.device]) -> list[str]:
 
 def launch_command() -> str:
     """The command that started this run: the launcher's, which is our parent, or our own."""
-    words = launcher_words() or sys.orig_argv
-    launchers = ("torchrun", "deepspeed", "accelerate", "fabric")
-    if len(words) > 1 and Path(words[1]).name in launchers:  # not their python
-        words = words[1:]
-    return shlex.join([Path(words[0]).name, *words[1:]])
+    program, *words = launcher_words() or sys.orig_argv
+    return shlex.join([Path(program).name, *words])
 
 
 def hardware() -> dict:
@@ -105,7 +101,7 @@ def hardware() -> dict:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= {"torchvision": importlib.metadata.version("torchvision"), "numpy": np.__version__}
+    found |= {name: importlib.metadata.version(name) for name in ("torchvision", "numpy")}
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         with contextlib.suppress(RuntimeError):  # of a GPU too old for it

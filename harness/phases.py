@@ -33,7 +33,7 @@ class Phases:
         self.attached = self.traced = False
         self.marks = None  # of the present step; None between steps
         self.number = 0  # steps of this process so far
-        self.unread = collections.deque()  # numbers and marks of steps that the GPU may be at
+        self.unread = collections.deque(maxlen=KEPT)  # numbers and marks
         self.steps = collections.deque(maxlen=KEPT)  # numbers, seconds and waits by phase
         self.after_data, self.range, self.queue = "rest", None, None
         with contextlib.suppress(OSError):  # Linux only
@@ -98,17 +98,16 @@ class Phases:
             self.range = None
 
     def end_step(self) -> None:
-        """Keep the step's marks, and read those of which the GPU has seen the last."""
+        """Keep the step's marks."""
         self.number += 1
-        if self.marks is not None:
-            self.mark("end")
-            if "forward" not in (phase for phase, _ in self.marks):
-                self.after_data = TOGETHER  # from the next step on
-            if not self.traced:
-                self.unread.append((self.number, self.marks))
-            self.marks = None
-        while self.unread and (not self.on_gpu or self.unread[0][1][-1][1].query()):
-            self.read_step(*self.unread.popleft())
+        if self.marks is None:
+            return
+        self.mark("end")
+        if "forward" not in dict(self.marks):
+            self.after_data = TOGETHER  # from the next step on
+        if not self.traced:
+            self.unread.append((self.number, self.marks))
+        self.marks = None
 
     def leave_out(self) -> None:
         """The present step has something else in it, a snapshot, or is none."""
@@ -116,7 +115,7 @@ class Phases:
         self.marks = None
 
     def read(self) -> None:
-        """Read all that there is."""
+        """Turn the marks so far into seconds. On a GPU this waits for the last of them."""
         if self.on_gpu and self.unread:
             self.unread[-1][1][-1][1].synchronize()
         while self.unread:

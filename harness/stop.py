@@ -9,9 +9,10 @@ import threading
 import torch
 import torch.distributed as dist
 
-from harness.ranks import LAUNCHED, WORLD_SIZE, shutdown_timeout
+from harness.ranks import LAUNCHED, WORLD_SIZE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PATIENCE = 20  # seconds, less than torchrun waits between SIGTERM and SIGKILL
 VOTE_EVERY = 1.0  # seconds, about; a step that takes longer has a vote of its own
 
 
@@ -31,8 +32,7 @@ class StopRequest:
         self.agreed = 0  # that all ranks know of
         # nccl would wait for a dead rank longer than torchrun does for this one. On gloo such a
         # wait fails at once, and any other operation may take as long as it likes.
-        impatient = device.type == "cuda" and WORLD_SIZE > 1
-        self.patience = min(20, 2 / 3 * shutdown_timeout()) if impatient else None
+        self.patience = PATIENCE if device.type == "cuda" and WORLD_SIZE > 1 else None
         self.heard, self.busy = threading.Event(), False
         self.vote_every, self.pending = 1, None
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, started, wait_for
 
-from harness import clock, command_line, cpu_memory, phases, ranks, stop
+from harness import clock, command_line, phases, ranks, stop, trace
 
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 
@@ -70,6 +70,7 @@ def train_step(ours, model, optimizer, pause=0.0):
     loss.backward()
     optimizer.step()
     ours.end_step()
+    ours.read()
 
 
 def test_the_phases_of_a_step():
@@ -117,15 +118,15 @@ def test_what_tensors_take_on_a_cpu():
     kept = torch.zeros(4 * mib, dtype=torch.uint8)
     data = torch.utils.data.TensorDataset(torch.zeros(64 * mib, dtype=torch.uint8))
     data.images = data.tensors[0]
-    before = cpu_memory.bytes_of_tensors()
+    before = trace.bytes_of_tensors()
     assert kept.nbytes <= before < data.images.nbytes
-    profile = cpu_memory.AllocatorProfile()
+    profile = trace.AllocatorProfile()
     profile.start()
     most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
     del most
     grown = torch.zeros(2 * mib, dtype=torch.uint8)
     assert profile.peak_bytes() == before + 24 * mib
-    assert cpu_memory.bytes_of_tensors() == before + grown.nbytes
+    assert trace.bytes_of_tensors() == before + grown.nbytes
 
 
 def alone(flags="", **env):
@@ -161,24 +162,6 @@ def test_mpirun_says_how_many_ranks_are_here(monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert ranks.count_local_ranks() == 8
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("torchrun --nproc_per_node=2 x.py", 30),
-        ("torchrun --shutdown-timeout=12 x.py", 12),
-        ("torchrun --shutdown_timeout 6 x.py", 6),
-    ],
-)
-def test_patience_is_shorter_than_that_of_the_launcher(words, expected, monkeypatch):
-    monkeypatch.setattr(ranks, "launcher_words", lambda: words.split())
-    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-        monkeypatch.setenv(name, "")
-    assert ranks.shutdown_timeout() == expected
-    monkeypatch.setattr(stop, "WORLD_SIZE", 2)
-    patience = stop.StopRequest(torch.device("cuda")).patience
-    assert patience == min(20, 2 / 3 * expected) < expected
 
 
 STUCK = """
