@@ -96,11 +96,10 @@ def write(
 
     name = f"step-{run.step:08}" + ("-evaluated" if run.evaluated == run.step else "")
     folder = run.store.folder / name
-    with run.stop.while_writing():
-        failure, advice = write_snapshot(folder, write_all, size), "make room"
-        written = not failure
-        if written:
-            failure, advice = run.store.copy_snapshot(folder), "see to the server"
+    failure, advice = write_snapshot(folder, write_all, size), "make room"
+    written = not failure
+    if written:
+        failure, advice = run.store.copy_snapshot(folder), "see to the server"
     if failure and run.args.on_save_error == "stop":
         fail(f"step {run.step}: {failure}; {advice}, then go on with --resume auto", code=3)
     if failure:

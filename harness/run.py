@@ -53,7 +53,7 @@ class Run:
         self.display = Display(args.output_dir, self.train_set.unit)
         self.store = make_store(args)
         self.guard = Guard(args, self.store.newest)
-        self.stop = StopRequest(device)
+        self.stop = StopRequest()
 
     # ------------------------------------------------------------------------------- snapshots
 

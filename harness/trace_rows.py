@@ -3,6 +3,7 @@ and where these two overlap. On a GPU the rows but the first are of kernels, lat
 
 import collections
 import itertools
+import math
 
 from harness.phases import PHASES
 
@@ -110,12 +111,8 @@ def count_elements(args: dict) -> list[int]:
     """Of each tensor, or list of tensors, that a profiled operation got."""
 
     def count(shape: list) -> int:
-        if shape and isinstance(shape[0], list):
-            return sum(map(count, shape))
-        product = 1
-        for size in shape:
-            product *= size
-        return product
+        nested = shape and isinstance(shape[0], list)
+        return sum(map(count, shape)) if nested else math.prod(shape)
 
     return [count(shape) for shape in args.get("Input Dims", []) if shape]
 

@@ -2,14 +2,13 @@
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT, launch, started, wait_for
+from conftest import launch
 
 from harness import clock, command_line, phases, ranks, stop, trace
 
@@ -155,36 +154,6 @@ def test_mpirun_says_how_many_ranks_are_here(monkeypatch):
     assert ranks.count_local_ranks() == 8
 
 
-STUCK = """
-import ctypes, threading, time, torch
-from harness.stop import StopRequest
-request = StopRequest(torch.device("cpu"))
-request.patience = 0.5
-request.listen()
-request.busy = True
-def finish_writing():  # much later than the patience
-    time.sleep(2.5)
-    print("written", flush=True)
-    request.busy = False
-threading.Thread(target=finish_writing, daemon=True).start()
-print("waiting", flush=True)
-mutex = ctypes.create_string_buffer(64)
-ctypes.CDLL(None).pthread_mutex_lock(mutex)
-ctypes.CDLL(None).pthread_mutex_lock(mutex)  # for ever, in a library
-"""
-
-
-def test_a_process_that_cannot_stop_is_ended_but_not_while_it_writes():
-    """One that waits in a library for a rank that is gone never comes to the end of its step."""
-    command = f"{sys.executable} -c {shlex.quote(STUCK)}"
-    with started(command, PYTHONPATH=str(ROOT)) as process:
-        wait_for(lambda: "waiting" in process.output[0])
-        time.sleep(0.5)  # now it does
-        process.send(signal.SIGTERM)
-        finished = process.end()
-    assert finished.code == 143 and "written" in finished.stdout
-
-
 # ----------------------------------------------------------------------------------------- votes
 
 
@@ -207,7 +176,7 @@ class Ranks:
 def test_a_vote_is_read_one_step_later(monkeypatch):
     monkeypatch.setattr(stop, "WORLD_SIZE", 2)
     monkeypatch.setattr(stop, "dist", dist := Ranks(others=[1, 0]))
-    request = stop.StopRequest(torch.device("cpu"))
+    request = stop.StopRequest()
     request.vote_between_prints(1)
     assert dist.calls == 1 and not request.agreed
     request.vote_between_prints(2)
@@ -219,7 +188,7 @@ def test_votes_come_about_once_a_second(seconds, votes, monkeypatch):
     """At the latest two seconds after the signal, or one step: a slow step has a vote each."""
     monkeypatch.setattr(stop, "WORLD_SIZE", 2)
     monkeypatch.setattr(stop, "dist", dist := Ranks(others=[0, 0]))
-    request = stop.StopRequest(torch.device("cpu"))
+    request = stop.StopRequest()
     request.set_pace(seconds)
     for step in range(1, 20):
         request.vote_between_prints(step)
