@@ -17,6 +17,11 @@ from harness.ranks import RANK, WORLD_SIZE
 
 # ---------------------------------------------------------------------------------- configuration
 
+IN_CHECKPOINTS = {  # classes of its own that DeepSpeed pickles
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
 OPTIMIZER_FLAGS = ("optimizer", "lr", "momentum", "weight_decay")
 
 
@@ -84,7 +89,7 @@ def load_snapshot(run, engine) -> dict:
     snapshot, path = run.store.find("scheduler"), run.store.resumed
     if snapshot:
         try:
-            trust.check_deepspeed(path / "zero")
+            trust.check_pickles(path / "zero", IN_CHECKPOINTS)
             found, _ = engine.load_checkpoint(path, "zero")
         except Exception as error:  # untrusted, or of another stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]

@@ -5,9 +5,10 @@ tells which GPU a program uses, however that variable names it: by number, by UU
 GPU (MIG).
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 
 import torch
 
@@ -16,47 +17,45 @@ from harness.measure import gpu_uuids
 LAG = 1.0  # seconds: the driver's utilization is a mean over up to the last second
 
 
-class GpuWatch:
-    """Samples all GPUs four times a second while the block runs."""
+@contextlib.contextmanager
+def watch_gpus() -> Iterator[list[tuple[float, dict]]]:
+    """Sample all GPUs four times a second while the block runs: the time, and :func:`read_gpus`."""
+    samples, stop = [], threading.Event()
 
-    def __enter__(self):
-        self.samples, self.stop = [], threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        if torch.cuda.is_available():
-            self.thread.start()
-        return self
+    def watch() -> None:
+        while torch.cuda.is_available() and not stop.wait(0.25):
+            samples.append((time.time(), read_gpus()))
 
-    def __exit__(self, *_):
-        self.stop.set()
-        if self.thread.is_alive():
-            self.thread.join(5)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join(5)
 
-    def watch(self):
-        while not self.stop.wait(0.25):
-            self.samples.append((time.time(), read_gpus()))
 
-    def summary(self, uuids: Iterable[str], spans: Iterable[tuple[float, float]]) -> dict | None:
-        """Mean utilization and peak memory of these GPUs in these spans of the wall clock.
+def summarize(samples, uuids: list[str], spans: list[tuple[float, float]]) -> dict | None:
+    """Mean utilization and peak memory of these GPUs in these spans of the wall clock.
 
-        Returns:
-            ``None`` if any of the GPUs has no figures: on a CPU, for a part of a GPU (MIG), and in
-            spans shorter than :data:`LAG`, which is left out at the beginning of each span.
-        """
-        spans, uuids = list(spans), list(uuids)
-        within = [
-            figures
-            for moment, figures in self.samples
-            if any(begin + LAG <= moment <= end for begin, end in spans)
-        ]
-        found = [figures.get(uuid, {}) for figures in within for uuid in uuids]
-        percents = [gpu.get("utilization_percent") for gpu in found]
-        memory = [gpu.get("memory_used_gib") for gpu in found]
-        if not found or None in percents:
-            return None
-        return {
-            "utilization_percent": sum(percents) / len(percents),
-            "memory_used_gib": None if None in memory else max(memory),
-        }
+    Returns:
+        ``None`` if any of the GPUs has no figures: on a CPU, for a part of a GPU (MIG), and in
+        spans shorter than :data:`LAG`, which is left out at the beginning of each span.
+    """
+    within = [
+        figures
+        for moment, figures in samples
+        if any(begin + LAG <= moment <= end for begin, end in spans)
+    ]
+    found = [figures.get(uuid, {}) for figures in within for uuid in uuids]
+    percents = [gpu.get("utilization_percent") for gpu in found]
+    memory = [gpu.get("memory_used_gib") for gpu in found]
+    if not found or None in percents:
+        return None
+    return {
+        "utilization_percent": sum(percents) / len(percents),
+        "memory_used_gib": None if None in memory else max(memory),
+    }
 
 
 def read_gpus() -> dict[str, dict[str, float | None]]:
@@ -69,11 +68,9 @@ def read_gpus() -> dict[str, dict[str, float | None]]:
     except Exception:  # not installed, no driver, not permitted
         return {}
 
-    def ask(question: Callable, gpu):
-        try:
+    def ask(question, gpu):
+        with contextlib.suppress(pynvml.NVMLError):  # utilization of a GPU that is split (MIG)
             return question(gpu)
-        except pynvml.NVMLError:  # not supported: utilization of a GPU that is split (MIG)
-            return None
 
     questions = {
         "utilization_percent": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,

@@ -42,19 +42,21 @@ class NVML(types.SimpleNamespace):
 
 def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
     """By UUID, however CUDA_VISIBLE_DEVICES named them; not other GPUs, loading or evaluation."""
-    nvml, watch = NVML(), gpus.GpuWatch()
+    nvml, samples = NVML(), []
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    watch.samples = []
     for second, busy in enumerate([0, 100, 100, 40, 60, 0, 100, 80, 0]):
         nvml.busy = {"GPU-a": busy, "GPU-b": 30, "GPU-split": None}
-        watch.samples.append((float(second), gpus.read_gpus()))
+        samples.append((float(second), gpus.read_gpus()))
     spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
-    assert watch.summary(["GPU-a"], spans) == {"utilization_percent": 60, "memory_used_gib": 2}
-    both = watch.summary(["GPU-a", "GPU-b"], spans)
+    assert gpus.summarize(samples, ["GPU-a"], spans) == {
+        "utilization_percent": 60,
+        "memory_used_gib": 2,
+    }
+    both = gpus.summarize(samples, ["GPU-a", "GPU-b"], spans)
     assert both == {"utilization_percent": 45, "memory_used_gib": 5}
     for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
-        assert watch.summary(unknown, spans) is None
-    assert watch.summary(["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
+        assert gpus.summarize(samples, unknown, spans) is None
+    assert gpus.summarize(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
 
 
 def test_without_the_bindings_there_are_no_figures(monkeypatch):

@@ -13,20 +13,6 @@ from conftest import launch
 from harness import clock, command_line, phases, ranks, stop, trace
 
 
-def test_the_speed_leaves_out_the_warm_up_of_each_process():
-    """Also of one that goes on from a snapshot, whose first steps are slow again."""
-    first = clock.StepClock([torch.device("cpu")])
-    first.seconds = [9.0] * clock.WARMUP_STEPS + [1.0] * 10
-    assert first.settled() == [1.0] * 10
-    resumed = clock.StepClock([torch.device("cpu")])
-    resumed.before = first.settled()
-    resumed.seconds = [8.0] * clock.WARMUP_STEPS + [2.0] * 10
-    assert resumed.settled() == [1.0] * 10 + [2.0] * 10
-    short = clock.StepClock([torch.device("cpu")])
-    short.seconds = [9.0, 9.0, 1.0, 1.0]
-    assert short.settled() == [1.0, 1.0]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
 def test_the_peak_is_that_of_the_steps():
     """Not that of an evaluation, or of a snapshot, between them."""
