@@ -88,15 +88,17 @@ def launch_command() -> str:
 
 def hardware() -> dict:
     """Names of the processor and the GPUs, and what decides how fast the processor multiplies."""
-    cpu, flags = platform.processor() or platform.machine(), []
+    found = {}
     with contextlib.suppress(OSError):  # Linux only
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-        cpu = found.get("model name", cpu)
-        wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-        flags = [flag for flag in wanted if flag in found.get("flags", "").split()]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": cpu, "cpu_flags": flags, "cores": os.cpu_count(), "gpus": gpus}
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+    return {
+        "cpu": found.get("model name") or platform.processor() or platform.machine(),
+        "cpu_flags": [flag for flag in wanted if flag in found.get("flags", "").split()],
+        "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
 
 
 def versions() -> dict[str, str]:

@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_the_steps():
 def make_phases(model, **options):
     """As a clock does, on a CPU, with an optimizer that has something to do."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = phases.Phases(time.perf_counter, on_gpu=False)
+    ours = clock.StepClock([torch.device("cpu")]).phases
     ours.attach(model, optimizer, **options)
     return ours, optimizer
 
