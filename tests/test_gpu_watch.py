@@ -33,9 +33,6 @@ class NVML(types.SimpleNamespace):
             raise self.NVMLError
         return types.SimpleNamespace(gpu=self.busy[gpu])
 
-    def nvmlDeviceGetMemoryInfo(self, gpu):
-        return types.SimpleNamespace(used={"GPU-a": 2, "GPU-b": 5}.get(gpu, 9) * 2**30)
-
     def nvmlDeviceGetPowerManagementLimit(self, gpu):
         return {"GPU-a": 250_000, "GPU-b": 700_000}.get(gpu, 300_000)
 
@@ -46,14 +43,11 @@ def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     for second, busy in enumerate([0, 100, 100, 40, 60, 0, 100, 80, 0]):
         nvml.busy = {"GPU-a": busy, "GPU-b": 30, "GPU-split": None}
-        samples.append((float(second), gpus.read_gpus()))
+        samples.append((float(second), gpus.utilization()))
     spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
-    assert gpus.summarize(samples, ["GPU-a"], spans) == {
-        "utilization_percent": 60,
-        "memory_used_gib": 2,
-    }
+    assert gpus.summarize(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
     both = gpus.summarize(samples, ["GPU-a", "GPU-b"], spans)
-    assert both == {"utilization_percent": 45, "memory_used_gib": 5}
+    assert both == {"utilization_percent": 45}
     for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
         assert gpus.summarize(samples, unknown, spans) is None
     assert gpus.summarize(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
@@ -61,7 +55,7 @@ def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
 
 def test_without_the_bindings_there_are_no_figures(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert gpus.read_gpus() == {}
+    assert gpus.utilization() == {}
 
 
 def test_power_limits_are_of_the_visible_gpus(monkeypatch):
