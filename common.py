@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
-from harness import command_line, loaders, ranks, remote, timeouts
+from harness import command_line, loaders, process, ranks, remote
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
-from harness.cpu_memory import keep_no_free_memory
 from harness.files import load_file, save_file
 from harness.measure import device_name, whole
 from harness.ranks import (
@@ -108,12 +107,12 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def prepare_process(args: argparse.Namespace) -> None:
     """Settle what holds for the whole process: it ends with its launcher, listens on loopback when
     all ranks share a machine, explains timeouts, can write its files, and has a default dtype."""
-    ranks.die_with_launcher()
+    process.die_with_launcher()
     if WORLD_SIZE == LOCAL_WORLD_SIZE:
-        ranks.listen_on_loopback()
-    timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
+        process.listen_on_loopback()
+    process.explain_timeouts(Path(sys.argv[0]).absolute())
     if args.profile_memory and args.device == "cpu":
-        keep_no_free_memory()
+        process.keep_no_free_memory()
     if RANK == 0:
         folder = local_folder(args.output_dir)
         command_line.check_writable(folder, f"--output-dir {folder}")

@@ -45,7 +45,6 @@ def batches_of(loader: DataLoader) -> Iterator:
 def ignore_signals(worker: int) -> None:
     """A DataLoader's ``worker_init_fn``. Terminals and launchers send their signals to all that a
     rank has started, which would end it for want of data; :func:`kill_loaders` ends them."""
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -80,7 +80,7 @@ class Run:
         self.store = open_snapshots(args, identity)
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
-        self.stop = StopRequest(device)
+        self.stop = StopRequest()
         self.meter = LossMeter(self.state, self.stop)
 
     @property
@@ -142,8 +142,7 @@ class Run:
         self.guard.check_snapshot()
         step, parts = self.step, parts | {"run": self.state.state_dict(), "clock": self.clock}
         name = f"step-{step:08}" + ("-evaluated" if self.state.evaluated == step else "")
-        with self.stop.while_writing():
-            saved, failure = self.store.save(name, parts, write_files, size)
+        saved, failure = self.store.save(name, parts, write_files, size)
         if failure and self.args.on_save_error == "stop":
             fail(f"step {step}: {failure}, then resume with --resume auto", code=3)
         if failure:

@@ -18,6 +18,11 @@ from harness.ranks import RANK, WORLD_SIZE, print0
 
 # ---------------------------------------------------------------------------------- configuration
 
+IN_CHECKPOINTS = {  # classes of its own that DeepSpeed pickles
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
 REPLACED = {  # an entry of the file, and the flags of which it takes the place
     "optimizer": "--optimizer, --lr, --momentum and --weight-decay",
     "scheduler": "--lr, --schedule and --warmup-steps",
@@ -85,7 +90,7 @@ def load_snapshot(run, engine) -> dict:
     snapshot, path = run.store.find("scheduler"), run.store.resumed
     if snapshot:
         try:
-            trust.check_deepspeed(path / "zero")
+            trust.check_pickles(path / "zero", IN_CHECKPOINTS)
             found, _ = engine.load_checkpoint(path, "zero")
         except Exception as error:  # untrusted, or of another stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
