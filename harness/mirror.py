@@ -22,7 +22,7 @@ RUN_ID = "run_id"
 def open_snapshots(args: argparse.Namespace, identity: dict) -> SnapshotStore:
     """The snapshots of a run, local or remote."""
     remote = is_url(args.resume) or is_url(args.output_dir)
-    return RemoteStore(args) if remote else SnapshotStore(args)
+    return (RemoteStore if remote else SnapshotStore)(args, identity)
 
 
 def by_snapshot(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
