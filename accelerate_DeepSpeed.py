@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from harness import deepspeed_engine
+from libraries import deepspeed_engine
 
 accelerate = common.import_optional("accelerate")
 
@@ -44,7 +44,7 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     config = deepspeed_engine.read_config(args)  # DeepSpeed: and the batch size into it
-    if args.overridden:  # Accelerate: would raise an exception
+    if {"optimizer", "scheduler"} & config.keys():  # Accelerate: would raise an exception
         file = args.deepspeed_config
         common.fail(f"{file} has an optimizer or a schedule, and so has this script; leave it out")
     os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed: looks for one while it is imported

@@ -39,7 +39,7 @@ import torch
 from tqdm import tqdm
 
 from harness.command_line import ArgumentParser, check_writable, fail, number
-from harness.gpus import GpuWatch, power_limits
+from harness.gpus import power_limits, summarize, watch_gpus
 from harness.measure import git_commit, hardware, versions
 from report import pages, tables
 from report.results import SCHEMA, Unusable, read_results
@@ -313,7 +313,7 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     """
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as log, GpuWatch() as watch:
+    with tempfile.TemporaryFile("w+") as log, watch_gpus() as samples:
         try:
             process = subprocess.Popen(
                 [*words, "--output-dir", os.path.relpath(folder, ROOT)], cwd=ROOT,
@@ -336,7 +336,7 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
     run = {key: result[key] for key in KEPT if key in result}
-    run["gpu"] = watch.summary(result["gpu_uuids"], result["trained_between"])
+    run["gpu"] = summarize(samples, result["gpu_uuids"], result["trained_between"])
     run["eval_accuracy"], run["eval_samples"] = result["eval_accuracy"][-1], result["eval_samples"]
     run["eval_loss"] = result["eval_loss"][-1]
     run["seconds_process"] = time.perf_counter() - started

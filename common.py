@@ -31,10 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
-from harness import command_line, loaders, ranks, remote, timeouts
-from harness.accelerate_file import check_launch
+from harness import command_line, loaders, process, ranks, remote
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
-from harness.cpu_memory import keep_no_free_memory
 from harness.files import load_file, save_file
 from harness.measure import device_name, whole
 from harness.ranks import (
@@ -54,6 +52,7 @@ from jobs.gpt import size_of
 from jobs.images import Images, ImagesOnDisk, UnreadableImage
 from jobs.reviews import Reviews
 from jobs.text import Text
+from libraries.accelerate_launch import check_launch
 
 # What scripts use, in the order in which they do; some of it comes from below.
 # fmt: off
@@ -108,12 +107,12 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def prepare_process(args: argparse.Namespace) -> None:
     """Settle what holds for the whole process: it ends with its launcher, listens on loopback when
     all ranks share a machine, explains timeouts, can write its files, and has a default dtype."""
-    ranks.die_with_launcher()
+    process.die_with_launcher()
     if WORLD_SIZE == LOCAL_WORLD_SIZE:
-        ranks.listen_on_loopback()
-    timeouts.explain_timeouts(Path(sys.argv[0]).absolute())
+        process.listen_on_loopback()
+    process.explain_timeouts(Path(sys.argv[0]).absolute())
     if args.profile_memory and args.device == "cpu":
-        keep_no_free_memory()
+        process.keep_no_free_memory()
     if RANK == 0:
         folder = local_folder(args.output_dir)
         command_line.check_writable(folder, f"--output-dir {folder}")
@@ -147,10 +146,7 @@ def announce(args: argparse.Namespace, device: torch.device, readers: int = WORL
         f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} "
         f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch}"
     )
-    overridden = getattr(args, "overridden", {})
-    theirs = [f"--{name.replace('_', '-')}" for name in overridden]
-    instead = f" ({', '.join(theirs)}: as in {next(iter(overridden.values()))})" if theirs else ""
-    print0(f"settings: {shlex.join(command_line.settings(args))}{instead}")
+    print0(f"settings: {shlex.join(command_line.settings(args))}")
     jobs.choice.models_of(args).check_model_name(args.model)
 
 
@@ -249,8 +245,6 @@ def make_loader(
         atexit.register(loaders.kill_loaders)
     elif args.device == "cuda":
         dataset.keep_on_gpu()
-    dataset.share = getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
-    dataset.copies = WORLD_SIZE // dataset.share[1]
     return DataLoader(
         dataset,
         batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
@@ -378,7 +372,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
-    seen, (share, of) = 0, loader.dataset.share
+    seen, (share, of) = 0, loaders.share_of(loader)
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for batch in loaders.batches_of(loader):
         images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)
@@ -391,7 +385,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         seen += len(labels)
     if dist.is_initialized():
         dist.all_reduce(sums)
-        sums /= loader.dataset.copies
+        sums /= WORLD_SIZE // of  # ranks that work on one share
     loss, correct, samples = sums.tolist()
     expected = loader.dataset.count_labels()
     if samples != expected:

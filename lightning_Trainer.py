@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
-from harness import deepspeed_engine
+from libraries import deepspeed_engine
 
 lightning = common.import_optional("lightning")
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from harness import deepspeed_engine
+from libraries import deepspeed_engine
 
 
 @record  # torchrun: shows the traceback of the rank that failed first

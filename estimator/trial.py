@@ -127,7 +127,7 @@ class ShortRun:
 
     def load_engine(self, engine) -> dict:
         """:meth:`load_snapshot` of DeepSpeed, which keeps things in places of its own."""
-        from harness import deepspeed_engine
+        from libraries import deepspeed_engine
 
         self.load_snapshot(engine.module, engine.basic_optimizer)
         self.held = deepspeed_engine.track_tensors(self, engine)
@@ -191,7 +191,8 @@ def run_script(
     """
     prepare(ranks, as_on_a_gpu, rank)
     import common
-    from harness import command_line, deepspeed_engine
+    from harness import command_line
+    from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
     job, live = Job(classes, make_module, order), LiveBytes(block)
@@ -252,6 +253,6 @@ def become_rank(rank: int, ranks: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ["MASTER_PORT"] = "29500"
-    ours = {"common", "harness", "jobs"}
+    ours = {"common", "harness", "jobs", "libraries"}
     for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]

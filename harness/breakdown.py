@@ -4,7 +4,7 @@ import statistics
 
 import numpy as np
 
-from harness.clock import WARMUP_STEPS, StepClock
+from harness.clock import StepClock
 from harness.phases import PHASES
 from harness.ranks import gather_objects
 
@@ -45,8 +45,7 @@ def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
 
 def own_steps(clock: StepClock) -> list[tuple]:
     """The settled ones of this process, of those that are kept: see :meth:`StepClock.settled`."""
-    warmup = min(WARMUP_STEPS, len(clock.seconds) // 2)
-    return [step for step in clock.phases.steps if step[0] > warmup]
+    return [step for step in clock.phases.steps if step[0] > clock.warmup]
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

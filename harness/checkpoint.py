@@ -1,7 +1,5 @@
-"""What a snapshot holds, and how it is taken up again: of the run, of a plain model, of a sharded
-one. DeepSpeed's own form is in deepspeed_engine.py."""
+"""What a snapshot holds of a model and its optimizer, plain or sharded, and how it is loaded."""
 
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,107 +14,7 @@ from harness import trust
 from harness.command_line import fail
 from harness.files import load_file
 from harness.measure import count_bytes
-from harness.ranks import RANK, SCRIPT, WORLD_SIZE, exit_all, gather_objects, print0
-from harness.snapshots import write_snapshot
-
-# ---------------------------------------------------------------------------------- the run itself
-
-RUN = ["step", "evaluated", "history", "eval_samples"]  # attributes of a Run
-
-
-def run_state(run) -> dict:
-    """What a snapshot holds of the run itself. All ranks call it."""
-    run.clock.read()
-    own = {"loss_sum": run.loss_sum.item(), "images": run.images}
-    own["rng"] = {"cpu": torch.get_rng_state()}
-    if run.device.type == "cuda":
-        own["rng"]["cuda"] = torch.cuda.get_rng_state(run.device)
-    state = {name: getattr(run, name) for name in RUN}
-    state |= {"step_seconds": run.clock.settled(), "epoch_seconds": run.clock.epoch_seconds}
-    state["seconds"] = run.clock.read_wall_clock()
-    return state | {"ranks": gather_objects(own)} | run.store.describe()
-
-
-def restore_run(run, state: dict) -> None:
-    """Take up what :func:`run_state` returned. At another number of ranks the sums of all go to
-    rank 0, and random numbers, which dropout draws, begin anew."""
-    for name in RUN:
-        setattr(run, name, state[name])
-    run.clock.before, run.clock.epoch_seconds = state["step_seconds"], state["epoch_seconds"]
-    run.clock.wall_seconds = state["seconds"]
-    ranks = state["ranks"]
-    if len(ranks) == WORLD_SIZE:
-        own = ranks[RANK]
-        torch.set_rng_state(own["rng"]["cpu"])
-        if "cuda" in own["rng"] and run.device.type == "cuda":
-            torch.cuda.set_rng_state(own["rng"]["cuda"], run.device)
-    else:
-        mine = ranks if RANK == 0 else []
-        own = {name: sum(rank[name] for rank in mine) for name in ("loss_sum", "images")}
-    run.loss_sum += own["loss_sum"]
-    run.images = own["images"]
-    # The epoch to go on with: one whose steps are done may still have to be evaluated.
-    run.start_epoch = (run.step - (run.step > run.evaluated)) // run.steps_per_epoch
-    if run.step == run.evaluated >= run.total_steps:
-        run.start_epoch = run.epochs
-    run.history = {k: v[: run.start_epoch] for k, v in run.history.items()}
-
-
-def write(
-    run,
-    write_files: Callable = lambda folder: None,
-    size: int = 0,
-    apart: bool | None = None,
-    **parts,
-) -> None:
-    """Write ``state.pt`` and what else makes a snapshot; and exit, if a stop was agreed on.
-
-    Args:
-        write_files: puts further files into the folder that it is given; all ranks call it.
-        size: how many bytes, of all ranks.
-        apart: where each rank has an optimizer of its own: whether its weights are its own, too.
-        parts: what rank 0 writes into ``state.pt``, by name: plain data, or what has a
-            ``state_dict()``.
-    """
-    run.guard.check_snapshot()
-    if apart is not None:
-        write_files, size = own_files(parts["model"], parts["optimizer"])
-        parts["apart"] = apart
-    of_run, state = run_state(run), {}
-    if RANK == 0:
-        for name, part in parts.items():
-            state[name] = part.state_dict() if hasattr(part, "state_dict") else part
-        state |= of_run
-        size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
-
-    def write_all(folder: Path) -> None:
-        write_files(folder)  # first: if it communicates, all ranks must be there
-        if RANK == 0:
-            torch.save(state, folder / "state.pt")
-
-    name = f"step-{run.step:08}" + ("-evaluated" if run.evaluated == run.step else "")
-    folder = run.store.folder / name
-    with run.stop.while_writing():
-        failure, advice = write_snapshot(folder, write_all, size), "make room"
-        written = not failure
-        if written:
-            failure, advice = run.store.copy_snapshot(folder), "see to the server"
-    if failure and run.args.on_save_error == "stop":
-        fail(f"step {run.step}: {failure}; {advice}, then go on with --resume auto", code=3)
-    if failure:
-        print0(f"step {run.step}: {failure}; training goes on (--on-save-error continue)")
-    if run.stop.agreed:
-        run.display.close()
-        where = "no snapshot of it"
-        if written:
-            where = f"snapshot {folder if failure else run.store.name_of(folder)}"
-        print0(
-            f"stopped by {signal.Signals(run.stop.agreed).name} after step {run.step} of "
-            f"{run.total_steps}: {where}; go on with --resume auto"
-        )
-        exit_all(128 + run.stop.agreed)
-    run.display.flush()
-
+from harness.ranks import RANK, SCRIPT, WORLD_SIZE, gather_objects, print0
 
 # --------------------------------------------------------------------------------- a plain model
 
@@ -139,7 +37,7 @@ def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others
         if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
             other.load_state_dict(snapshot.get(name, {}))
         else:
-            print0(f"{path} has no {name}, which begins anew")
+            print0(f"{path} has no {name}, which starts from scratch")
 
 
 def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> None:
@@ -169,8 +67,8 @@ def own_file(folder: Path, rank: int) -> Path:
 
 
 def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
-    """What :func:`write` needs to write a file of each rank but the first: a function that does,
-    and the bytes that all of them have."""
+    """A function that writes a file of each rank but the first into the folder of a snapshot, and
+    the bytes that all of them have."""
     own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     tensors = (t for t in tree_leaves(own) if torch.is_tensor(t))
 
@@ -187,7 +85,7 @@ def read_own(path: Path, snapshot: dict) -> dict:
     As many ranks of the same script go on with what each has written. Any other run takes the
     weights, if all ranks had the same, and the mean of their optimizers.
     """
-    writer, ranks = snapshot["technique"], len(snapshot["ranks"])
+    writer, ranks = snapshot["technique"], len(snapshot["run"]["ranks"])
     read = partial(load_file, flag="--resume")
     if (SCRIPT, WORLD_SIZE) == (writer, ranks):
         return read(own_file(path, RANK)) if RANK > 0 else {}

@@ -13,6 +13,11 @@ STARTED = time.perf_counter()
 WARMUP_STEPS = 10  # left out of speed and memory: allocator, autotuner and caches are settling
 
 
+def seconds_between(begin, end) -> float:
+    """Of two times, or of two events that a GPU has come to."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+
+
 class StepClock:
     """Seconds of each step of this process, and of the epoch; peak memory of the steps alone.
 
@@ -39,7 +44,7 @@ class StepClock:
         self.paused = False
         self.look, self.looking = look, False
         self.spans = []  # when this process trained: from and to, in Unix time
-        self.phases = Phases(self.now, self.on_gpu)
+        self.phases = Phases(self.now, seconds_between, self.on_gpu)
         self.wall_seconds, self.since = 0.0, STARTED  # up to a snapshot, and when it was loaded
 
     def start(self) -> None:
@@ -72,9 +77,8 @@ class StepClock:
         Args:
             left: how many steps of the run follow this one.
         """
-        if not self.look or self.looking or left >= self.look.lasts:
-            return
-        if len(self.seconds) + len(self.ticks) > 1:
+        timed = len(self.seconds) + len(self.ticks) > 1
+        if self.look and not self.looking and left < self.look.lasts and timed:
             self.read()
             self.pause()
             self.looking = True
@@ -90,23 +94,36 @@ class StepClock:
 
     def read(self) -> None:
         """Turn the ticks so far into seconds. On a GPU this waits for the last of them."""
+        self.phases.read()
         if len(self.ticks) < 2:
-            return self.phases.read()
+            return
         if self.on_gpu:
             self.ticks[-1].synchronize()
-            seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.ticks)]
-        else:
-            seconds = [b - a for a, b in itertools.pairwise(self.ticks)]
+        seconds = [seconds_between(a, b) for a, b in itertools.pairwise(self.ticks)]
         self.ticks = self.ticks[-1:]
         self.seconds += seconds
         self.first_step = self.seconds[0]
         self.epoch_seconds += sum(seconds)
         self.spans[-1][1] = time.time()
-        self.phases.read()
+
+    @property
+    def warmup(self) -> int:
+        """Steps of this process that do not count: of a short one half."""
+        return min(WARMUP_STEPS, len(self.seconds) // 2)
 
     def settled(self) -> list[float]:
-        """Seconds of the steps after each process's warm-up, which is half of a short one."""
-        return self.before + self.seconds[min(WARMUP_STEPS, len(self.seconds) // 2) :]
+        """Seconds of the steps after each process's warm-up."""
+        return self.before + self.seconds[self.warmup :]
+
+    def state_dict(self) -> dict:
+        """What a snapshot holds of it."""
+        self.read()
+        seconds = {"steps": self.settled(), "epoch": self.epoch_seconds}
+        return seconds | {"wall": self.read_wall_clock()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.before, self.epoch_seconds = state["steps"], state["epoch"]
+        self.wall_seconds = state["wall"]
 
     def pause(self) -> None:
         """Read the memory before what is not training: it counts again from the next tick on."""

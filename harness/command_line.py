@@ -215,11 +215,9 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """The flags that repeat this run from its start, defaults spelled out; without those that a
-    file of the technique's overrides (``args.overridden``, by flag)."""
+    """The flags that repeat this run from its start, defaults spelled out."""
     words = []
-    left_out = {"local_rank", "resume", "overridden", *getattr(args, "overridden", ())}
     for name, value in vars(args).items():
-        if name not in left_out and value is not None and value is not False:
+        if name not in ("local_rank", "resume") and value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words

@@ -53,6 +53,9 @@ class Display:
         if self.writer:
             self.writer.flush()
 
-    def close(self) -> None:
+    def close(self, hparams: tuple[dict, dict] | None = None) -> None:
+        """Close TensorBoard's file, with an entry of HPARAMS, if there is one, and its metrics."""
         if self.writer:
+            if hparams:
+                self.writer.add_hparams(*hparams, run_name=".")
             self.writer.close()

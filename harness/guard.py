@@ -10,7 +10,6 @@ In float16 a GradScaler, or DeepSpeed, leaves out steps whose gradients overflow
 should be, in every mode, but for a run that leaves out one after the other.
 """
 
-import argparse
 import math
 import shlex
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from harness.command_line import fail
 from harness.measure import launch_command, local, optimizer_tensors
 from harness.ranks import gather_objects, max_over_ranks, print0
+from harness.run_state import RunState
 
 MAX_SKIPPED = 25  # steps in a row that may be left out, until a run is one that learns nothing
 WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the loss"
@@ -45,17 +45,26 @@ class Guard:
     """What ``--on-nan`` asks for. All ranks call its methods alike.
 
     Args:
-        newest_snapshot: returns the path of the one to go on from.
+        mode: watch, stop, skip or ignore.
+        newest_snapshot: returns the path of the one to resume from.
+        close: called before the guard ends the run.
     """
 
-    def __init__(self, args: argparse.Namespace, newest_snapshot: Callable[[], Path | None]):
-        self.mode, self.newest_snapshot = args.on_nan, newest_snapshot
+    def __init__(
+        self,
+        mode: str,
+        state: RunState,
+        newest_snapshot: Callable[[], Path | None],
+        close: Callable[[], None],
+    ):
+        self.mode, self.state = mode, state
+        self.newest_snapshot, self.close = newest_snapshot, close
         self.exact = self.mode in ("stop", "skip")
         self.good_step = 0  # the last one after which the weights were seen to be finite
         self.left_out = False  # the present step
         self.skipped = 0  # steps in a row
 
-    def attach(self, run, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
+    def attach(self, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
         """Set up what is looked at in every step, if anything is.
 
         Args:
@@ -64,8 +73,8 @@ class Guard:
             scaler: a GradScaler that leaves out steps, if there is one ...
             engine: ... or a DeepSpeed engine.
         """
-        self.run, self.model, self.optimizer = run, model, optimizer
-        self.good_step = self.fetched = run.step  # fetched: the loss
+        self.model, self.optimizer = model, optimizer
+        self.good_step = self.fetched = self.state.step  # fetched: the loss
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scale = self.scaler and scaler.get_scale()
         self.engine, self.engine_skipped = engine, engine and engine.skipped_steps
@@ -86,8 +95,8 @@ class Guard:
                 # A scaler keeps the weights good, and so they do not tell when the loss was bad.
                 after = self.fetched if self.scaler else self.good_step
                 self.stop_watching(f"the loss became {loss}", after)
-            self.fetched = self.run.step
-            self.good_step = max(self.good_step, self.run.step - 1)  # it is of the weights before
+            self.fetched = self.state.step
+            self.good_step = max(self.good_step, self.state.step - 1)  # it is of the weights before
         if self.scaler:
             self.check_scale()
 
@@ -100,7 +109,7 @@ class Guard:
         finite = all_finite([*weights, *self.model.buffers(), *optimizer_tensors(owner)])
         if max_over_ranks([not finite.item()])[0]:
             self.stop_watching("weights or optimizer became NaN or infinite", self.good_step)
-        self.good_step = self.run.step
+        self.good_step = self.state.step
 
     def stop_watching(self, what: str, after: int) -> NoReturn:
         snapshot, command = self.newest_snapshot(), launch_command()
@@ -108,7 +117,7 @@ class Guard:
         if snapshot:
             command += f" --resume {shlex.quote(str(snapshot))}"
             go_on = f"the last good snapshot is {snapshot}"
-        first, last = after + 1, self.run.step
+        first, last = after + 1, self.state.step
         where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
         advice = "Use a lower --lr"
         if self.mode == "watch":
@@ -130,7 +139,7 @@ class Guard:
         seen = [p.grad for p in parameters if p.grad is not None]
         if self.overflow_is_normal:
             seen = [tensor for name, tensor in self.outputs if name == OUTPUT]
-        bad = (~all_finite(seen)).to(self.run.device, torch.float32)
+        bad = (~all_finite(seen)).to(self.state.loss_sum.device, torch.float32)
         if dist.is_initialized():
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         self.left_out = bool(bad.item())
@@ -167,7 +176,7 @@ class Guard:
 
     def react(self) -> None:
         """End the run before this step, or leave it out."""
-        why = f"step {self.run.step}: {self.first_not_finite()}"
+        why = f"step {self.state.step}: {self.first_not_finite()}"
         if self.mode == "stop":
             self.end(f"{why}; it has changed no weight. Use a lower --lr, or --on-nan skip")
         print0(f"{why}; the step is left out")
@@ -211,10 +220,10 @@ class Guard:
         self.skipped = self.skipped + times if skipped else 0
         if self.skipped >= MAX_SKIPPED:
             self.end(
-                f"step {self.run.step}: the last {self.skipped} steps were left out, because "
+                f"step {self.state.step}: the last {self.skipped} steps were left out, because "
                 "gradients are not finite; use a lower --lr, or bfloat16 instead of float16"
             )
 
     def end(self, why: str) -> NoReturn:
-        self.run.display.close()
+        self.close()
         fail(why, code=3)

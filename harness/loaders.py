@@ -23,6 +23,12 @@ class Batches(BatchSampler):
         return itertools.islice(super().__iter__(), self.begin, None)
 
 
+def share_of(loader: DataLoader) -> tuple[int, int]:
+    """Which share of the global batch the loader's batches are, and of how many."""
+    sampler = loader.batch_sampler.sampler
+    return getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
+
+
 def identity(batch):
     """A ``collate_fn`` for datasets that hand out whole batches."""
     return batch
@@ -39,7 +45,6 @@ def batches_of(loader: DataLoader) -> Iterator:
 def ignore_signals(worker: int) -> None:
     """A DataLoader's ``worker_init_fn``. Terminals and launchers send their signals to all that a
     rank has started, which would end it for want of data; :func:`kill_loaders` ends them."""
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,29 +82,28 @@ def gpu_uuids(devices: list[torch.device]) -> list[str]:
 
 def launch_command() -> str:
     """The command that started this run: the launcher's, which is our parent, or our own."""
-    words = launcher_words() or sys.orig_argv
-    launchers = ("torchrun", "deepspeed", "accelerate", "fabric")
-    if len(words) > 1 and Path(words[1]).name in launchers:  # not their python
-        words = words[1:]
-    return shlex.join([Path(words[0]).name, *words[1:]])
+    program, *words = launcher_words() or sys.orig_argv
+    return shlex.join([Path(program).name, *words])
 
 
 def hardware() -> dict:
     """Names of the processor and the GPUs, and what decides how fast the processor multiplies."""
-    cpu, flags = platform.processor() or platform.machine(), []
+    found = {}
     with contextlib.suppress(OSError):  # Linux only
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-        cpu = found.get("model name", cpu)
-        wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-        flags = [flag for flag in wanted if flag in found.get("flags", "").split()]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": cpu, "cpu_flags": flags, "cores": os.cpu_count(), "gpus": gpus}
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+    return {
+        "cpu": found.get("model name") or platform.processor() or platform.machine(),
+        "cpu_flags": [flag for flag in wanted if flag in found.get("flags", "").split()],
+        "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= {"torchvision": importlib.metadata.version("torchvision"), "numpy": np.__version__}
+    found |= {name: importlib.metadata.version(name) for name in ("torchvision", "numpy")}
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         with contextlib.suppress(RuntimeError):  # of a GPU too old for it

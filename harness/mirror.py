@@ -19,9 +19,9 @@ from harness.snapshots import SUMS, SnapshotStore, find_damage, list_files, list
 RUN_ID = "run_id"
 
 
-def open_snapshots(args: argparse.Namespace) -> SnapshotStore:
+def open_snapshots(args: argparse.Namespace, identity: dict) -> SnapshotStore:
     """The snapshots of a run, local or remote."""
-    return RemoteStore(args) if is_url(args.output_dir) else SnapshotStore(args)
+    return (RemoteStore if is_url(args.output_dir) else SnapshotStore)(args, identity)
 
 
 def by_snapshot(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -71,8 +71,8 @@ def fetch_newest(remote: Remote, sizes: dict[str, int], folder: Path) -> Path | 
 class RemoteStore(SnapshotStore):
     """Snapshots that are in remote storage as well."""
 
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(args)
+    def __init__(self, args: argparse.Namespace, identity: dict):
+        super().__init__(args, identity)
         self.remote, self.snapshots = (
             Remote(args.output_dir),
             Remote(f"{args.output_dir}/snapshots"),

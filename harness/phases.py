@@ -25,15 +25,16 @@ class Phases:
     block, and PyTorch's own threads are waited for by spinning, but for a moment.
 
     Args:
-        now: sets a mark on a GPU, or is the time.
+        now: the time, or an event in a GPU's queue.
+        between: seconds between two of these.
     """
 
-    def __init__(self, now: Callable, on_gpu: bool):
-        self.now, self.on_gpu = now, on_gpu
+    def __init__(self, now: Callable, between: Callable, on_gpu: bool):
+        self.now, self.between, self.on_gpu = now, between, on_gpu
         self.attached = self.traced = False
         self.marks = None  # of the present step; None between steps
         self.number = 0  # steps of this process so far
-        self.unread = collections.deque()  # numbers and marks of steps that the GPU may be at
+        self.unread = collections.deque(maxlen=KEPT)  # numbers and marks
         self.steps = collections.deque(maxlen=KEPT)  # numbers, seconds and waits by phase
         self.after_data, self.range, self.queue = "rest", None, None
         with contextlib.suppress(OSError):  # Linux only
@@ -82,12 +83,11 @@ class Phases:
                 self.range = record_function(phase)
                 self.range.__enter__()
 
-    def point(self):
-        """A point in time, as a GPU's event, or as seconds and those among them spent blocked."""
-        now = self.now()
+    def point(self) -> tuple:
+        """A point in time, and on a CPU the seconds until then that were spent blocked."""
+        now, queued = self.now(), 0.0
         if self.on_gpu:
-            return now
-        queued = 0.0
+            return now, 0.0
         if self.queue is not None:
             queued = int(os.pread(self.queue, 64, 0).split()[1]) / 1e9
         return now, now - time.thread_time() - queued
@@ -98,17 +98,16 @@ class Phases:
             self.range = None
 
     def end_step(self) -> None:
-        """Keep the step's marks, and read those of which the GPU has seen the last."""
+        """Keep the step's marks."""
         self.number += 1
-        if self.marks is not None:
-            self.mark("end")
-            if "forward" not in (phase for phase, _ in self.marks):
-                self.after_data = TOGETHER  # from the next step on
-            if not self.traced:
-                self.unread.append((self.number, self.marks))
-            self.marks = None
-        while self.unread and (not self.on_gpu or self.unread[0][1][-1][1].query()):
-            self.read_step(*self.unread.popleft())
+        if self.marks is None:
+            return
+        self.mark("end")
+        if "forward" not in dict(self.marks):
+            self.after_data = TOGETHER  # from the next step on
+        if not self.traced:
+            self.unread.append((self.number, self.marks))
+        self.marks = None
 
     def leave_out(self) -> None:
         """The present step has something else in it, a snapshot, or is none."""
@@ -116,19 +115,16 @@ class Phases:
         self.marks = None
 
     def read(self) -> None:
-        """Read all that there is."""
+        """Turn the marks so far into seconds. On a GPU this waits for the last of them."""
         if self.on_gpu and self.unread:
-            self.unread[-1][1][-1][1].synchronize()
+            self.unread[-1][1][-1][1][0].synchronize()
         while self.unread:
             self.read_step(*self.unread.popleft())
 
     def read_step(self, number: int, marks: list[tuple]) -> None:
         seconds, waits = collections.Counter(), collections.Counter()
-        for (phase, begin), (_, end) in itertools.pairwise(marks):
-            if self.on_gpu:
-                seconds[phase] += begin.elapsed_time(end) / 1e3
-            else:
-                waited = max(0.0, end[1] - begin[1]) if phase != "data" else 0.0
-                seconds[phase] += end[0] - begin[0] - waited
-                waits[phase] += waited
+        for (phase, (begin, before)), (_, (end, after)) in itertools.pairwise(marks):
+            waited = max(0.0, after - before) if phase != "data" else 0.0
+            seconds[phase] += self.between(begin, end) - waited
+            waits[phase] += waited
         self.steps.append((number, seconds, waits))

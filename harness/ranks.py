@@ -1,12 +1,8 @@
 """Who am I among how many: what the launcher said, and what all ranks do together."""
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +13,7 @@ import torch.distributed.nn  # noqa: F401  here and not later: see wait_for_gloo
 
 SCRIPT = Path(sys.argv[0]).stem  # names the technique: pytorch_DDP, pytorch_FSDP, ...
 PARENT = os.getppid()  # the launcher, if there is one
+LAUNCHERS = {"torchrun", "deepspeed", "accelerate", "fabric"}  # programs
 
 # Set by every launcher (torchrun, torch.distributed.launch, deepspeed), not by plain `python`.
 RANK = int(os.environ.get("RANK", 0))
@@ -123,33 +120,6 @@ def exit_all(code: int) -> NoReturn:
 # ------------------------------------------------------------------------------------ the launcher
 
 
-def die_with_launcher() -> None:
-    """Have the kernel kill this process when the launcher dies, even of SIGKILL (Linux only).
-
-    Otherwise the ranks would go on, or wait for each other, with nobody to look after them.
-    """
-    if not LAUNCHED or sys.platform != "linux":
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    orphan = os.getppid() != PARENT  # it died before this call
-    if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # or before PyTorch was imported
-        orphan = b"torch" not in Path("/proc/1/cmdline").read_bytes()
-    if orphan:
-        raise SystemExit(1)
-    if b"deepspeed.launcher.launch" in Path(f"/proc/{PARENT}/cmdline").read_bytes():
-        threading.Thread(target=stop_with_runner, daemon=True).start()
-
-
-def stop_with_runner() -> None:
-    """``deepspeed`` itself starts a process that starts the ranks, and on one machine passes no
-    signal on to it: when it is gone, this rank is asked to stop."""
-    runner = parent_of(PARENT)
-    while parent_of(PARENT) == runner:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -160,9 +130,10 @@ def launcher_words() -> list[str]:
     words = command_of(PARENT) if LAUNCHED else []
     if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
         words = command_of(parent_of(PARENT))
-    names = {"torchrun", "deepspeed", "accelerate", "fabric"}
-    names |= {"torch.distributed.run", "torch.distributed.launch"}
-    return words if names & {Path(word).name for word in words[:4]} else []
+    if len(words) > 1 and Path(words[1]).name in LAUNCHERS:  # a program, after its Python
+        return words[1:]
+    modules = {"torch.distributed.run", "torch.distributed.launch"}
+    return words if (modules | LAUNCHERS) & {Path(word).name for word in words[:4]} else []
 
 
 def command_of(process: int) -> list[str]:
@@ -181,34 +152,6 @@ def sees_one_gpu() -> bool:
 def is_first_here() -> bool:
     """Whether this is the rank that downloads, for all of its machine."""
     return LOCAL_RANK == 0 and not (sees_one_gpu() and RANK % LOCAL_WORLD_SIZE)
-
-
-def shutdown_timeout() -> float:
-    """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL: by a flag, which PyTorch
-    2.11 has not, or by the environment."""
-    words = [word for flag in launcher_words() for word in flag.split("=", 1)]
-    found = [
-        words[words.index(flag) + 1]
-        for flag in ("--shutdown-timeout", "--shutdown_timeout")
-        if flag in words[:-1]
-    ]
-    found += [os.environ.get("PET_SHUTDOWN_TIMEOUT")]
-    found += [os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
-    for text in filter(None, found):
-        with contextlib.suppress(ValueError):
-            return float(text)
-    return 30.0
-
-
-def listen_on_loopback() -> None:
-    """Let ranks that share a machine listen on loopback only, unless the user chose an interface.
-
-    That is for the connections among ranks. The store in which they find each other is torchrun's
-    own and listens everywhere.
-    """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
 def launch_id() -> str:

@@ -1,9 +1,11 @@
 """``result.json`` and TensorBoard's HPARAMS: what a run was, and what it measured."""
 
+import argparse
 import json
 import shlex
 import statistics
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from harness.measure import (
     versions,
 )
 from harness.ranks import SCRIPT, WORLD_SIZE, gather_objects, max_over_ranks
-from harness.remote import local_folder
+from harness.run_state import RunState
+from harness.task_data import TaskData
 
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
@@ -74,85 +77,78 @@ def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
     }
 
 
-def gather_figures(run, model: nn.Module, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
+def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
     """What result.json says of all ranks; they all call it."""
     return {
-        "gpu_uuids": uuids_of_all(run.clock.devices),
-        "peak_memory_gib": {"allocated": None, "reserved": None} | peak_memory(run.clock),
+        "gpu_uuids": uuids_of_all(clock.devices),
+        "peak_memory_gib": {"allocated": None, "reserved": None} | peak_memory(clock),
         "state_bytes": count_state_bytes(model, optimizer, **held),
-        "breakdown": break_down(run.clock),
+        "breakdown": break_down(clock),
     }
 
 
-def write_result(run, model: nn.Module, figures: dict) -> dict:
-    """Write ``result.json`` into ``--output-dir``, and return what it says. Rank 0 does.
-
-    Args:
-        figures: of :func:`gather_figures`.
-    """
-    args, seconds = run.args, run.clock.settled()
+def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.Module) -> dict:
+    """What result.json says of the run, as rank 0 knows it."""
+    device, seconds = clock.devices[0], clock.settled()
     precision = precision_of(args, model)
-    result = {
+    as_run = argparse.Namespace(**vars(args) | {"dataset": data.name})
+    return {
         "technique": SCRIPT,
         "command": launch_command(),
-        "settings": shlex.join(settings(args)),
+        "settings": shlex.join(settings(as_run)),
         "world_size": WORLD_SIZE,
-        "devices": WORLD_SIZE * len(run.clock.devices),
-        "device": device_name(run.device),
+        "devices": WORLD_SIZE * len(clock.devices),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "model": args.model,
-        "norm": args.norm,
-        "dataset": args.dataset,
-        **run.train_set.describe(),
+        "dataset": data.name,
+        **data.identity,
+        **data.describe(),
         "precision": precision,
-        "tf32": used_tf32(precision, run.device),
+        "tf32": used_tf32(precision, device),
         "global_batch_size": args.batch_size,
         "optimizer": args.optimizer,
-        "epochs": run.epochs,
-        "steps": run.step,
+        "epochs": len(state.history["seconds"]),
+        "steps": state.step,
         "seed": args.seed,
-        "seconds_total": run.clock.read_wall_clock(),
-        "seconds_train": sum(run.history["seconds"]),
-        "trained_between": run.clock.spans,
-        **run.train_set.rates(args.batch_size / statistics.median(seconds)),
-        "first_step_seconds": run.clock.first_step,
+        "seconds_total": clock.read_wall_clock(),
+        "seconds_train": sum(state.history["seconds"]),
+        "trained_between": clock.spans,
+        **(rates := data.rates(args.batch_size / statistics.median(seconds))),
+        "rate": list(rates)[-1],
+        "first_step_seconds": clock.first_step,
         "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
-        **figures,
-        **run.history,
-        "eval_samples": run.eval_samples,
+        **state.history,
+        "eval_samples": state.eval_samples,
         "versions": versions(),
         "git_commit": git_commit(),
     }
-    (local_folder(args.output_dir) / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    return result
 
 
-def rate_of(result: dict) -> str:
-    """The entry that says how fast it was: tokens_per_second, if it has one."""
-    names = ("tokens_per_second", "images_per_second", "reviews_per_second")
-    return next(name for name in names if name in result)
+def write(result: dict, folder: Path) -> None:
+    """Write ``result.json``."""
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def in_a_line(result: dict) -> str:
     """What is said when a run ends."""
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
-    unit, loss = rate_of(result).removesuffix("_per_second"), ""
-    if unit == "tokens":
-        loss = f"loss {result['eval_loss'][-1]:.4f}, "
+    rate = result["rate"]
     return (
-        f"done: {loss}accuracy {result['eval_accuracy'][-1]:.2%} of {result['eval_samples']:,}, "
-        f"median {result[rate_of(result)]:,.0f} {unit}/s, peak memory {', '.join(memory)}"
+        f"done: loss {result['eval_loss'][-1]:.4f}, accuracy {result['eval_accuracy'][-1]:.2%} of "
+        f"{result['eval_samples']:,}, median {result[rate]:,.0f} "
+        f"{rate.removesuffix('_per_second')}/s, peak memory {', '.join(memory)}"
     )
 
 
-def add_hparams(writer, args, result: dict) -> None:
-    """One entry a run, so that TensorBoard compares runs side by side."""
-    hparams = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
-    hparams |= {"technique": SCRIPT, "world_size": WORLD_SIZE}
-    hparams.pop("local_rank", None)
+def hparams(args: argparse.Namespace, result: dict) -> tuple[dict, dict]:
+    """One entry a run, with its metrics, so that TensorBoard compares runs side by side."""
+    flags = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
+    flags |= {"technique": SCRIPT, "world_size": WORLD_SIZE, "dataset": result["dataset"]}
+    flags.pop("local_rank", None)
     metrics = {
         "final/accuracy": result["eval_accuracy"][-1],
-        f"final/{rate_of(result)}": result[rate_of(result)],
+        f"final/{result['rate']}": result[result["rate"]],
         "final/memory": result["peak_memory_gib"]["process"],
     }
-    writer.add_hparams(hparams, metrics, run_name=".")
+    return flags, metrics

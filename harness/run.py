@@ -2,12 +2,12 @@
 
 import argparse
 import math
+import signal
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -15,26 +15,53 @@ from torch.utils.data import DataLoader
 
 from harness import breakdown, checkpoint, result
 from harness.clock import StepClock
+from harness.command_line import fail
 from harness.display import Display
 from harness.guard import Guard
-from harness.loaders import batches_of
-from harness.measure import local
+from harness.loaders import batches_of, share_of
+from harness.meter import LossMeter
 from harness.mirror import open_snapshots
-from harness.ranks import RANK, WORLD_SIZE, exit_all, max_over_ranks, print0, wait_for_gloo
-from harness.remote import local_folder
+from harness.ranks import RANK, WORLD_SIZE, exit_all, print0, wait_for_gloo
+from harness.run_state import RunState
+from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
 from harness.trace import closer_look
+
+# Flags in which a snapshot and the run that resumes from it must agree, besides the job's own:
+IDENTITY = ("model", "train_samples", "batch_size", "optimizer", "lr", "momentum", "weight_decay")
+IDENTITY += ("seed", "double")
 
 
 def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
 
 
+def exit_stopped(signum: int, when: str, saved: str | None) -> NoReturn:
+    """End a run that was asked to stop by a signal. All ranks call it.
+
+    Args:
+        saved: the snapshot to resume from.
+    """
+    where = f"snapshot {saved}" if saved else "no snapshot of it"
+    print0(f"stopped by {signal.Signals(signum).name} {when}: {where}; resume with --resume auto")
+    exit_all(128 + signum)
+
+
+def exit_done(store: SnapshotStore, at: str) -> NoReturn:
+    """End a process whose run had come to its end before. All ranks call it."""
+    print0(
+        f"nothing left to do: {store.resumed} is {at}; resume with more --epochs or --max-steps, "
+        "or start from scratch with --resume none"
+    )
+    store.copy_results()
+    exit_all(0)
+
+
 class Run:
     """The meter and the files of one run. All ranks call it alike; rank 0 prints and writes.
 
     Args:
-        train_loader: what an epoch consists of.
+        train_loader: what an epoch consists of. Its dataset is a :class:`TaskData`.
         gpus: how many of them this process computes on, if it is more than ``device``.
     """
 
@@ -43,23 +70,28 @@ class Run:
         self.steps_per_epoch = len(train_loader)
         self.total_steps = total_steps(args, self.steps_per_epoch)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
-        self.start_epoch = self.eval_samples = self.step = 0  # step: of the optimizer, in all
-        self.evaluated = 0  # the step after which the model was last evaluated
-        self.history = {"train_loss": [], "eval_loss": [], "eval_accuracy": [], "seconds": []}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of this epoch
-        self.images = 0  # of this epoch and rank
+        self.start_epoch = 0
+        self.state = RunState(torch.zeros((), dtype=torch.float64, device=device))
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        self.display = Display(local_folder(args.output_dir), self.train_set.unit)
-        self.store = open_snapshots(args)
-        self.guard = Guard(args, self.store.newest)
-        self.stop = StopRequest(device)
+        identity = {name: getattr(args, name) for name in IDENTITY}
+        identity |= {"dataset": self.train_set.name} | self.train_set.identity
+        self.store = open_snapshots(args, identity)
+        self.display = Display(self.store.output_dir, self.train_set.unit)
+        self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
+        self.stop = StopRequest()
+        self.meter = LossMeter(self.state, self.stop)
+
+    @property
+    def step(self) -> int:
+        """Of the optimizer, in all."""
+        return self.state.step
 
     # ------------------------------------------------------------------------------- snapshots
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
-        """Go on from the snapshot that ``--resume`` means. If there is none, begin.
+        """Resume from the snapshot that ``--resume`` means. If there is none, begin.
 
         Args:
             model: also in DDP's wrapper.
@@ -73,13 +105,19 @@ class Run:
         scaler = others.get("scaler")
         self.start(model, optimizer, scheduler, snapshot, scaler=scaler)
 
-    def save_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
-        """Write a snapshot, from which ``--resume`` goes on: rank 0 does, and all ranks call it.
+    def save_snapshot(self, model: nn.Module, optimizer, scheduler, apart=None, **others) -> None:
+        """Write a snapshot, from which ``--resume`` resumes: rank 0 does, and all ranks call it.
 
         It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept.
+
+        Args:
+            apart: where each rank has its own optimizer: whether it has its own weights, too.
         """
-        parts = {"optimizer": optimizer, "scheduler": scheduler, **others}
-        checkpoint.write(self, model=checkpoint.plain(model), **parts)
+        parts = {"model": checkpoint.plain(model), "optimizer": optimizer, "scheduler": scheduler}
+        if apart is None:
+            return self.write_snapshot(**parts, **others)
+        write, size = checkpoint.own_files(parts["model"], optimizer)
+        self.write_snapshot(write, size, apart=apart, **parts, **others)
 
     def load_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """:meth:`load_snapshot` of a sharded model: each rank reads its shards."""
@@ -91,7 +129,28 @@ class Run:
     def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """:meth:`save_snapshot` of a sharded model: each rank writes its shards."""
         write, size, parts = checkpoint.sharded_parts(model, optimizer)
-        checkpoint.write(self, write, size, scheduler=scheduler, **parts)
+        self.write_snapshot(write, size, scheduler=scheduler, **parts)
+
+    def write_snapshot(self, write_files: Callable | None = None, size: int = 0, **parts) -> None:
+        """Write a snapshot; then end the run if it was asked to stop. All ranks call it.
+
+        Args:
+            write_files: puts further files into the folder that it is given; all ranks call it.
+            size: how many bytes, of all ranks.
+            parts: what ``state.pt`` holds besides the run, by name.
+        """
+        self.guard.check_snapshot()
+        step, parts = self.step, parts | {"run": self.state.state_dict(), "clock": self.clock}
+        name = f"step-{step:08}" + ("-evaluated" if self.state.evaluated == step else "")
+        saved, failure = self.store.save(name, parts, write_files, size)
+        if failure and self.args.on_save_error == "stop":
+            fail(f"step {step}: {failure}, then resume with --resume auto", code=3)
+        if failure:
+            print0(f"step {step}: {failure}; training goes on (--on-save-error continue)")
+        self.display.flush()
+        if self.stop.agreed:
+            self.display.close()
+            exit_stopped(self.stop.agreed, f"after step {step} of {self.total_steps}", saved)
 
     def snapshot_is_due(self) -> bool:
         """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,
@@ -106,40 +165,32 @@ class Run:
     # --------------------------------------------------------------------------------- begin
 
     def start(self, model, optimizer, scheduler, snapshot: dict | None, **skips_by) -> None:
-        """Begin, or go on from a snapshot that is loaded already, and open TensorBoard's file.
+        """Begin, or resume from a snapshot that is loaded already, and open TensorBoard's file.
 
         Args:
             model: what the loop calls: also in DDP's wrapper.
             scheduler: ``None`` if a library looks after it.
             skips_by: see :meth:`Guard.attach`.
         """
-        result_file = local_folder(self.args.output_dir) / "result.json"
-        path = self.store.resumed
         if snapshot and scheduler:
             scheduler.load_state_dict(snapshot["scheduler"])
             scheduler.last_epoch -= 1
             scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
         if snapshot:
-            checkpoint.restore_run(self, snapshot)
-        done = self.start_epoch >= self.epochs
-        if max_over_ranks([RANK == 0 and result_file.exists()])[0] and done:
-            print0(
-                f"nothing left to do: {path} is at step {self.step} of {self.total_steps}; go on "
-                "with more --epochs or --max-steps, or begin again with --resume none"
-            )
-            self.store.copy_results()
-            exit_all(0)
-        if snapshot:
+            self.clock.load_state_dict(snapshot["clock"])
+            self.state.load_state_dict(snapshot["run"], self.steps_per_epoch, self.total_steps)
+            self.start_epoch = len(self.state.history["seconds"])
+            done = self.start_epoch >= self.epochs
+            if done and self.store.has_result():
+                exit_done(self.store, f"at step {self.step} of {self.total_steps}")
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
-            print0(f"resumed from {path} at {'the end' if done else at}")
+            print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.guard.attach(self, checkpoint.plain(model), optimizer, **skips_by)
+        self.guard.attach(checkpoint.plain(model), optimizer, **skips_by)
         self.clock.phases.attach(
             skips_by.get("engine") or model, optimizer, len(self.clock.devices)
         )
         if RANK == 0:
-            if snapshot:
-                result_file.unlink(missing_ok=True)  # it comes back when this run ends
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
         self.stop.listen()
@@ -152,16 +203,19 @@ class Run:
         begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         loader.batch_sampler.begin = begin
-        self.shown = *self.totals(), self.step, time.perf_counter()  # what was shown last, and when
+        share = share_of(loader)
+        copies = WORLD_SIZE // share[1]  # ranks that work on one share
+        self.meter.begin()
         title = f"epoch {epoch + 1}/{self.epochs}"
         self.display.start_epoch(title, begin * self.args.batch_size, end * self.args.batch_size)
         self.clock.start()
         for index, batch in zip(range(begin, end), batches_of(loader), strict=False):
-            self.step += 1
+            self.state.step += 1
             self.clock.begin_step(self.total_steps - self.step)
-            self.batch = len(batch[-1]) / self.train_set.copies  # those of all ranks add up
+            self.batch = len(batch[-1]) / copies  # those of all ranks add up
             self.lr = self.optimizer.param_groups[0]["lr"]
-            batch = self.train_set.prepare(batch, self.device, self.args.seed, epoch, index, dtype)
+            place = self.args.seed, epoch, index
+            batch = self.train_set.prepare(batch, self.device, *place, dtype, share)
             self.clock.phases.has_data()
             yield batch
             self.clock.tick()
@@ -179,33 +233,14 @@ class Run:
         """
         self.guard.after_step()
         if not self.guard.left_out:
-            self.loss_sum += local(loss.detach()) * self.batch
-            self.images += self.batch
+            self.meter.add(loss, self.batch)
         if self.step % self.args.print_freq and self.step != self.total_steps:
             return self.stop.vote_between_prints(self.step)
-        loss_sum, images, step, then = self.shown
-        pace = (time.perf_counter() - then) / max(1, self.step - step)
-        self.shown = *self.totals(pace), self.step, time.perf_counter()
-        images = self.shown[1] - images
-        if images:  # else all of these steps were left out
-            mean, speed = (self.shown[0] - loss_sum) / images, images / (self.shown[3] - then)
+        if shown := self.meter.read():
+            mean, speed = shown
             self.guard.check_loss(mean)
             figures = {**self.train_set.rates(speed), "learning_rate": self.lr}
             self.display.step(self.step, loss=mean, **figures)
-
-    def totals(self, pace: float = 0.0) -> tuple[float, float]:
-        """This epoch's sum of losses and number of images so far, over all ranks. With these, the
-        ranks learn whether one of them was asked to stop, and the pace: seconds of a step."""
-        self.stop.finish_vote()
-        own = self.loss_sum.new_tensor([self.images, pace, *self.stop.own_votes()])
-        totals = torch.cat([self.loss_sum[None], own])
-        if dist.is_initialized():
-            dist.all_reduce(totals)
-        loss_sum, images, pace, *votes = totals.tolist()
-        self.stop.count_votes(votes)
-        if pace:
-            self.stop.set_pace(pace / WORLD_SIZE)
-        return loss_sum, images
 
     # ----------------------------------------------------------------------- epochs and the end
 
@@ -215,23 +250,24 @@ class Run:
         Args:
             metrics: what :func:`common.evaluate` returned.
         """
-        loss_sum, images = self.totals()
-        if images:
-            self.guard.check_loss(loss_sum / images)
-        self.evaluated, self.eval_samples = self.step, metrics["samples"]
+        loss_sum, samples = self.meter.totals()
+        if samples:
+            self.guard.check_loss(loss_sum / samples)
+        state = self.state
+        state.evaluated, state.eval_samples = state.step, metrics["samples"]
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics["loss"])
         epoch = {
-            "train_loss": loss_sum / images if images else math.nan,
+            "train_loss": loss_sum / samples if samples else math.nan,
             "eval_loss": metrics["loss"],
             "eval_accuracy": metrics["accuracy"],
             "seconds": self.clock.epoch_seconds,
         }
         for name, value in epoch.items():
-            self.history[name].append(value)
-        self.display.epoch(f"epoch {len(self.history['seconds'])}/{self.epochs}", self.step, epoch)
+            state.history[name].append(value)
+        self.display.epoch(f"epoch {len(state.history['seconds'])}/{self.epochs}", self.step, epoch)
         if self.step % self.steps_per_epoch == 0:  # and not cut short by --max-steps
-            self.loss_sum, self.images = torch.zeros_like(self.loss_sum), 0
+            state.begin_epoch()
             self.clock.epoch_seconds = 0.0
 
     def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:
@@ -242,13 +278,13 @@ class Run:
                 tensors are counted for ``state_bytes``.
             held: see :func:`result.count_state_bytes`.
         """
-        figures = result.gather_figures(self, model, optimizer, held)
+        figures = result.gather_figures(self.clock, model, optimizer, held)
         if RANK == 0:
-            written = result.write_result(self, model, figures)
-            result.add_hparams(self.display.writer, self.args, written)
-            self.display.close()
-            print0(breakdown.in_a_line(written))
-            folder = local_folder(self.args.output_dir)
-            print0(f"{result.in_a_line(written)}, files in {folder}")
+            found = result.describe(self.args, self.train_set, self.state, self.clock, model)
+            found |= figures
+            result.write(found, self.store.output_dir)
+            self.display.close(result.hparams(self.args, found))
+            print0(breakdown.in_a_line(found))
+            print0(f"{result.in_a_line(found)}, files in {self.store.output_dir}")
         self.store.copy_results()
         wait_for_gloo()

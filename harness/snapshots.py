@@ -9,8 +9,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from harness.command_line import fail
 from harness.files import load_file, sync
+from harness.measure import count_bytes
 from harness.ranks import (
     RANK,
     RESTARTS,
@@ -142,22 +146,55 @@ def describe_failure(folder: Path, needed: int, part: Path, why: str) -> str:
     return f"{folder} could not be written ({why}; {needed:,} bytes needed, {free} free)"
 
 
-# ---------------------------------------------------------------------- which one to resume from
-
-# A snapshot and the run that goes on from it must agree in these flags:
-JOB = ["model", "norm", "dataset", "train_samples", "image_size", "batch_size", "optimizer", "lr"]
-JOB += ["momentum", "weight_decay", "seed", "double", "context", "tokenizer", "tie"]
-JOB += ["experts", "top_k", "balance"]
+# ------------------------------------------------------------------------------ those of one run
 
 
 class SnapshotStore:
-    """The snapshots of one run. All ranks call its methods alike."""
+    """The snapshots of one run: where they are, and which one to resume from. All ranks call its
+    methods alike.
 
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.output_dir = local_folder(args.output_dir)
+    Args:
+        identity: flags, with their values, in which a snapshot and this run must agree.
+    """
+
+    def __init__(self, args: argparse.Namespace, identity: dict):
+        self.args, self.output_dir = args, local_folder(args.output_dir)
         self.folder = self.output_dir / "snapshots"
-        self.resumed = None  # the path of the one that this run goes on from
+        self.about = {"technique": SCRIPT, "launch": launch_id(), "job": identity}
+        self.resumed = None  # the path of the one that this run resumes from
+
+    def save(
+        self, name: str, parts: dict, write_files: Callable | None = None, size: int = 0
+    ) -> tuple[str | None, str | None]:
+        """Write the snapshot of a step.
+
+        Args:
+            parts: what rank 0 writes into ``state.pt``, by name: plain data, or what has a
+                ``state_dict()``.
+            write_files: see :meth:`Run.write_snapshot`.
+            size: how many bytes these files have, of all ranks.
+
+        Returns:
+            the snapshot's name for ``--resume``, if it was written; and what went wrong and what to
+            do, if anything has.
+        """
+        folder, state = self.folder / name, dict(self.about)
+        if RANK == 0:
+            for part, value in parts.items():
+                state[part] = value.state_dict() if hasattr(value, "state_dict") else value
+            size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
+
+        def write_all(part: Path) -> None:
+            if write_files:  # first: if it communicates, all ranks must be there
+                write_files(part)
+            if RANK == 0:
+                torch.save(state, part / "state.pt")
+
+        if failure := write_snapshot(folder, write_all, size):
+            return None, f"{failure}; make room"
+        if failure := self.copy_snapshot(folder):
+            return str(folder), f"{failure}; see to the server"
+        return self.name_of(folder), None
 
     # What these four do where a folder is elsewhere is in mirror.py:
 
@@ -178,16 +215,15 @@ class SnapshotStore:
         """What this run has written last, or else goes on from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
 
-    def describe(self) -> dict:
-        """What each snapshot says of its job and of the launch that wrote it."""
-        job = {name: getattr(self.args, name, None) for name in JOB}
-        return {"technique": SCRIPT, "launch": launch_id(), "job": job}
+    def has_result(self) -> bool:
+        """Whether a run has come to its end in this folder. All ranks call it."""
+        return max_over_ranks([RANK == 0 and (self.output_dir / "result.json").exists()])[0] > 0
 
     def find(self, needed: str) -> dict | None:
-        """What ``state.pt`` holds of the snapshot to go on from, the same on all ranks; its path is
-        :attr:`resumed`.
+        """What ``state.pt`` holds of the snapshot to resume from, identical on every rank; its path
+        is :attr:`resumed`.
 
-        A job that its launcher restarts goes on from its own newest, and any other from the one
+        A run that its launcher restarts resumes from its own newest, and any other from the one
         that ``--resume`` means. One that does not verify is named and left out.
 
         Args:
@@ -212,7 +248,7 @@ class SnapshotStore:
         snapshot = load_file(path / "state.pt", "--resume")
         if "job" not in snapshot:
             fail(f"--resume {path} holds no snapshot of these scripts; give another, or none")
-        for name, ours in self.describe()["job"].items():
+        for name, ours in self.about["job"].items():
             theirs = snapshot["job"].get(name)
             if theirs != ours:
                 flag = f"--{name.replace('_', '-')}"
@@ -262,10 +298,11 @@ class SnapshotStore:
             damage = find_damage(path)
             if not damage:
                 state = load_file(path / "state.pt", "--resume")
-                if path.name.split("-")[1] == f"{state.get('step', 0):08}":
+                step = state.get("run", {}).get("step", 0)
+                if path.name.split("-")[1] == f"{step:08}":
                     yield path, state.get("launch")
                     continue
-                damage = f"it is of step {state.get('step')}"
+                damage = f"it is of step {step}"
             print0(f"snapshot {path} is damaged and left out: {damage}")
 
     def archive_previous_run(self) -> None:
@@ -276,6 +313,7 @@ class SnapshotStore:
         aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
         if resumed and resumed.resolve().parent == self.folder.resolve():
             aside = [path for path in list_snapshots(self.folder) if path.name > resumed.name]
+            (output_dir / "result.json").unlink(missing_ok=True)  # it comes back when this run ends
         else:
             for events in output_dir.glob("events.out.tfevents.*"):
                 events.unlink()

@@ -1,15 +1,12 @@
 """SIGTERM and Ctrl-C are requests: all ranks grant them after the same step, with a snapshot."""
 
-import contextlib
-import os
 import signal
-import socket
 import threading
 
 import torch
 import torch.distributed as dist
 
-from harness.ranks import LAUNCHED, WORLD_SIZE, shutdown_timeout
+from harness.ranks import LAUNCHED, WORLD_SIZE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 VOTE_EVERY = 1.0  # seconds, about; a step that takes longer has a vote of its own
@@ -20,55 +17,24 @@ class StopRequest:
 
     They agree with the totals that are summed for the screen, and, where these are further apart
     than a second, by votes between them, whose outcome is read one step later.
-
-    A process that waits for ranks that are gone does not come to the end of its step. So a thread
-    ends it, if the main thread has not been heard of for ``patience`` seconds since the signal, and
-    is not writing a snapshot.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self):
         self.signum = 0  # that this process was sent
         self.agreed = 0  # that all ranks know of
-        # nccl would wait for a dead rank longer than torchrun does for this one. On gloo such a
-        # wait fails at once, and any other operation may take as long as it likes.
-        impatient = device.type == "cuda" and WORLD_SIZE > 1
-        self.patience = min(20, 2 / 3 * shutdown_timeout()) if impatient else None
-        self.heard, self.busy = threading.Event(), False
         self.vote_every, self.pending = 1, None
 
     def listen(self) -> None:
-        if threading.current_thread() is not threading.main_thread():  # of a notebook
-            return
-        self.reader, self.writer = socket.socketpair()
-        self.writer.setblocking(False)
-        signal.set_wakeup_fd(self.writer.fileno())  # written at once, whatever the main thread does
-        threading.Thread(target=self.watch, daemon=True).start()
-        for signum in STOP_SIGNALS:
-            signal.signal(signum, self.note)  # called by the main thread, between two operations
+        if threading.current_thread() is threading.main_thread():  # not that of a notebook
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, self.note)  # called between two operations
 
     def note(self, signum: int, frame) -> None:
         self.signum = signum
-        self.heard.set()
         if WORLD_SIZE == 1:
             self.agreed = signum
         if not LAUNCHED:  # pressed a second time, Ctrl-C ends the run at once
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def watch(self) -> None:
-        while (signum := self.reader.recv(1)[0]) not in STOP_SIGNALS:
-            pass  # a loader process ended: PyTorch looks after that
-        while not self.heard.wait(self.patience):
-            if not self.busy:
-                os._exit(128 + signum)
-
-    @contextlib.contextmanager
-    def while_writing(self):
-        """While a snapshot is written, which may take longer than the patience."""
-        self.busy = True
-        try:
-            yield
-        finally:
-            self.busy = False
 
     def own_votes(self) -> list[int]:
         """Whether this rank was sent each of the signals."""

@@ -1,26 +1,63 @@
-"""--trace N: the last steps of a run as a Chrome trace, a file for each rank."""
+"""What PyTorch's profiler sees of the last steps: --trace writes them as a Chrome trace, a file for
+each rank, and --profile-memory counts the memory of the last one's tensors on a CPU."""
 
 import argparse
 import atexit
+import gc
 import gzip
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.data import Dataset
 
 from harness import trace_rows
 from harness.clock import WARMUP_STEPS
 from harness.command_line import fail
-from harness.cpu_memory import AllocatorProfile
 from harness.ranks import RANK
 from harness.remote import local_folder
 
 
-class Tracer:
-    """Looks at the last steps in the place of the clock: after one in which the profiler warms up,
-    and but for the very last, which is another, as it shows the loss.
+class Look:
+    """Takes the place of the clock in the last steps.
+
+    Args:
+        lasts: how many steps they are.
+        options: of the profiler.
+    """
+
+    found = None  # what trace_rows.measure() makes of a trace
+
+    def __init__(self, lasts: int, **options):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the screen
+        self.lasts, self.running = lasts, False
+        self.profiler = profile(**options)
+
+    def start(self) -> None:
+        self.profiler.start()
+        self.running = True
+        atexit.register(self.stop)  # of a run that was stopped: a running profiler crashes its exit
+
+    def stop(self) -> None:
+        if self.running:
+            self.running = False
+            self.profiler.stop()
+
+    def read(self) -> dict:
+        """What the profiler has seen, as a Chrome trace."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "trace.json")
+            self.profiler.export_chrome_trace(str(file))
+            return json.loads(file.read_text())
+
+
+class Tracer(Look):
+    """Traces steps: after one in which the profiler warms up, and before the very last, which
+    shows the loss and is unlike the others.
 
     Args:
         steps: how many of them.
@@ -28,53 +65,74 @@ class Tracer:
     """
 
     def __init__(self, steps: int, folder: Path):
-        self.steps, self.lasts, self.ended = steps, steps + 2, 0
-        self.path = folder / f"rank{RANK}.pt.trace.json.gz"
-        self.found = None  # what trace_rows.measure() makes of the trace
-
-    def start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the screen
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=self.steps, repeat=1),
-            on_trace_ready=self.write,
-            record_shapes=True,  # which tell the bytes of a collective
-        )
-        self.profiler.start()
-        atexit.register(self.give_up)
-
-    def give_up(self) -> None:
-        """A run that was stopped has no trace; a profiler that still runs would crash its exit."""
-        if self.ended <= self.steps:
-            self.profiler.on_trace_ready = None
-            self.profiler.stop()
+        when = schedule(wait=0, warmup=1, active=steps, repeat=1)
+        options = {"activities": activities, "record_shapes": True}  # of which bytes are counted
+        super().__init__(steps + 2, schedule=when, **options)
+        self.steps, self.ended = steps, 0
+        self.path = folder / f"rank{RANK}.pt.trace.json.gz"
 
     def tick(self, clock) -> None:
         """A step has ended. In those that are traced, phases are ranges."""
         self.ended += 1
+        clock.phases.traced = self.ended <= self.steps
         if self.ended <= self.steps + 1:
             self.profiler.step()
-        clock.phases.traced = self.ended <= self.steps
         if self.ended == self.steps + 1:
-            self.profiler.stop()
+            self.stop()
+            self.write()
 
-    def write(self, profiler) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        raw = self.path.with_name(f".{self.path.name}.part")
-        profiler.export_chrome_trace(str(raw))
-        trace = json.loads(raw.read_text())
+    def write(self) -> None:
+        trace = self.read()
         rows = trace_rows.make_rows(trace["traceEvents"], RANK)
         self.found = trace_rows.measure(rows, self.steps)
         trace["traceEvents"] += rows
-        raw.write_bytes(gzip.compress(json.dumps(trace).encode()))
-        os.replace(raw, self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(f".{self.path.name}.part")
+        part.write_bytes(gzip.compress(json.dumps(trace).encode()))
+        os.replace(part, self.path)
 
 
-def closer_look(args: argparse.Namespace, total: int, per_epoch: int):
-    """What is to look at the last steps: the tracer, --profile-memory, or nothing.
+class AllocatorProfile(Look):
+    """Peak bytes of this process's tensors in the last step.
+
+    The profiler sees each block that the allocator hands out and gets back, but not those handed
+    out before. These are still there at the end, so what is there at the end is added.
+    """
+
+    def __init__(self):
+        super().__init__(1, activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def tick(self, clock) -> None:
+        clock.peak_memory["allocated"] = self.peak_bytes() / 2**30
+
+    def peak_bytes(self) -> int:
+        """Stop counting. Datasets are no part of it."""
+        self.stop()
+        blocks = [e for e in self.read()["traceEvents"] if e["name"] == "[memory]"]
+        blocks.sort(key=lambda e: e["ts"])
+        taken = [0] + [e["args"]["Total Allocated"] for e in blocks]
+        return bytes_of_tensors() + max(taken) - taken[-1]
+
+
+def bytes_of_tensors() -> int:
+    """Memory behind all tensors of this process on the CPU, but for those of datasets."""
+    objects = gc.get_objects()  # type(): isinstance() would wake those that pretend to be others
+    tensors = [found for found in objects if issubclass(type(found), Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    storages = [t.untyped_storage() for t in tensors if not hasattr(t, "to_local")]  # of a DTensor
+    sizes = {s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}
+    for dataset in (found for found in objects if issubclass(type(found), Dataset)):
+        for held in vars(dataset).values():
+            if isinstance(held, Tensor):
+                sizes.pop(held.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def closer_look(args: argparse.Namespace, total: int, per_epoch: int) -> Look | None:
+    """What is to look at the last steps: for --trace, for --profile-memory, or nothing.
 
     Args:
         total: steps of the run.
@@ -83,12 +141,12 @@ def closer_look(args: argparse.Namespace, total: int, per_epoch: int):
     if args.trace:
         in_last_epoch = total - (total - 1) // per_epoch * per_epoch
         settled = total - max(1, min(WARMUP_STEPS, total // 2))
-        most = min(in_last_epoch - 1, settled - 2)
+        most = max(0, min(in_last_epoch - 1, settled - 2))
         if args.trace > most:
-            room = f"use --trace {most}" if most > 0 else "use a longer run"
+            room = f"use --trace {most}" if most else "use a longer run"
             fail(
-                f"--trace {args.trace}: this run has {max(most, 0)} steps to trace, in the last "
-                f"epoch, after the warm-up and one for the profiler, and before the last; {room}"
+                f"--trace {args.trace}: this run has {most} steps to trace, in the last epoch, "
+                f"after the warm-up and one for the profiler, and before the last; {room}"
             )
         return Tracer(args.trace, local_folder(args.output_dir) / "trace")
     if args.profile_memory and args.device == "cpu":

@@ -7,7 +7,7 @@ import math
 
 from harness.phases import PHASES
 
-Spans = list[tuple[float, float]]  # from and to, in microseconds
+Spans = list[tuple[float, float]]  # begin and duration, in microseconds
 
 ROWS = ("phases", "compute", "communication", "overlap")
 WAITING = ("c10d", "_c10d_functional", "autograd", "torch")  # ranges that may contain waits
@@ -26,22 +26,20 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
     phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
-        calls = [e for e in kernels if e["name"].startswith("nccl")]
         working = [e for e in kernels if not e["name"].startswith("nccl")]
-        sent = [(e, *describe_nccl(e["args"])) for e in calls]
+        sent = [describe_nccl(e) for e in kernels if e["name"].startswith("nccl")]
     else:
         threads = {event["tid"] for event in phases}
         working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
         working = [e for e in working if computes(e["name"])]
         sent = describe_gloo(events)
     # An operation on a DTensor waits within itself for what another has sent.
-    waits = union(span(e) for e in events if e["name"] == "_c10d_functional::wait_tensor")
-    compute = difference(union(map(span, working)), waits)
-    rows = [row(rank, "phases", e["name"], span(e)) for e in phases]
-    rows += [row(rank, "compute", "compute", found) for found in compute]
-    rows += [row(rank, "communication", name, span(e), bytes=size) for e, name, size in sent]
-    both = intersection(compute, union(span(e) for e, *_ in sent))
-    rows += [row(rank, "overlap", "overlap", found) for found in both]
+    waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
+    compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]
+    both = [row(rank, "overlap", *found) for found in spans(compute, within=[e for e, *_ in sent])]
+    rows = [row(rank, "phases", e["ts"], e["dur"], e["name"]) for e in phases] + compute + both
+    for event, name, size in sent:
+        rows.append(row(rank, "communication", event["ts"], event["dur"], name, bytes=size))
     names = [("process_name", 0, {"name": f"rank {rank}"})]
     names += [("process_sort_index", 0, {"sort_index": -1})]
     names += [("thread_name", i, {"name": name}) for i, name in enumerate(ROWS)]
@@ -49,21 +47,35 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
     return rows + [about | {"tid": i, "name": n, "args": args} for n, i, args in names]
 
 
-def row(rank: int, kind: str, name: str, found: tuple[float, float], **args) -> dict:
-    event = {"ph": "X", "cat": kind, "name": name, "pid": f"rank {rank}", "tid": ROWS.index(kind)}
-    return event | {"ts": found[0], "dur": found[1] - found[0], "args": args}
+def row(rank: int, kind: str, begin: float, seconds: float, name: str = "", **args) -> dict:
+    event = {"ph": "X", "cat": kind, "name": name or kind, "pid": f"rank {rank}"}
+    return event | {"tid": ROWS.index(kind), "ts": begin, "dur": seconds, "args": args}
+
+
+def spans(events: list[dict], within: list[dict] | None = None, without=()) -> Spans:
+    """When any of some events is on, and any of others is, or none of them: begin and duration, of
+    spans that touch or overlap made one."""
+    others = without if within is None else within
+    edges = [(e["ts"], 0, 1) for e in events] + [(e["ts"] + e["dur"], 0, -1) for e in events]
+    edges += [(e["ts"], 1, 1) for e in others] + [(e["ts"] + e["dur"], 1, -1) for e in others]
+    on, found = [0, 0], []
+    for (here, whose, step), (there, _, _) in itertools.pairwise(sorted(edges)):
+        on[whose] += step
+        if on[0] and bool(on[1]) == (within is not None) and here < there:
+            touches = found and found[-1][1] == here
+            found.append((found.pop()[0] if touches else here, there))
+    return [(begin, end - begin) for begin, end in found]
 
 
 def measure(rows: list[dict], steps: int) -> dict:
     """What result.json says of the traced steps: milliseconds of communication in each that lie
     under compute, and that do not; and how many collectives of each kind there are, with bytes."""
-    spans = {kind: union(span(e) for e in rows if e.get("cat") == kind) for kind in ROWS}
-    sums = {kind: sum(b - a for a, b in found) / 1e3 / steps for kind, found in spans.items()}
+    of = {kind: [e for e in rows if e.get("cat") == kind] for kind in ROWS}
+    sums = {kind: sum(dur for _, dur in spans(of[kind])) / 1e3 / steps for kind in ROWS}
     calls = collections.defaultdict(lambda: {"per_step": 0.0, "bytes_per_step": 0.0})
-    for event in rows:
-        if event.get("cat") == "communication":
-            calls[event["name"]]["per_step"] += 1 / steps
-            calls[event["name"]]["bytes_per_step"] += event["args"]["bytes"] / steps
+    for event in of["communication"]:
+        calls[event["name"]]["per_step"] += 1 / steps
+        calls[event["name"]]["bytes_per_step"] += event["args"]["bytes"] / steps
     exposed = sums["communication"] - sums["overlap"]
     return {"overlapped_ms": sums["overlap"], "exposed_ms": exposed, "collectives": dict(calls)}
 
@@ -99,53 +111,15 @@ def count_elements(args: dict) -> list[int]:
     """Of each tensor, or list of tensors, that a profiled operation got."""
 
     def count(shape: list) -> int:
-        if shape and isinstance(shape[0], list):
-            return sum(map(count, shape))
-        product = 1
-        for size in shape:
-            product *= size
-        return product
+        nested = shape and isinstance(shape[0], list)
+        return sum(map(count, shape)) if nested else math.prod(shape)
 
     return [count(shape) for shape in args.get("Input Dims", []) if shape]
 
 
-def describe_nccl(args: dict) -> tuple[str, int]:
-    """The collective of a kernel, and the bytes of its larger tensor."""
+def describe_nccl(event: dict) -> tuple[dict, str, int]:
+    """A kernel with its collective, and the bytes of its larger tensor."""
+    args = event["args"]
     name = args.get("Collective name", "nccl").strip("_")
     elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
-    return NAMES.get(name, name), elements * SIZES.get(args.get("dtype", ""), 1)
-
-
-# ------------------------------------------------------------------------------------------- spans
-
-
-def span(event: dict) -> tuple[float, float]:
-    return event["ts"], event["ts"] + event.get("dur", 0)
-
-
-def union(spans) -> Spans:
-    """Those that touch or overlap made one."""
-    joined = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def difference(ours: Spans, theirs: Spans) -> Spans:
-    """What of a union is not in another."""
-    ends = [-math.inf, *itertools.chain.from_iterable(theirs), math.inf]
-    return intersection(ours, list(zip(ends[::2], ends[1::2], strict=True)))
-
-
-def intersection(ours: Spans, theirs: Spans) -> Spans:
-    """Where two unions both are."""
-    edges = [edge for a, b in ours + theirs for edge in ((a, 1), (b, -1))]
-    depth, found = 0, []
-    for (here, step), (there, _) in itertools.pairwise(sorted(edges)):
-        depth += step
-        if depth == 2 and there > here:
-            found.append((here, there))
-    return found
+    return event, NAMES.get(name, name), elements * SIZES.get(args.get("dtype", ""), 1)

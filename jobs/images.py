@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from harness.command_line import fail, positive
@@ -20,6 +19,7 @@ from harness.download import fetch
 from harness.loaders import Unreadable
 from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
 from harness.remote import fetch_input
+from harness.task_data import TaskData
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
 # and a run should show its first line before that.
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # fmt: on
 
 
-FLAGS = ["norm", "image_size"]
+FLAGS = IDENTITY = ["norm", "image_size"]  # of those that not all jobs have; must match to resume
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 4 * 2**30  # for the ranks of a machine together; more is decoded by the batch
 
 
-class Images(Dataset):
+class Images(TaskData):
     """Images in memory, as one tensor: a batch is one index operation.
 
     Args:
@@ -89,18 +89,7 @@ class Images(Dataset):
         self.images, self.labels = images, labels
         self.classes, self.image_size = classes, image_size
 
-    unit, units = "img", "images"
-    share, copies = (0, 1), 1  # see common.make_loader()
-    bytes_on_gpu = 0  # of all sets of this process
-
-    def keep_on_gpu(self) -> None:
-        """Move the images to the current GPU if they leave nine tenths of its free memory: a batch
-        is gathered there then, and only its numbers are sent. A loader with processes cannot."""
-        needed = self.images.nbytes + self.labels.nbytes
-        free, _ = torch.cuda.mem_get_info()
-        if not self.images.is_cuda and needed <= free / 10:
-            self.images, self.labels = self.images.cuda(), self.labels.cuda()
-            Images.bytes_on_gpu += needed
+    unit, units, tensors = "img", "images", ("images", "labels")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -124,41 +113,29 @@ class Images(Dataset):
         images, labels = batch
         return images, labels
 
-    def prepare(self, batch, device, seed: int, epoch: int, step: int, dtype=None):
-        """This rank's batch as the model takes it, cropped, flipped and normalized on the device.
-
-        Args:
-            batch: as :meth:`__getitems__` returns it.
-            dtype: of the images, the default one if it is ``None``.
-
-        Returns:
-            images ``[n, 3, image_size, image_size]``, and labels int64 ``[n]``.
-        """
+    def prepare(
+        self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
+    ) -> tuple[Tensor, Tensor]:
+        """Images ``[n, 3, image_size, image_size]``, cropped, flipped and normalized on the device,
+        and labels int64 ``[n]``."""
         images, labels = self.to_device(batch, device)
-        share, of = self.share
+        rank, of = share
         crops = draw_crops(seed, epoch, step, len(labels) * of, images.shape[-1])
-        crops = crops[share::of].to(device, non_blocking=True)
+        crops = crops[rank::of].to(device, non_blocking=True)
         return to_input(crop_and_flip(images, crops), self.image_size, dtype), labels
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
-        """The same of a batch as it is."""
         images, labels = self.to_device(batch, device)
         return to_input(images, self.image_size, dtype), labels
 
-    def count_labels(self) -> int:
-        return len(self)
-
     def example(self, n: int) -> Tensor:
-        """n inputs of the model, all zeros."""
         images = torch.zeros(n, 3, self.image_size, self.image_size)
         return images.contiguous(memory_format=torch.channels_last)
 
     def rates(self, samples_per_second: float) -> dict[str, float]:
-        """How fast that is, in the unit in which it is reported."""
         return {"images_per_second": samples_per_second}
 
     def describe(self) -> dict:
-        """What ``result.json`` says of the data."""
         return {
             "train_samples": len(self),
             "classes": self.classes,
@@ -208,17 +185,18 @@ def read_image(path: str, side: int) -> Tensor:
 
 def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
-    why = None
-    if args.dataset in ("auto", "cifar10"):
+    name, why = args.dataset, None
+    if name in ("auto", "cifar10"):
         why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
-        if why and args.dataset == "cifar10":
+        if why and name == "cifar10":
             fail(
                 f"--dataset cifar10: not in {args.data_dir}, and could not be downloaded ({why}); "
                 f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
             )
-        args.dataset = "synthetic" if why else "cifar10"
-    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[args.dataset]
+        name = "synthetic" if why else "cifar10"
+    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[name]
     train_set, eval_set = make(args, "train"), make(args, "eval")
+    train_set.name = eval_set.name = name
     odd = set(train_set.classes) ^ set(eval_set.classes)
     if odd:
         fail(
@@ -229,7 +207,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
         f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})" if why else ""
     )
     print0(
-        f"data: {args.dataset}{because}, {len(train_set):,} training and {len(eval_set):,} "
+        f"data: {name}{because}, {len(train_set):,} training and {len(eval_set):,} "
         f"evaluation images, {len(train_set.classes)} classes"
     )
     return train_set, eval_set

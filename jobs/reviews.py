@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from harness.command_line import fail, import_optional
 from harness.download import why_unreachable
 from harness.ranks import print0
 from harness.remote import fetch_input
+from harness.task_data import TaskData
 
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]
 VOCABULARY = 8000  # tokens of a tokenizer that is trained here
+IDENTITY = ["context"]  # must match to resume
 FLAGS = ["context", "dropout"]  # of those that not all jobs have
 
 
@@ -56,7 +57,7 @@ def describe(args: argparse.Namespace) -> str:
     return f"of {args.context} tokens"
 
 
-class Reviews(Dataset):
+class Reviews(TaskData):
     """Texts as one tensor of tokens, all cut or padded to the same length.
 
     Args:
@@ -64,34 +65,22 @@ class Reviews(Dataset):
         labels: int64 ``[n]``.
     """
 
-    unit, units = "rev", "reviews"
-    share, copies = (0, 1), 1  # see common.make_loader()
-    classes = CLASSES
+    unit, units, tensors = "rev", "reviews", ("tokens", "labels")
+    name, classes = "reviews", CLASSES
 
     def __init__(self, tokens: Tensor, labels: Tensor):
         self.tokens, self.labels = tokens, labels
 
-    bytes_on_gpu = 0  # of all sets of this process
-
-    def keep_on_gpu(self) -> None:
-        """Move them to the current GPU if they leave nine tenths of its free memory."""
-        needed = self.tokens.nbytes + self.labels.nbytes
-        free, _ = torch.cuda.mem_get_info()
-        if not self.tokens.is_cuda and needed <= free / 10:
-            self.tokens, self.labels = self.tokens.cuda(), self.labels.cuda()
-            Reviews.bytes_on_gpu += needed
-
     def __len__(self) -> int:
         return len(self.labels)
-
-    def count_labels(self) -> int:
-        return len(self)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
         """What a DataLoader calls for a batch: the numbers of the samples, ``[batch]``."""
         return (torch.tensor(indices),)
 
-    def prepare(self, batch, device, seed: int, epoch: int, step: int, dtype=None):
+    def prepare(
+        self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
+    ) -> tuple[Tensor, Tensor]:
         """This rank's batch: tokens int64 ``[n, context]`` and labels int64 ``[n]``."""
         return self.prepare_evaluation(batch, device)
 
@@ -102,15 +91,12 @@ class Reviews(Dataset):
         return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def example(self, n: int) -> Tensor:
-        """n inputs of the model, all alike."""
         return self.tokens[:1].expand(n, -1)
 
     def rates(self, samples_per_second: float) -> dict[str, float]:
-        """How fast that is, in the unit in which it is reported."""
         return {"reviews_per_second": samples_per_second}
 
     def describe(self) -> dict:
-        """What ``result.json`` says of the data."""
         context = self.tokens.shape[1]
         return {"train_samples": len(self), "classes": self.classes, "context": context}
 

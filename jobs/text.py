@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 import jobs.gpt
 from harness.command_line import fail, number, positive
 from harness.download import fetch
 from harness.ranks import print0
 from harness.remote import fetch_input
+from harness.task_data import TaskData
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
@@ -41,7 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # fmt: on
 
 
-FLAGS = ["context", "tokenizer", "dropout", "tie", "experts", "top_k", "balance"]
+IDENTITY = ["context", "tokenizer", "tie", "experts", "top_k", "balance"]  # must match to resume
+FLAGS = [*IDENTITY, "dropout"]  # of those that not all jobs have
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -80,7 +81,7 @@ def describe(args: argparse.Namespace) -> str:
     return f"of {args.context} {'bytes' if args.tokenizer == 'bytes' else 'characters'}"
 
 
-class Text(Dataset):
+class Text(TaskData):
     """A text as one tensor of tokens. Sample i is a window that begins near ``i * context``: its
     tokens, and as labels those that follow each of them.
 
@@ -90,20 +91,10 @@ class Text(Dataset):
         context: tokens of a window.
     """
 
-    unit, units = "win", "windows"
-    share, copies = (0, 1), 1  # see common.make_loader()
+    unit, units, tensors = "win", "windows", ("tokens",)
 
     def __init__(self, tokens: Tensor, vocabulary: list[str], context: int):
         self.tokens, self.classes, self.context = tokens, vocabulary, context
-
-    bytes_on_gpu = 0  # of all texts of this process
-
-    def keep_on_gpu(self) -> None:
-        """Move the text to the current GPU if it leaves nine tenths of its free memory."""
-        free, _ = torch.cuda.mem_get_info()
-        if not self.tokens.is_cuda and self.tokens.nbytes <= free / 10:
-            self.tokens = self.tokens.cuda()
-            Text.bytes_on_gpu += self.tokens.nbytes
 
     def __len__(self) -> int:
         return -(-self.count_labels() // self.context)
@@ -116,21 +107,18 @@ class Text(Dataset):
         """What a DataLoader calls for a batch: the numbers of the samples, ``[batch]``."""
         return (torch.tensor(indices),)
 
-    def prepare(self, batch, device, seed: int, epoch: int, step: int, dtype=None):
+    def prepare(
+        self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
+    ) -> tuple[Tensor, Tensor]:
         """This rank's batch of windows that begin up to ``context - 1`` tokens later than at
         ``i * context``, by how much is drawn anew for each: a function of (seed, epoch, step), the
-        same at every world size and after a resume, as the crops of images are.
-
-        Args:
-            dtype: of images; tokens stay what they are.
-
-        Returns:
-            tokens and labels, int64 ``[n, context]``.
+        same at every world size and after a resume, as the crops of images are. Tokens and labels
+        are int64 ``[n, context]``.
         """
-        [index], (share, of) = batch, self.share
+        [index], (rank, of) = batch, share
         rng = np.random.default_rng((seed, epoch, step))
         later = torch.from_numpy(rng.integers(self.context, size=len(index) * of))
-        starts = index * self.context + later[share::of]
+        starts = index * self.context + later[rank::of]
         last = self.count_labels() - self.context
         return self.windows(starts.clamp(max=last), device)
 
@@ -150,16 +138,13 @@ class Text(Dataset):
         return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def example(self, n: int) -> Tensor:
-        """n inputs of the model, all zeros."""
         return torch.zeros(n, self.context, dtype=torch.int64)
 
     def rates(self, samples_per_second: float) -> dict[str, float]:
-        """How fast that is, in the units in which it is reported."""
         tokens = samples_per_second * self.context
         return {"samples_per_second": samples_per_second, "tokens_per_second": tokens}
 
     def describe(self) -> dict:
-        """What ``result.json`` says of the data."""
         return {
             "train_samples": len(self),
             "train_tokens": len(self.tokens),
@@ -176,7 +161,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
     train_set, eval_set, why = load(args)
     because = f" ({SHAKESPEARE} is not in {args.data_dir} and could not be downloaded: {why})"
     print0(
-        f"data: {args.dataset}{because if why else ''}, {len(train_set.tokens):,} training and "
+        f"data: {train_set.name}{because if why else ''}, {len(train_set.tokens):,} training and "
         f"{len(eval_set.tokens):,} evaluation tokens in windows of {args.context}, "
         f"{len(train_set.classes)} different ones"
     )
@@ -185,22 +170,22 @@ def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
 
 def load(args: argparse.Namespace) -> tuple[Text, Text, str | None]:
     """The same without a word, and why it was not downloaded, if it is not what was wanted."""
-    why = None
-    if args.dataset in ("auto", "shakespeare"):
+    name, why = args.dataset, None
+    if name in ("auto", "shakespeare"):
         why = fetch_shakespeare(fetch_input(args.data_dir, "--data-dir"))
-        if why and args.dataset == "shakespeare":
+        if why and name == "shakespeare":
             fail(
                 f"--dataset shakespeare: {SHAKESPEARE} is not in {args.data_dir}, and could not be "
                 f"downloaded ({why}); put it there, or use --dataset synthetic"
             )
-        args.dataset = "synthetic" if why else "shakespeare"
-    if args.dataset == "synthetic":
+        name = "synthetic" if why else "shakespeare"
+    if name == "synthetic":
         texts = [made_up(args.seed, split).encode() for split in ("train", "eval")]
     else:
-        texts = split_text(read_shakespeare(args) if args.dataset == "shakespeare" else read(args))
+        texts = split_text(read_shakespeare(args) if name == "shakespeare" else read(args))
     tokens, vocabulary = encode(args, *texts)
     train_set, eval_set = (
-        cut(args, of_split, vocabulary, split)
+        cut(args, name, of_split, vocabulary, split)
         for of_split, split in zip(tokens, ("train", "eval"), strict=True)
     )
     return train_set, eval_set, why
@@ -278,23 +263,27 @@ def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[
     return tokens, [chr(point) for point in known]
 
 
-def cut(args: argparse.Namespace, tokens: Tensor, vocabulary: list[str], split: str) -> Text:
+def cut(
+    args: argparse.Namespace, name: str, tokens: Tensor, vocabulary: list[str], split: str
+) -> Text:
     """``--train-samples`` or ``--eval-samples`` windows, where it is given, of a text."""
     whole = Text(tokens, vocabulary, args.context)
     least = args.context if split == "train" else 1
     if whole.count_labels() < least:
         which = {"train": "first nine tenths", "eval": "last tenth"}[split]
         fail(
-            f"--dataset {args.dataset}: the {which} have {len(tokens)} tokens, and --context "
+            f"--dataset {name}: the {which} have {len(tokens)} tokens, and --context "
             f"{args.context} needs {least + 1}; give a longer text, or a smaller --context"
         )
     wanted = getattr(args, f"{split}_samples")
     if wanted is None:
-        few = args.device == "cpu" and args.dataset != "text"
+        few = args.device == "cpu" and name != "text"
         wanted = min(len(whole), AT_MOST[split]) if few else len(whole)
     if wanted > len(whole):
         fail(f"--{split}-samples {wanted}: there are {len(whole)}; ask for no more than that")
-    return Text(tokens[: wanted * args.context + 1], vocabulary, args.context)
+    chosen = Text(tokens[: wanted * args.context + 1], vocabulary, args.context)
+    chosen.name = name
+    return chosen
 
 
 def made_up(seed: int, split: str) -> str:

@@ -1,18 +1,22 @@
-"""How much of a bare loop's speed a training script keeps.
+"""What a training script's own machinery costs, in steps that take turns in one process and so meet
+the same machine. Whichever is asked for, the last line gives both medians.
 
-    python tests/measure_overhead.py pytorch_SingleGPU.py --max-steps 60
-    torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py pytorch_torchrun_DDP.py
+    python tests/measure_overhead.py loop pytorch_SingleGPU.py --max-steps 60
+    torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py marks pytorch_DDP.py ...
 
-The script runs as it is. After each of its steps one step of a bare loop follows, in the same
-process: same model, optimizer and DDP options, on tensors that are already there, without loader,
-crops, losses, progress bar or TensorBoard. So both meet the same machine at the same time. The last
-line gives both medians and their ratio; 1.00 would be a script that costs nothing. On a GPU its own
-clock times them, and no step is waited for (harness/clock.py).
+loop   after each step of the script one of a bare loop: same model, optimizer and DDP options, on
+       tensors that are already there, without loader, crops, losses, progress bar or TensorBoard.
+       A ratio of 1.00 would be a script that costs nothing.
+marks  of the breakdown (harness/phases.py): steps with them and without, and what those of a step
+       take themselves.
+
+On a GPU its own clock times the steps, and no step is waited for (harness/clock.py).
 """
 
 import runpy
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,14 +24,20 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+what = sys.argv.pop(1)
+sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
+
+import common  # noqa: E402
+from harness.clock import WARMUP_STEPS, StepClock  # noqa: E402
+from harness.phases import Phases  # noqa: E402
 
 
-def main():
-    sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
-    sys.path.insert(0, str(ROOT))
-    import common
-    from harness.clock import WARMUP_STEPS, StepClock
+def settled_median(seconds) -> float:
+    return statistics.median(list(seconds)[WARMUP_STEPS:])
 
+
+def compare_with_bare_loop() -> str:
     batches = common.Run.batches
     script_seconds, bare_seconds = [], []
 
@@ -42,8 +52,7 @@ def main():
             )
             model.broadcast_buffers = False
         optimizer = common.make_optimizer(args, model)
-        batch_size = args.batch_size // common.WORLD_SIZE
-        batch = run.train_set.__getitems__(list(range(batch_size)))
+        batch = run.train_set.__getitems__(list(range(args.batch_size // common.WORLD_SIZE)))
         images, labels = run.train_set.prepare(batch, run.device, args.seed, 0, 0)
 
         clock = StepClock([run.device])
@@ -52,8 +61,7 @@ def main():
             yield batch
             clock.tick()
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+            F.cross_entropy(model(images), labels).backward()
             optimizer.step()
             clock.tick()
         clock.read()
@@ -62,13 +70,49 @@ def main():
 
     common.Run.batches = interleaved
     runpy.run_path(sys.argv[0], run_name="__main__")
-    script = statistics.median(script_seconds[WARMUP_STEPS:])
-    bare = statistics.median(bare_seconds[WARMUP_STEPS:])
-    common.print0(
+    script, bare = settled_median(script_seconds), settled_median(bare_seconds)
+    return (
         f"median of {len(bare_seconds) - WARMUP_STEPS} steps: script {script * 1e3:.1f} ms, "
         f"bare {bare * 1e3:.1f} ms, the script runs at {bare / script:.3f} of the bare loop"
     )
 
 
+def compare_with_unmarked_steps() -> str:
+    tick, begin_step = StepClock.tick, Phases.begin_step
+    marked, spent, clocks = [], [0.0], []  # of each step: whether it has marks, seconds in them
+
+    def timed(call):
+        def wrapped(*args):
+            began = time.perf_counter()
+            result = call(*args)
+            spent[-1] += time.perf_counter() - began
+            return result
+
+        return wrapped
+
+    def take_turns(phases):
+        phases.attached = not phases.attached
+        begin_step(phases)
+
+    def note(clock):
+        marked.append(clock.phases.attached)
+        tick(clock)
+        spent.append(0.0)
+        clocks[:] = [clock]
+
+    Phases.begin_step, StepClock.tick, Phases.mark = take_turns, note, timed(Phases.mark)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    steps = list(zip(clocks[0].seconds, spent, marked, strict=False))[WARMUP_STEPS:]
+    with_marks, without = (
+        statistics.median(s for s, _, m in steps if m == kind) for kind in (True, False)
+    )
+    own = statistics.median(t for _, t, m in steps if m)
+    return (
+        f"median of {len(steps)} steps: with marks {with_marks * 1e3:.2f} ms, without "
+        f"{without * 1e3:.2f} ms; the marks of a step take {own * 1e6:.0f} µs, "
+        f"{own / with_marks:.3%} of it"
+    )
+
+
 if __name__ == "__main__":
-    main()
+    common.print0({"loop": compare_with_bare_loop, "marks": compare_with_unmarked_steps}[what]())

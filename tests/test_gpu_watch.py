@@ -33,43 +33,29 @@ class NVML(types.SimpleNamespace):
             raise self.NVMLError
         return types.SimpleNamespace(gpu=self.busy[gpu])
 
-    def nvmlDeviceGetMemoryInfo(self, gpu):
-        return types.SimpleNamespace(used={"GPU-a": 2, "GPU-b": 5}.get(gpu, 9) * 2**30)
-
     def nvmlDeviceGetPowerManagementLimit(self, gpu):
         return {"GPU-a": 250_000, "GPU-b": 700_000}.get(gpu, 300_000)
 
 
 def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
     """By UUID, however CUDA_VISIBLE_DEVICES named them; not other GPUs, loading or evaluation."""
-    nvml, watch = NVML(), gpus.GpuWatch()
+    nvml, samples = NVML(), []
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    watch.samples = []
     for second, busy in enumerate([0, 100, 100, 40, 60, 0, 100, 80, 0]):
         nvml.busy = {"GPU-a": busy, "GPU-b": 30, "GPU-split": None}
-        watch.samples.append((float(second), gpus.read_gpus()))
+        samples.append((float(second), gpus.utilization()))
     spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
-    assert watch.summary(["GPU-a"], spans) == {"utilization_percent": 60, "memory_used_gib": 2}
-    both = watch.summary(["GPU-a", "GPU-b"], spans)
-    assert both == {"utilization_percent": 45, "memory_used_gib": 5}
+    assert gpus.summarize(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
+    both = gpus.summarize(samples, ["GPU-a", "GPU-b"], spans)
+    assert both == {"utilization_percent": 45}
     for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
-        assert watch.summary(unknown, spans) is None
-    assert watch.summary(["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
+        assert gpus.summarize(samples, unknown, spans) is None
+    assert gpus.summarize(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
 
 
-def test_figures_of_gpus_without_the_bindings(monkeypatch, tmp_path):
-    """nvidia-smi says the same; without it there are none."""
+def test_without_the_bindings_there_are_no_figures(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus.read_gpus() == {}
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\necho 'GPU-a, 90, 2048, 250.00'\necho 'GPU-s, [N/A], 9216, [N/A]'"
-    )
-    program.chmod(0o755)
-    found = gpus.read_gpus()
-    assert list(found["GPU-a"].values()) == [90, 2, 250]
-    assert list(found["GPU-s"].values()) == [None, 9, None]
+    assert gpus.utilization() == {}
 
 
 def test_power_limits_are_of_the_visible_gpus(monkeypatch):

@@ -7,24 +7,33 @@ import pytest
 from conftest import ROOT
 
 LESSONS = sorted(ROOT.glob("pytorch_*.py"))
-ROOMS = ["harness", "jobs", "report", "inference", "estimator"]
+ROOMS = ["harness", "libraries", "jobs", "report", "inference", "estimator"]
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room
     "harness": set(),
+    "libraries": {"harness"},
     "jobs": {"harness"},
-    "common": {"jobs", "harness"},
+    "common": {"libraries", "jobs", "harness"},
     "inference": {"common", "jobs", "harness"},
     "report": set(),
     # of the scripts only what its mesh is made of
-    "estimator": {"common", "jobs", "harness", "pytorch_TP", "pytorch_PP", "pytorch_CP"},
+    "estimator": {
+        "common",
+        "libraries",
+        "jobs",
+        "harness",
+        "pytorch_TP",
+        "pytorch_PP",
+        "pytorch_CP",
+    },
     "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report"},
     "benchmark": {"harness", "report"},
     "timeline": {"harness", "report"},
-    "lightning_Trainer": {"common", "harness"},  # for DeepSpeed,
-    "pytorch_DeepSpeed": {"common", "harness"},  # which keeps things in places of its own
-    "accelerate_DeepSpeed": {"common", "harness"},
+    "lightning_Trainer": {"common", "libraries"},  # for DeepSpeed,
+    "pytorch_DeepSpeed": {"common", "libraries"},  # which keeps things in places of its own
+    "accelerate_DeepSpeed": {"common", "libraries"},
 }
 
 

@@ -331,7 +331,7 @@ def test_a_run_here_needs_no_fsspec(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), "--output-dir", str(tmp_path)])
     args = common.parse_args(common.argument_parser(""))
     common.make_datasets(args)
-    assert not isinstance(mirror.open_snapshots(args), RemoteStore)
+    assert not isinstance(mirror.open_snapshots(args, {}), RemoteStore)
 
 
 # ------------------------------------------------------- in memory://, which this process has
@@ -347,7 +347,7 @@ def on(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / machine)
         if machine not in stores:
             args = argparse.Namespace(output_dir=f"memory://{tmp_path}", resume="auto")
-            stores[machine] = RemoteStore(args)
+            stores[machine] = RemoteStore(args, {})
             stores[machine].output_dir.mkdir(parents=True)
         return stores[machine]
 

@@ -48,12 +48,12 @@ def test_a_slow_loader_on_one_rank(run_slowly):
     assert re.search(r"; rank 1 is \d+ ms slower than the other$", found["line"])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="ranks cannot be put on a core")
 def test_a_rank_that_shares_its_core(run_slowly):
     """To queue for a core is no waiting: the rank takes longer, and the other waits for it."""
-    found = run_slowly(
-        "core", "--batch-size 32 --train-samples 768"
-    )  # for longer than the kernel lets it run at once
+    # for longer than the kernel lets it run at once
+    found = run_slowly("core", "--batch-size 32 --train-samples 768")
     free, shared = found["ranks"]
     assert free["waiting"]["p50"] > shared["waiting"]["p50"]
     if found["straggler"]:  # where other work takes turns on all cores, it may not be clear enough
@@ -67,6 +67,7 @@ def test_tiny_buckets(run_slowly):
     assert sent[0] == sent[1] > 0, "the same bytes, in more messages"
 
 
+@pytest.mark.full
 def test_looking_for_unused_parameters(run_slowly):
     """One collective more: which parameters were used on any rank, in an int for each. (And DDP
     leaves its buckets as they were at first, of which PyTorch 2.11 has one more.)"""
@@ -76,6 +77,7 @@ def test_looking_for_unused_parameters(run_slowly):
     assert 0 < extra < 1000
 
 
+@pytest.mark.full
 def test_a_sync_in_the_loop(run_slowly):
     """On a slow network, the loss of all ranks in every step, or in every sixth."""
     every, none = (run_slowly("network", f) for f in ("--print-freq 1", ""))

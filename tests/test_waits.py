@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import launcher, succeed
+from conftest import cases, launcher, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1 "
@@ -28,6 +28,8 @@ SCRIPTS = [
     ("pytorch_ZeRO_by_hand --stage 2 --clip-grad 1", 2),
     ("pytorch_FSDP_by_hand --clip-grad 1", 2),
 ]
+# One process, DDP, a GradScaler, FSDP, and clipping by hand: all that is in a step of the others.
+USUAL = [SCRIPTS[i] for i in (0, 2, 5, 6, 15)]
 
 
 def count(script, ranks, flags, output):
@@ -37,7 +39,7 @@ def count(script, ranks, flags, output):
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("script, ranks", SCRIPTS, ids=[script for script, _ in SCRIPTS])
+@pytest.mark.parametrize("script, ranks", cases(SCRIPTS, lambda *row: row in USUAL))
 def test_no_step_waits_between_prints(script, ranks, tmp_path):
     for waits in count(script, ranks, "", tmp_path):
         assert list(waits) == [str(step) for step in range(1, 13)]

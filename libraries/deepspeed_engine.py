@@ -9,22 +9,29 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
-from harness import checkpoint, trust
+from harness import trust
 from harness.command_line import fail
 from harness.measure import count_bytes, optimizer_tensors
-from harness.ranks import RANK, WORLD_SIZE
+from harness.ranks import RANK, WORLD_SIZE, print0
 
 # ---------------------------------------------------------------------------------- configuration
 
-OPTIMIZER_FLAGS = ("optimizer", "lr", "momentum", "weight_decay")
+IN_CHECKPOINTS = {  # classes of its own that DeepSpeed pickles
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+REPLACED = {  # an entry of the file, and the flags of which it takes the place
+    "optimizer": "--optimizer, --lr, --momentum and --weight-decay",
+    "scheduler": "--lr, --schedule and --warmup-steps",
+}
 
 
 def read_config(args: argparse.Namespace) -> dict:
-    """The JSON file, and in it the batch size, which is the command line's to say.
-
-    Flags whose place an entry of the file takes are noted in ``args.overridden``, by name and file.
-    """
+    """The JSON file, and in it the batch size, which is the command line's to say. Flags whose
+    place an entry of the file takes are named on the screen."""
     path = args.deepspeed_config
     try:
         config = json.loads(Path(path).read_text())
@@ -43,9 +50,8 @@ def read_config(args: argparse.Namespace) -> dict:
                 f"--deepspeed_config {path} has {name} {config[name]}, and --batch-size "
                 f"{args.batch_size} on {WORLD_SIZE} ranks makes it {ours}; leave it out of the file"
             )
-    overridden = OPTIMIZER_FLAGS if "optimizer" in config else ()
-    overridden += ("lr", "warmup_steps") if "scheduler" in config else ()
-    args.overridden = dict.fromkeys(overridden, str(path))
+    for entry in REPLACED.keys() & config.keys():
+        print0(f"{path} has {entry} settings, which replace {REPLACED[entry]}")
     clip = {"gradient_clipping": args.clip_grad} if args.clip_grad else {}
     return {"log_level": "error"} | config | clip | sizes
 
@@ -84,15 +90,15 @@ def load_snapshot(run, engine) -> dict:
     snapshot, path = run.store.find("scheduler"), run.store.resumed
     if snapshot:
         try:
-            trust.check_deepspeed(path / "zero")
+            trust.check_pickles(path / "zero", IN_CHECKPOINTS)
             found, _ = engine.load_checkpoint(path, "zero")
         except Exception as error:  # untrusted, or of another stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
             fail(f"--resume {path} holds no checkpoint of DeepSpeed; give another, or none")
-    overridden = getattr(run.args, "overridden", ())  # of a script that reads a file
-    ours = None if "warmup_steps" in overridden else engine.lr_scheduler
+    ours = engine.lr_scheduler  # unless the file names one, which the checkpoint holds
+    ours = ours if isinstance(ours, LRScheduler) else None
     run.start(engine.module, engine.basic_optimizer, ours, snapshot, engine=engine)
     return track_tensors(run, engine)
 
@@ -110,7 +116,7 @@ def save_snapshot(run, engine) -> None:
     tensors = optimizer_tensors(optimizer)
     tensors += [p for group in optimizer.param_groups for p in group["params"]]
     size = count_bytes(engine.parameters()) + WORLD_SIZE * count_bytes(tensors)
-    checkpoint.write(run, write, size, scheduler=engine.lr_scheduler)
+    run.write_snapshot(write, size, scheduler=engine.lr_scheduler)
 
 
 @contextlib.contextmanager

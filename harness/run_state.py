@@ -1,0 +1,67 @@
+"""RunState: what a run has done so far, saved in a snapshot and restored from it as one value."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from harness.ranks import RANK, WORLD_SIZE, gather_objects
+
+METRICS = ("train_loss", "eval_loss", "eval_accuracy", "seconds")
+OF_A_RANK = ("loss_sum", "samples")  # each rank has its own; all others are the same on every rank
+
+
+@dataclasses.dataclass
+class RunState:
+    """What a run has done so far. ``loss_sum`` and ``samples`` are of this rank alone.
+
+    Args:
+        loss_sum: of this epoch, weighted by samples: a float64 scalar on the device.
+    """
+
+    loss_sum: Tensor
+    samples: float = 0.0  # of this epoch
+    step: int = 0  # of the optimizer, in all
+    evaluated: int = 0  # the step after which the model was last evaluated
+    eval_samples: int = 0
+    history: dict[str, list[float]] = dataclasses.field(
+        default_factory=lambda: {name: [] for name in METRICS}
+    )
+
+    def begin_epoch(self) -> None:
+        """Forget the sums of the last one."""
+        self.loss_sum, self.samples = torch.zeros_like(self.loss_sum), 0.0
+
+    def state_dict(self) -> dict:
+        """What a snapshot holds of it, with every rank's random numbers. All ranks call it."""
+        device = self.loss_sum.device
+        own = {"loss_sum": self.loss_sum.item(), "samples": self.samples}
+        own["rng"] = {"cpu": torch.get_rng_state()}
+        if device.type == "cuda":
+            own["rng"]["cuda"] = torch.cuda.get_rng_state(device)
+        names = [field.name for field in dataclasses.fields(self) if field.name not in OF_A_RANK]
+        return {name: getattr(self, name) for name in names} | {"ranks": gather_objects(own)}
+
+    def load_state_dict(self, state: dict, steps_per_epoch: int, total_steps: int) -> None:
+        """Restore what :meth:`state_dict` returned. At another number of ranks, rank 0 gets the
+        sums of all, and the random numbers of dropout start from the seed.
+
+        The history ends with the last epoch that is complete: one whose steps are done may still
+        have to be evaluated.
+        """
+        ranks, device = state["ranks"], self.loss_sum.device
+        for name in state.keys() - {"ranks"}:
+            setattr(self, name, state[name])
+        if len(ranks) == WORLD_SIZE:
+            own = ranks[RANK]
+            torch.set_rng_state(own["rng"]["cpu"])
+            if "cuda" in own["rng"] and device.type == "cuda":
+                torch.cuda.set_rng_state(own["rng"]["cuda"], device)
+        else:
+            mine = ranks if RANK == 0 else []
+            own = {name: sum(rank[name] for rank in mine) for name in OF_A_RANK}
+        self.loss_sum, self.samples = self.loss_sum + own["loss_sum"], own["samples"]
+        epochs = (self.step - (self.step > self.evaluated)) // steps_per_epoch
+        if self.step == self.evaluated >= total_steps:
+            epochs = -(-total_steps // steps_per_epoch)
+        self.history = {name: values[:epochs] for name, values in self.history.items()}

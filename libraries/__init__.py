@@ -1,0 +1,1 @@
+"""What the scripts of DeepSpeed and Accelerate need besides: optional libraries."""
