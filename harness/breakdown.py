@@ -1,7 +1,5 @@
 """Where the steps of a run went: for each rank and phase, which rank is late, and in a line."""
 
-import statistics
-
 import numpy as np
 
 from harness.clock import StepClock
@@ -58,11 +56,10 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
     own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
     if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
         return None
-    slowest = max(range(len(own)), key=lambda rank: statistics.median(own[rank]))
-    others = map(statistics.median, zip(*own[:slowest], *own[slowest + 1 :], strict=True))
-    late = [mine - theirs for mine, theirs in zip(own[slowest], others, strict=True)]
-    enough = LATE * statistics.median(own[slowest])
-    if np.percentile(late, 25) <= 0 or statistics.median(late) < enough:
+    slowest = int(np.median(own, axis=1).argmax())
+    mine, others = own[slowest], np.median(np.delete(own, slowest, axis=0), axis=0)
+    late = mine - others
+    if np.percentile(late, 25) <= 0 or np.median(late) < LATE * np.median(mine):
         return None
     return {"rank": slowest, "late_ms": spread(late)["p50"]}
 

@@ -143,10 +143,10 @@ def closer_look(args: argparse.Namespace, total: int, per_epoch: int) -> Look | 
         settled = total - max(1, min(WARMUP_STEPS, total // 2))
         most = max(0, min(in_last_epoch - 1, settled - 2))
         if args.trace > most:
-            room = f"use --trace {most}" if most else "use a longer run"
             fail(
                 f"--trace {args.trace}: this run has {most} steps to trace, in the last epoch, "
-                f"after the warm-up and one for the profiler, and before the last; {room}"
+                "after the warm-up and one for the profiler, and before the last; "
+                + (f"use --trace {most}" if most else "use a longer run")
             )
         return Tracer(args.trace, local_folder(args.output_dir) / "trace")
     if args.profile_memory and args.device == "cpu":
