@@ -90,11 +90,11 @@ def argument_parser(doc: str, only_gpt: bool = False) -> argparse.ArgumentParser
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, fill in what depends on the device, and check it all at once."""
     args = parser.parse_args()
-    command_line.complete(args)
+    command_line.check_flags(args)
     remote.check_urls(args)
     if parser.get_default("model") == "gpt":
         jobs.choice.check_is_gpt(args)
-    jobs.choice.complete(args)
+    jobs.choice.fill_defaults(args)
     if getattr(args, "dtype", "") is None:
         args.dtype = HALF[args.device]
     if args.double and getattr(args, "dtype", "float32") != "float32":

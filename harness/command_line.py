@@ -195,7 +195,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # fmt: on
 
 
-def complete(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Settle the device, and check what every job has.
 
     ``None`` is left where it means "no limit", or where the job has a default of its own.

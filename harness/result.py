@@ -108,7 +108,7 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         "tf32": used_tf32(precision, device),
         "global_batch_size": args.batch_size,
         "optimizer": args.optimizer,
-        "epochs": len(state.history["seconds"]),
+        "epochs": state.epochs,
         "steps": state.step,
         "seed": args.seed,
         "seconds_total": clock.read_wall_clock(),

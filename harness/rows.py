@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 
-def number(groups: list[dict]) -> dict:
+def index_parameters(groups: list[dict]) -> dict:
     """The parameters' places in an optimizer of these groups."""
     return {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
 
@@ -21,7 +21,7 @@ def number(groups: list[dict]) -> dict:
 def gather_state(optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]) -> dict:
     """On rank 0 the state dict of a plain optimizer of ``groups``, on the CPU; elsewhere an empty
     one. All ranks call it."""
-    numbers, state = number(groups), {}
+    numbers, state = index_parameters(groups), {}
     for bucket in buckets:
         for name, value in optimizer.state[bucket.shard].items():
             for p, part in zip(bucket.parameters, gather_value(bucket, value), strict=False):
@@ -54,7 +54,7 @@ def shard_state_on_load(optimizer, buckets: list, groups: list[dict]) -> None:
 
 def shard_state(buckets: list, groups: list[dict], optimizer, state_dict: dict) -> dict:
     """The state dict of a plain optimizer of ``groups``, as this rank's optimizer has it."""
-    numbers, places = number(groups), number(optimizer.param_groups)
+    numbers, places = index_parameters(groups), index_parameters(optimizer.param_groups)
     state = {}
     for bucket in buckets:
         of_each = [state_dict["state"][numbers[p]] for p in bucket.parameters]

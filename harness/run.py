@@ -75,9 +75,8 @@ class Run:
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        identity = {name: getattr(args, name) for name in IDENTITY}
-        identity |= {"dataset": self.train_set.name} | self.train_set.identity
-        self.store = open_snapshots(args, identity)
+        identity = {name: getattr(args, name) for name in IDENTITY} | self.train_set.identity
+        self.store = open_snapshots(args, identity | {"dataset": self.train_set.name})
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()
@@ -179,7 +178,7 @@ class Run:
         if snapshot:
             self.clock.load_state_dict(snapshot["clock"])
             self.state.load_state_dict(snapshot["run"], self.steps_per_epoch, self.total_steps)
-            self.start_epoch = len(self.state.history["seconds"])
+            self.start_epoch = self.state.epochs
             done = self.start_epoch >= self.epochs
             if done and self.store.has_result():
                 exit_done(self.store, f"at step {self.step} of {self.total_steps}")
@@ -253,21 +252,13 @@ class Run:
         loss_sum, samples = self.meter.totals()
         if samples:
             self.guard.check_loss(loss_sum / samples)
-        state = self.state
-        state.evaluated, state.eval_samples = state.step, metrics["samples"]
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics["loss"])
-        epoch = {
-            "train_loss": loss_sum / samples if samples else math.nan,
-            "eval_loss": metrics["loss"],
-            "eval_accuracy": metrics["accuracy"],
-            "seconds": self.clock.epoch_seconds,
-        }
-        for name, value in epoch.items():
-            state.history[name].append(value)
-        self.display.epoch(f"epoch {len(state.history['seconds'])}/{self.epochs}", self.step, epoch)
+        mean = loss_sum / samples if samples else math.nan
+        epoch = self.state.end_epoch(mean, metrics, self.clock.epoch_seconds)
+        self.display.epoch(f"epoch {self.state.epochs}/{self.epochs}", self.step, epoch)
         if self.step % self.steps_per_epoch == 0:  # and not cut short by --max-steps
-            state.begin_epoch()
+            self.state.clear_sums()
             self.clock.epoch_seconds = 0.0
 
     def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:

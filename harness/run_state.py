@@ -28,8 +28,25 @@ class RunState:
         default_factory=lambda: {name: [] for name in METRICS}
     )
 
-    def begin_epoch(self) -> None:
-        """Forget the sums of the last one."""
+    @property
+    def epochs(self) -> int:
+        """How many were evaluated; the last one may have been cut short."""
+        return len(self.history["seconds"])
+
+    def end_epoch(self, train_loss: float, metrics: dict, seconds: float) -> dict[str, float]:
+        """Keep the figures of an epoch, and return them.
+
+        Args:
+            metrics: of the evaluation, see :meth:`Run.report`.
+        """
+        self.evaluated, self.eval_samples = self.step, metrics["samples"]
+        figures = (train_loss, metrics["loss"], metrics["accuracy"], seconds)
+        for name, value in zip(METRICS, figures, strict=True):
+            self.history[name].append(value)
+        return dict(zip(METRICS, figures, strict=True))
+
+    def clear_sums(self) -> None:
+        """Begin the sums of another epoch."""
         self.loss_sum, self.samples = torch.zeros_like(self.loss_sum), 0.0
 
     def state_dict(self) -> dict:

@@ -74,7 +74,7 @@ def check_is_gpt(args: argparse.Namespace) -> None:
         fail(f"--experts {args.experts}: {SCRIPT}.py knows no mixture; use pytorch_EP.py")
 
 
-def complete(args: argparse.Namespace) -> None:
+def fill_defaults(args: argparse.Namespace) -> None:
     """Fill in what the job's defaults are, and report what belongs to another one."""
     ours = data_of(args)
     for name in sorted({name for job in DATASETS for name in job.FLAGS} - set(ours.FLAGS)):
@@ -85,7 +85,7 @@ def complete(args: argparse.Namespace) -> None:
             f"--dataset {args.dataset} is not for --model {args.model}; "
             f"use {', '.join(DATASETS[ours])}, or another --model"
         )
-    ours.complete(args)
+    ours.fill_defaults(args)
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     named |= ours is jobs.reviews and jobs.reviews.has_pretrained(args)
     if not named and not Path(args.weights).is_file():

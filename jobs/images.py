@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 FLAGS = IDENTITY = ["norm", "image_size"]  # of those that not all jobs have; must match to resume
 
 
-def complete(args: argparse.Namespace) -> None:
+def fill_defaults(args: argparse.Namespace) -> None:
     """Fill in what depends on the device and the model, and check what needs no data.
 
     ``None`` is left where it means "all of it".

@@ -21,7 +21,7 @@ IDENTITY = ["context"]  # must match to resume
 FLAGS = ["context", "dropout"]  # of those that not all jobs have
 
 
-def complete(args: argparse.Namespace) -> None:
+def fill_defaults(args: argparse.Namespace) -> None:
     """Fill in what depends on the job, and check what needs no data."""
     args.dataset = "reviews"
     if args.model is None:

@@ -45,7 +45,7 @@ IDENTITY = ["context", "tokenizer", "tie", "experts", "top_k", "balance"]  # mus
 FLAGS = [*IDENTITY, "dropout"]  # of those that not all jobs have
 
 
-def complete(args: argparse.Namespace) -> None:
+def fill_defaults(args: argparse.Namespace) -> None:
     """Fill in what depends on the device and the model, and check what needs no data."""
     if args.model == "gpt":
         args.model = MODELS[args.device]

@@ -248,8 +248,9 @@ def snapshots(folder):
 
 
 def state(folder):
-    """What the newest holds of the run."""
-    return torch.load(snapshots(folder)[0] / "state.pt", weights_only=True)
+    """What the newest holds; of the run itself beside the parts."""
+    found = torch.load(snapshots(folder)[0] / "state.pt", weights_only=True)
+    return found | found["run"]
 
 
 def free_port():

@@ -215,7 +215,7 @@ def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch, capsys):
 
     args = arguments(dataset="auto", data_dir=tmp_path, train_samples=70)
     train_set, eval_set = common.make_datasets(args)
-    assert args.dataset == "cifar10"
+    assert train_set.name == eval_set.name == "cifar10"
     assert (len(train_set), len(eval_set)) == (70, 10)
     expected = np.concatenate([pixels[name] for name in names])[:70].reshape(70, 3, 32, 32)
     assert np.array_equal(train_set.images.numpy(), expected)

@@ -184,16 +184,6 @@ def test_votes_come_about_once_a_second(seconds, votes, monkeypatch):
 # -------------------------------------------------------------------------------------- settings
 
 
-def test_settings_leave_out_what_a_file_overrides():
-    parser = command_line.make_parser("")
-    command_line.add_flags(parser)
-    args = parser.parse_args(["--lr", "0.5"])
-    assert {"--lr", "--momentum", "--batch-size"} <= set(command_line.settings(args))
-    args.overridden = {"lr": "x.json", "momentum": "x.json"}
-    words = command_line.settings(args)
-    assert "--batch-size" in words and not {"--lr", "--momentum", "--overridden"} & set(words)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's abstract names of sockets")
 @pytest.mark.parametrize("launch", ["a", "a" * 200])
 def test_only_one_rank_speaks(launch, monkeypatch):

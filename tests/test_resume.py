@@ -254,7 +254,7 @@ def test_a_scaler_without_a_state_is_none_that_is_missing(tmp_path):
     job = start("pytorch_auto_mixed_precision --dtype bfloat16", flags="--epochs 2")
     run(f"{job} --max-steps 4 --output-dir {tmp_path}")
     finished = run(f"{job} --output-dir {tmp_path} --resume auto")
-    assert "resumed from" in finished.stdout and "begins anew" not in finished.stdout
+    assert "resumed from" in finished.stdout and "starts from scratch" not in finished.stdout
 
 
 def test_float16_goes_on_from_a_snapshot_without_a_scaler(tmp_path):
@@ -263,7 +263,7 @@ def test_float16_goes_on_from_a_snapshot_without_a_scaler(tmp_path):
     [snapshot] = snapshots(tmp_path / "one")
     script = "pytorch_auto_mixed_precision --dtype float16"
     finished = run(f"{start(script, flags=flags)} --output-dir {tmp_path}/two --resume {snapshot}")
-    assert f"{snapshot} has no scaler, which begins anew" in finished.stdout
+    assert f"{snapshot} has no scaler, which starts from scratch" in finished.stdout
 
 
 def test_how_a_step_is_computed_is_the_scripts_to_say():

@@ -250,8 +250,7 @@ def test_ranks_share_out_the_windows():
     data = text.Text(torch.arange(250, dtype=torch.uint8), [chr(i) for i in range(250)], 8)
     whole, _ = data.prepare((torch.arange(12),), "cpu", 0, 0, 0)
     for rank in range(3):
-        data.share = rank, 3
-        part, _ = data.prepare((torch.arange(12)[rank::3],), "cpu", 0, 0, 0)
+        part, _ = data.prepare((torch.arange(12)[rank::3],), "cpu", 0, 0, 0, share=(rank, 3))
         assert torch.equal(part, whole[rank::3])
 
 

@@ -74,7 +74,7 @@ def run_trials(args, folder):
     flags = f"{JOB} --resume auto --output-dir {folder}/damaged"
     sys.argv = ["pytorch_SingleGPU.py", *shlex.split(flags)]
     job = common.parse_args(common.argument_parser(__doc__))
-    train_set = common.Images(torch.zeros(2, 3, 8, 8), torch.zeros(2), ["a", "b"], 8)
+    train_set, _ = common.make_datasets(job)
     run = common.Run(job, torch.device("cpu"), DataLoader(train_set))
     rng = random.Random(args.seed)
     counts = dict.fromkeys(["fallback", "silent", "failed"], 0)

@@ -36,7 +36,7 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
 import small_resnet  # noqa: E402, F401  a model to choose
 
-from harness import checkpoint, snapshots  # noqa: E402
+from harness import snapshots  # noqa: E402
 from harness.ranks import RANK, RESTARTS  # noqa: E402
 from jobs import images, text  # noqa: E402
 
@@ -159,7 +159,7 @@ else:
             happen("after rename")
         return values
 
-    checkpoint.write_snapshot = write_and_count
+    snapshots.write_snapshot = write_and_count
     snapshots.gather_objects = gather_and_count
 
 runpy.run_path(script, run_name="__main__")
