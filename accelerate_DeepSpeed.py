@@ -31,7 +31,7 @@ def main():
         "--deepspeed_config", "--deepspeed-config", metavar="FILE",
         # Accelerate: deepspeed_config_file in the file of its launcher
         default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"),
-        help="(default: that of the launcher's file)",
+        help="DeepSpeed's configuration file (default: the one in Accelerate's file)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)

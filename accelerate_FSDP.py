@@ -30,7 +30,10 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of compute and of the gathered weights (default: float32)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     common.check_launch("FSDP")  # Accelerate: was its launcher given a file for this?

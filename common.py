@@ -19,7 +19,6 @@ import argparse
 import atexit
 import math
 import os
-import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -73,16 +72,20 @@ __all__ = [
 HALF = {"cuda": "float16", "cpu": "bfloat16"}  # what most GPUs, and what CPUs, are fast in
 
 
-def argument_parser(doc: str, only_gpt: bool = False) -> argparse.ArgumentParser:
+def argument_parser(
+    doc: str, only_gpt: bool = False, experts: bool = False
+) -> argparse.ArgumentParser:
     """The flags that all training scripts share; a script adds those of its technique.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
-        only_gpt: the technique takes a GPT apart, and knows no other model.
+        only_gpt: the technique works on the blocks of a GPT, and on no other model.
+        experts: the help shows the flags of a mixture of experts.
     """
     parser = command_line.make_parser(doc)
-    jobs.choice.add_flags(parser)
-    command_line.add_flags(parser)
+    command_line.add_training_flags(parser)
+    jobs.choice.add_flags(parser, only_gpt, experts)
+    command_line.add_run_flags(parser)
     parser.set_defaults(model="gpt" if only_gpt else None)
     return parser
 
@@ -146,7 +149,7 @@ def announce(args: argparse.Namespace, device: torch.device, readers: int = WORL
         f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} "
         f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch}"
     )
-    print0(f"settings: {shlex.join(command_line.settings(args))}")
+    print0(f"settings: {command_line.given_flags() or 'defaults'}")
     jobs.choice.models_of(args).check_model_name(args.model)
 
 

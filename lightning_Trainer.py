@@ -192,7 +192,8 @@ def make_trainer(args, epochs):
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--strategy", choices=["ddp", "fsdp", "deepspeed_stage_2"], default="ddp")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp", "deepspeed_stage_2"], default="ddp",
+                        help="Lightning's strategy (default: ddp)")  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if args.double and args.strategy == "deepspeed_stage_2":

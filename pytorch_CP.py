@@ -217,7 +217,10 @@ def check(args: argparse.Namespace, world_size: int) -> None:
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
-    parser.add_argument("--attention", choices=ATTENTIONS, default="ring")
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, default="ring",
+        help="how ranks exchange keys and values (default: ring)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

@@ -30,7 +30,10 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # AMP: (default: by device)
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16"],
+        help="dtype of autocast (default: float16 on a GPU, bfloat16 on a CPU)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

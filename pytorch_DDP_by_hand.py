@@ -57,7 +57,10 @@ def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--average", choices=["each", "buckets", "overlap"], default="overlap")
+    parser.add_argument(
+        "--average", choices=["each", "buckets", "overlap"], default="overlap",
+        help="all-reduce each gradient, buckets of them, or (default) buckets during backward",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

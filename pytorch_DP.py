@@ -39,7 +39,10 @@ class Replica(nn.Module):
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32",
+        help="dtype of autocast (default: float32, without autocast)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     device = common.get_device(args)

@@ -38,7 +38,8 @@ def main():
     parser.add_argument("--local-rank", "--local_rank")  # DeepSpeed: its launcher passes it
     parser.add_argument(
         "--deepspeed_config", "--deepspeed-config", metavar="FILE",
-        default="config/zero_stage2_config.json", help="(default: %(default)s)",
+        default="config/zero_stage2_config.json",
+        help="DeepSpeed's configuration file (default: %(default)s)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)

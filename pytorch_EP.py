@@ -113,7 +113,7 @@ def gather_experts(model: nn.Module, names: list[str]) -> dict[str, torch.Tensor
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
     parser.set_defaults(experts=8)
     args = common.parse_args(parser)
     common.prepare_process(args)

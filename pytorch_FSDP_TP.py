@@ -98,10 +98,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
-    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true",
+        help="also split norms, dropout and residuals, along the sequence",
+    )  # fmt: skip
     parser.add_argument(
         "--tp", type=common.number(int, 1), default=2, metavar="T",
-        help="ranks of a row, of which each has a part of every matrix (default: 2)",
+        help="ranks that split each weight matrix (default: 2)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)

@@ -34,10 +34,13 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of compute and of the gathered weights (default: float32)",
+    )  # fmt: skip
     parser.add_argument(
         "--shard", type=common.number(int, 1), default=common.LOCAL_WORLD_SIZE, metavar="S",
-        help="ranks that share out a model (default: those of a machine)",
+        help="ranks that shard one replica (default: all ranks of a machine)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)

@@ -89,11 +89,12 @@ def main():
     parser = common.argument_parser(__doc__)
     # fmt: off
     flag, number = parser.add_argument, common.number
-    flag("--sync-every", type=number(int, 1), default=8, metavar="H", help="steps (default: 8)")
+    flag("--sync-every", type=number(int, 1), default=8, metavar="H",
+         help="synchronize every H steps (default: 8)")
     flag("--outer-lr", type=number(float, 0, above=0), default=1.0, metavar="X",
-         help="of the step from the last common weights to the average (default: 1, all the way)")
+         help="learning rate of the outer optimizer (default: 1, plain averaging)")
     flag("--outer-momentum", type=number(float, 0, 1), default=0.0, metavar="X",
-         help="of that step (default: 0)")
+         help="momentum of the outer optimizer (default: 0)")
     # fmt: on
     args = common.parse_args(parser)
     common.prepare_process(args)

@@ -148,8 +148,18 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
     flag, positive = parser.add_argument, common.number(int, 1)
-    flag("--pipeline-schedule", choices=list(SCHEDULES), default="1f1b", help="(default: 1f1b)")
-    flag("--microbatches", type=positive, metavar="M", help="(default: at least two for each rank)")
+    flag(
+        "--pipeline-schedule",
+        choices=list(SCHEDULES),
+        default="1f1b",
+        help="schedule (default: 1f1b)",
+    )
+    flag(
+        "--microbatches",
+        type=positive,
+        metavar="M",
+        help="micro-batches (default: at least two per rank)",
+    )
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

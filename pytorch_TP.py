@@ -97,7 +97,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
-    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true",
+        help="also split norms, dropout and residuals, along the sequence",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

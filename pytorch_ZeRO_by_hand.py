@@ -90,7 +90,7 @@ def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> None:
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--stage", type=int, choices=[1, 2], default=1, help="of ZeRO")
+    parser.add_argument("--stage", type=int, choices=[1, 2], default=1, help="ZeRO stage")
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

@@ -43,7 +43,7 @@ SLOW = [  # checkpointing: whose results --selective keeps, on CPUs and on GPUs
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--selective", action="store_true", help="keep what is slow to compute")
+    parser.add_argument("--selective", action="store_true", help="keep matmuls' outputs")
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

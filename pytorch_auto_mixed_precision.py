@@ -23,7 +23,10 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # AMP: (default: by device)
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16"],
+        help="dtype of autocast (default: float16 on a GPU, bfloat16 on a CPU)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     device = common.get_device(args)

@@ -33,7 +33,10 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--comm-hook", choices=["fp16", "bf16", "powersgd"], default="fp16")
+    parser.add_argument(
+        "--comm-hook", choices=["fp16", "bf16", "powersgd"], default="fp16",
+        help="compression of the gradients that DDP sends (default: fp16)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one

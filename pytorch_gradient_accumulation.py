@@ -32,7 +32,7 @@ def main():
     parser = common.argument_parser(__doc__)
     parser.add_argument(
         "--accumulate", type=common.number(int, 1), default=4, metavar="N",
-        help="parts of a rank's batch (default: 4)",
+        help="micro-batches per step and rank (default: 4)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)

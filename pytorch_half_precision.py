@@ -27,10 +27,15 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"])  # half: (default: by device)
-    parser.add_argument("--master-weights", action="store_true", help="update an fp32 copy")
-    # half: a power of two loses no digit
-    parser.add_argument("--loss-scale", type=common.number(float, 1), default=128, metavar="X")
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16"],
+        help="dtype of weights and compute (default: float16 on a GPU, bfloat16 on a CPU)",
+    )  # fmt: skip
+    parser.add_argument("--master-weights", action="store_true", help="keep fp32 master weights")
+    parser.add_argument(
+        "--loss-scale", type=common.number(float, 1), default=128, metavar="X",
+        help="factor of the loss; a power of two loses no digit (default: 128)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if args.optimizer == "adamw" and args.dtype == "float16" and not args.master_weights:

@@ -10,7 +10,9 @@ import shlex
 import signal
 import socket
 import sys
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,8 +80,36 @@ def import_optional(library: str):
         fail(f"{library} cannot be imported ({error}); pip install -r requirements-ecosystem.txt")
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """The docstring as it is, and help texts whose words stay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with mistakes in one line, help from one rank, and comments in ``@FILE``."""
+    """argparse with errors in one line, help from one rank, and comments in ``@FILE``."""
+
+    def add_argument(self, *names: str, **options):
+        if "--local-rank" in names:  # the launcher's to give
+            options.setdefault("help", argparse.SUPPRESS)
+        return super().add_argument(*names, **options)
+
+    def add_flags(self, title: str, shown: bool = True) -> Callable:
+        """A group of flags.
+
+        Args:
+            shown: in the help; accepted in any case.
+
+        Returns:
+            a function that adds a flag to it, as ``add_argument()`` does.
+        """
+        group = self.add_argument_group(title)
+
+        def add_flag(*names: str, help: str, **options):
+            group.add_argument(*names, help=help if shown else argparse.SUPPRESS, **options)
+
+        return add_flag
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the flags)")
@@ -123,75 +153,91 @@ def place(text: str) -> Path | str:
 positive, not_negative = number(int, 1), number(int, 0)
 
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser without flags.
+def make_parser(doc: str) -> ArgumentParser:
+    """A parser without flags. Those that a script adds itself come first in its help.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
     """
-    return ArgumentParser(
+    parser = ArgumentParser(
         description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [flags]",
+        add_help=False,  # it is the last of the groups
+        formatter_class=HelpFormatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
         epilog="@FILE reads flags from a file, for example @config/reference.args",
     )
+    parser._optionals.title = "this technique"
+    return parser
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every job, whatever it trains."""
+def add_training_flags(parser: ArgumentParser) -> None:
+    """How any model is trained."""
     # fmt: off
-    flag = parser.add_argument_group("training").add_argument
+    flag = parser.add_flags("training")
     flag("-b", "--batch-size", type=positive, default=128, metavar="N",
-         help="GLOBAL batch, divided among the ranks (default: 128)")
-    flag("--epochs", type=positive, default=5, metavar="N", help="(default: 5)")
-    flag("--max-steps", type=positive, metavar="N", help="end after N steps (default: no limit)")
-    flag("--optimizer", choices=["sgd", "adamw"], help="(default: sgd; of a GPT adamw)")
+         help="GLOBAL batch size, divided among the ranks (default: 128)")
+    flag("--epochs", type=positive, default=5, metavar="N", help="number of epochs (default: 5)")
+    flag("--max-steps", type=positive, metavar="N",
+         help="stop after N optimizer steps (default: no limit)")
+    flag("--optimizer", choices=["sgd", "adamw"],
+         help="optimizer (default: sgd for images, else adamw)")
     flag("--lr", type=number(float, 0, above=0), metavar="X",
-         help="peak learning rate (default: sgd 0.05, without BatchNorm 0.01; adamw 0.001)")
+         help="peak learning rate (default: sgd 0.05, or 0.01 without BatchNorm; adamw 0.001)")
     flag("--schedule", choices=["cosine", "plateau", "none"], default="cosine",
-         help="of the rate. cosine (default): warm-up, then down to 0; plateau: a tenth of it "
-         "whenever two evaluations in a row were no better than the best before; none: as it is")
-    flag("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
-         help="of sgd (default: 0.9)")
-    flag("--weight-decay", type=number(float, 0), metavar="X",
-         help="(default: sgd 0.0005, adamw 0.01, of a GPT 0.1 but for norms and embeddings)")
-    flag("--clip-grad", type=number(float, 0, above=0), metavar="NORM",
-         help="make gradients smaller that are longer than this, all together (default: no limit)")
+         help="learning-rate schedule: cosine decay after a linear warm-up (default); plateau: "
+         "divide by ten after two evaluations without improvement; none: constant")
     flag("--warmup-steps", type=not_negative, metavar="N",
-         help="of the cosine (default: a tenth of all steps)")
+         help="warm-up steps of the cosine schedule (default: a tenth of all steps)")
+    flag("--momentum", type=number(float, 0, 1), default=0.9, metavar="X",
+         help="momentum of sgd (default: 0.9)")
+    flag("--weight-decay", type=number(float, 0), metavar="X",
+         help="weight decay (default: sgd 0.0005, adamw 0.01; GPT 0.1 except norms and embeddings)")
+    flag("--clip-grad", type=number(float, 0, above=0), metavar="NORM",
+         help="clip the global gradient norm to this value (default: off)")
     flag("--on-nan", choices=["watch", "stop", "skip", "ignore"], default="watch",
-         help="when numbers are not finite: watch (default) looks where it costs nothing, at every "
-         "--print-freq-th step and before a snapshot, and stops the run; stop and skip look "
-         "before every step, and stop, or leave it out; ignore does not look")
-    flag = parser.add_argument_group("the machine").add_argument
-    flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
-    flag("-j", "--workers", type=not_negative, metavar="N",
-         help="loader processes per rank (default: 0; 4 for a folder too large for memory)")
-    flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N", help="(default: 0)")
-    flag("--deterministic", action="store_true", help="the same bits in every run, more slowly")
-    flag("--double", action="store_true", help="compute in float64, to compare techniques")
-    flag("--profile-memory", action="store_true",
-         help="on a CPU, count what tensors take in the last step, and keep no freed memory, which "
-         "makes steps slower (a GPU's memory is always counted)")
-    flag("--trace", type=positive, metavar="N",
-         help="write the N steps before the last one as a Chrome trace, a file per rank in the "
-         "folder trace of --output-dir; timeline.py draws them (default: no trace)")
-    flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
-         help="the longest wait of a rank for the others, a download included (default: 1800)")
-    flag = parser.add_argument_group("the files").add_argument
+         help="NaN or Inf: watch (default) checks the loss at every --print-freq-th step and the "
+         "weights before a snapshot, and stops the run; stop and skip check before every step, "
+         "and stop the run or skip the step; ignore does not check")
+    # fmt: on
+
+
+def add_run_flags(parser: ArgumentParser) -> None:
+    """Where a run writes, what it runs on, and what serves comparisons."""
+    # fmt: off
+    flag = parser.add_flags("output")
     flag("--output-dir", type=place, default=Path("runs", SCRIPT), metavar="DIR",
-         help="of all that the run writes. This and --resume, --data-dir and --weights may also "
-         f"be URLs, such as s3://bucket/run (default: runs/{SCRIPT})")
-    flag("--resume", type=trim_url, metavar="auto|none|PATH", default="none",
-         help="continue from a snapshot; auto: from the newest good one in --output-dir, if any "
-         "(default: none; but a job that its launcher restarts goes on)")
+         help="folder for everything that the run writes. This and --resume, --data-dir and "
+         f"--weights may be URLs, such as s3://bucket/run (default: runs/{SCRIPT})")
+    flag("--resume", metavar="auto|none|PATH", default="none", type=trim_url,
+         help="resume from this snapshot; auto: from the newest valid one in --output-dir, if any "
+         "(default: none, but a run that its launcher restarts resumes)")
     flag("--snapshot-every", type=positive, default=1000, metavar="N",
-         help="steps, besides the end of every epoch (default: 1000)")
+         help="write a snapshot every N steps, and after every epoch (default: 1000)")
     flag("--on-save-error", choices=["continue", "stop"], default="continue",
-         help="when a snapshot cannot be written (default: continue)")
+         help="what to do when a snapshot cannot be written (default: continue)")
     flag("--print-freq", type=positive, default=10, metavar="N",
-         help="steps from one update of bar and TensorBoard to the next (default: 10)")
+         help="update the progress bar and TensorBoard every N steps (default: 10)")
+    flag = parser.add_flags("hardware")
+    flag("--device", choices=["auto", "cpu", "cuda"], default="auto",
+         help="device to train on (default: auto, a GPU if there is one)")
+    flag("-j", "--workers", type=not_negative, metavar="N",
+         help="loader processes per rank (default: 0; 4 for an image folder larger than memory)")
+    flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
+         help="longest time that a rank waits for the others, downloads included (default: 1800)")
+    flag = parser.add_flags("for comparing and proving")
+    flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N",
+         help="seed of weights, data order and dropout (default: 0)")
+    flag("--deterministic", action="store_true", help="get the same bits in every run; slower")
+    flag("--double", action="store_true", help="compute in float64")
+    flag("--profile-memory", action="store_true",
+         help="on a CPU, count the memory of tensors in the last step; slower (a GPU's memory is "
+         "always counted)")
+    flag("--trace", type=positive, metavar="N",
+         help="write the N steps before the last one as a Chrome trace per rank to the folder "
+         "trace in --output-dir; timeline.py draws them (default: no trace)")
+    flag("-h", "--help", action="help", help="print this help and exit")
     # fmt: on
 
 
@@ -221,3 +267,14 @@ def settings(args: argparse.Namespace) -> list[str]:
         if name not in ("local_rank", "resume") and value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words
+
+
+def given_flags() -> str:
+    """The flags on this process's command line, those of ``@FILE`` among them; without the
+    launcher's own."""
+    words = []
+    for word in sys.argv[1:]:
+        is_file = word.startswith("@")
+        words += shlex.split(Path(word[1:]).read_text(), comments=True) if is_file else [word]
+    launchers = ("--local-rank", "--local_rank")
+    return shlex.join(word for word in words if word.partition("=")[0] not in launchers)

@@ -101,8 +101,7 @@ class Run:
             checkpoint.load_plain(self.store.resumed, snapshot, model, optimizer, **others)
             if isinstance(model, DistributedDataParallel) and self.args.deterministic:
                 checkpoint.rebuild_buckets(model, self.train_set.example(2).to(self.device))
-        scaler = others.get("scaler")
-        self.start(model, optimizer, scheduler, snapshot, scaler=scaler)
+        self.start(model, optimizer, scheduler, snapshot, scaler=others.get("scaler"))
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler, apart=None, **others) -> None:
         """Write a snapshot, from which ``--resume`` resumes: rank 0 does, and all ranks call it.
@@ -186,9 +185,8 @@ class Run:
             print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
         self.guard.attach(checkpoint.plain(model), optimizer, **skips_by)
-        self.clock.phases.attach(
-            skips_by.get("engine") or model, optimizer, len(self.clock.devices)
-        )
+        engine = skips_by.get("engine") or model
+        self.clock.phases.attach(engine, optimizer, len(self.clock.devices))
         if RANK == 0:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)

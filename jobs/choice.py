@@ -15,7 +15,7 @@ import jobs.gpt
 import jobs.images
 import jobs.reviews
 import jobs.text
-from harness.command_line import fail, place, positive, trim_url
+from harness.command_line import ArgumentParser, fail, place, positive, trim_url
 from harness.ranks import SCRIPT
 
 DATASETS = {
@@ -26,31 +26,44 @@ DATASETS = {
 MODELS = {jobs.images: jobs.classifiers, jobs.text: jobs.gpt, jobs.reviews: jobs.encoder}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which data, and which model."""
+def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
+    """The flags that say which data, and which model.
+
+    Args:
+        only_gpt: the help leaves out what is for other models.
+        experts: the help shows what is for a mixture of experts.
+    """
+    gpts = "gpt-nano, gpt-mini, gpt2, or gpt-LxHxD, such as gpt-4x4x128"
+    model = (
+        f"any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); a GPT: {gpts}"
+    )
+    data = "CIFAR-10, or Shakespeare for a GPT"
+    if only_gpt:
+        model, data = f"{gpts} (default: gpt-mini on a GPU, gpt-nano on a CPU)", "Shakespeare"
     # fmt: off
-    flag = parser.add_argument_group("the job").add_argument
+    flag = parser.add_flags("task")
     flag("--model", metavar="NAME",
-         help="any torchvision classifier, or a GPT: gpt-nano, gpt-mini, gpt2 or gpt-LxHxD, such "
-         "as gpt-4x4x128 (default: resnet50 on a GPU, resnet18 on a CPU); of reviews: distilbert, "
-         "or encoder-LxHxD (default: encoder-1x4x128; with --weights, their own)")
-    flag("--dataset", default="auto",
+         help=model if only_gpt else f"{model}; for reviews: distilbert, or encoder-LxHxD")
+    flag("--dataset", default="auto", metavar="NAME",
          choices=["auto", "cifar10", "folder", "shakespeare", "text", "reviews", "synthetic"],
-         help="auto (default): CIFAR-10, or for a GPT Shakespeare, if present or downloadable, "
-         "else synthetic")
+         help=f"auto (default): {data}, if present or downloadable, else synthetic; "
+         + ("or shakespeare, text, synthetic" if only_gpt else
+            "or cifar10, folder; shakespeare, text; reviews; synthetic"))
     flag("--data-dir", type=place, default=Path("data"), metavar="DIR",
-         help="of what is downloaded; of a folder dataset: holds train/ and test/ or val/; of "
-         "text: its files, or one file; of reviews: holds train.tsv and test.tsv (default: data)")
+         help="folder of the data set; text: files, or one file" + ("" if only_gpt else
+         "; folder: train/ and test/ or val/; reviews: train.tsv and test.tsv")
+         + " (default: data)")
     flag("--train-samples", type=positive, metavar="N",
-         help="use the first N (default: all; 2048 on a CPU, of images and Shakespeare)")
+         help="use the first N training samples (default: all; 2048 on a CPU)")
     flag("--eval-samples", type=positive, metavar="N",
-         help="use the first N (default: all; 1000 on a CPU, of images and Shakespeare)")
-    flag("--weights", type=trim_url, default="none", metavar="none|imagenet|PATH",
-         help="start from these weights; of reviews also a folder or a name on huggingface.co "
-         "(default: none)")
+         help="use the first N evaluation samples (default: all; 1000 on a CPU)")
+    flag("--weights", default="none", metavar="PATH", type=trim_url,
+         help="start from the weights in this model.pt" + ("" if only_gpt else
+         ", or from imagenet; for reviews also a folder or a name on huggingface.co")
+         + " (default: none)")
     # fmt: on
-    jobs.images.add_flags(parser)
-    jobs.text.add_flags(parser)
+    jobs.images.add_flags(parser, shown=not only_gpt)
+    jobs.text.add_flags(parser, experts)
 
 
 def data_of(args: argparse.Namespace) -> ModuleType:

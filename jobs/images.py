@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.command_line import fail, positive
+from harness.command_line import ArgumentParser, fail, positive
 from harness.download import fetch
 from harness.loaders import Unreadable
 from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
@@ -31,12 +31,12 @@ DEFAULTS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: ArgumentParser, shown: bool = True) -> None:
     """The flags that only images have."""
     # fmt: off
-    flag = parser.add_argument_group("of images").add_argument
+    flag = parser.add_flags("image options", shown)
     flag("--norm", choices=["batch", "group", "sync"],
-         help="keep the model's BatchNorm (default: batch), or put another norm in its place")
+         help="normalization layers: the model's BatchNorm (default), GroupNorm or SyncBatchNorm")
     flag("--image-size", type=positive, metavar="PIXELS",
          help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
     # fmt: on

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import jobs.gpt
-from harness.command_line import fail, number, positive
+from harness.command_line import ArgumentParser, fail, number, positive
 from harness.download import fetch
 from harness.ranks import print0
 from harness.remote import fetch_input
@@ -21,23 +21,28 @@ MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that only a GPT has."""
+def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
+    """The flags that only language models have.
+
+    Args:
+        experts: the help shows those of a mixture of experts.
+    """
     # fmt: off
-    flag = parser.add_argument_group("of a GPT").add_argument
+    flag = parser.add_flags("language-model options")
     flag("--context", type=positive, metavar="N",
-         help="tokens of a sample (default: gpt-nano 64, gpt-mini 256, gpt2 1024, others 256)")
+         help="tokens per sequence (default: gpt-nano 64, gpt-mini 256, gpt2 1024, others 256)")
     flag("--tokenizer", choices=["chars", "bytes"],
-         help="what a token is: a character of the text (default), or a byte of any file")
+         help="tokens: the characters of the text (default), or the bytes of any file")
     flag("--dropout", type=number(float, 0, 1), metavar="P",
-         help="(default: gpt-mini 0.2, gpt2 0.1, others 0)")
+         help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
     flag("--tie", action="store_true", default=None,
-         help="one matrix for embedding and head")
+         help="tie the embedding's and the head's weights")
+    flag = parser.add_flags("mixture of experts", shown=experts)
     flag("--experts", type=positive, metavar="E",
-         help="MLPs in each block, of which a router chooses for each token (default: one MLP)")
-    flag("--top-k", type=positive, metavar="K", help="experts that answer a token (default: 1)")
+         help="experts in each block, instead of one MLP (default: none)")
+    flag("--top-k", type=positive, metavar="K", help="experts per token (default: 1)")
     flag("--balance", type=number(float, 0), metavar="X",
-         help="weight of a loss that has the router use all experts alike (default: 0.01)")
+         help="weight of the load-balancing loss (default: 0.01)")
     # fmt: on
 
 

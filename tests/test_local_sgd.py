@@ -92,7 +92,7 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
     weights, result = train(f"{LOCAL} --sync-every 4 {OUTER[outer]}", 3, flags)
     args = common.argument_parser("").parse_args(shlex.split(f"{JOB} {flags}"))
     args.device = "cpu"
-    common.jobs.choice.complete(args)
+    common.jobs.choice.fill_defaults(args)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

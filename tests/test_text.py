@@ -45,7 +45,7 @@ def settled(flags, device="cpu"):
     """A command line, completed as a script would do it."""
     args = common.argument_parser("").parse_args(shlex.split(flags))
     args.device = device
-    common.jobs.choice.complete(args)
+    common.jobs.choice.fill_defaults(args)
     return args
 
 
