@@ -56,7 +56,7 @@ def same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "script", cases([(script,) for script in RAW], lambda script: script != "accelerate_FSDP")
+    "script", cases([(script,) for script in RAW], lambda script: script == "accelerate_DDP")
 )
 def test_as_the_raw_script_by_its_own_launcher(script, train, tmp_path):
     """Images, twelve steps, with BatchNorm and dropout; in float64, but for DeepSpeed, which has
@@ -83,6 +83,7 @@ HALF = (
 REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --context 12 --max-steps 4"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "script, ranks, job",
     [
@@ -127,11 +128,14 @@ def test_asked_to_stop(tmp_path):
 
 @pytest.mark.parametrize(
     "script, file, words",
-    [
-        ("accelerate_FSDP", "accelerate_DDP", "config/accelerate_FSDP.yml"),
-        ("accelerate_DDP", "accelerate_FSDP", "a file with distributed_type FSDP"),
-        ("accelerate_DeepSpeed", "accelerate_DDP", "config/accelerate_DeepSpeed.yml"),
-    ],
+    cases(
+        [
+            ("accelerate_FSDP", "accelerate_DDP", "config/accelerate_FSDP.yml"),
+            ("accelerate_DDP", "accelerate_FSDP", "a file with distributed_type FSDP"),
+            ("accelerate_DeepSpeed", "accelerate_DDP", "config/accelerate_DeepSpeed.yml"),
+        ],
+        lambda script, *_: script == "accelerate_FSDP",
+    ),
 )
 def test_a_file_for_another_script(script, file, words, tmp_path):
     command = f"torchrun --standalone --nproc_per_node=2 {script}.py --output-dir {tmp_path}"
@@ -162,7 +166,7 @@ def test_a_file_for_another_number_of_processes(tmp_path):
     "script, library",
     cases(
         [*((script, "accelerate") for script in RAW), ("transformers_Trainer", "transformers")],
-        lambda script, library: script != "accelerate_DDP",  # its import is that of FSDP's
+        lambda script, library: script == "accelerate_FSDP",
     ),
 )
 def test_a_missing_library(script, library, tmp_path):
@@ -217,6 +221,7 @@ def test_bf16_of_fsdp_adds_gradients_in_bf16():
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
 
 
+@pytest.mark.full
 def test_one_process_gets_one_thread(tmp_path):
     """torchrun sets OMP_NUM_THREADS for several ranks alone."""
     show = "import os; print('threads', os.environ['OMP_NUM_THREADS'])"

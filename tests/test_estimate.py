@@ -305,6 +305,7 @@ def test_a_measured_link(tmp_path):
     assert network.seconds(Message("allgather", 10**6, 2), links) == pytest.approx(4e-4 + 5e-4)
 
 
+@pytest.mark.full
 def test_shares_of_a_step(tmp_path):
     """By number of ranks; with a faster link, or more to compute, they are smaller."""
     job = f"{TEXT} --gpus 2 --scale --only torchrun_DDP --json --step-ms"

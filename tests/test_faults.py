@@ -212,7 +212,9 @@ def test_ctrl_c_for_torchrun(tmp_path):
     assert snapshots(tmp_path)[0].name == name
 
 
-@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_DeepSpeed"])
+@pytest.mark.parametrize(
+    "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_DeepSpeed", marks=pytest.mark.full)]
+)
 def test_ranks_listen_on_loopback_and_end_with_their_launcher(script, tmp_path):
     command = f"{start(script, 2)} {SMALL} --epochs 500 --output-dir {tmp_path}"
     with started(command) as process:

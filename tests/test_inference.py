@@ -254,6 +254,7 @@ def test_smaller_precisions(precision, size, trained, exported, tmp_path):
     assert path.stat().st_size < size * exported.stat().st_size
 
 
+@pytest.mark.full
 def test_bfloat16_is_for_gpus(tmp_path):
     path = tmp_path / "model.onnx"
     flags = f"{untrained('squeezenet1_1', 32, tmp_path)} --dataset synthetic --precision bf16"
@@ -271,6 +272,7 @@ def untrained(model, image_size, folder):
     return f"--weights {path} --model {model} --image-size {image_size}"
 
 
+@pytest.mark.full
 def test_compiled(pictures, tmp_path):
     """A model with few layers, because a kernel takes a second to compile."""
     finished = succeed(
@@ -281,6 +283,7 @@ def test_compiled(pictures, tmp_path):
     assert len(finished.lines) == 1, str(finished)
 
 
+@pytest.mark.full
 def test_benchmark(tmp_path):
     weights = untrained("squeezenet1_1", 32, tmp_path)
     finished = succeed(

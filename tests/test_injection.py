@@ -34,10 +34,10 @@ def inject_faults(monkeypatch, capfd):
 @pytest.mark.parametrize(
     "script, trials, how",
     [
-        ("pytorch_torchrun_DDP.py", 6, "--forked"),
+        ("pytorch_torchrun_DDP.py", 3, "--forked"),
         pytest.param("pytorch_torchrun_DDP.py", 20, "--forked", marks=pytest.mark.full),
         pytest.param("pytorch_torchrun_DDP.py", 1, "", marks=pytest.mark.full),
-        ("pytorch_FSDP.py", 1, "--forked"),
+        pytest.param("pytorch_FSDP.py", 1, "--forked", marks=pytest.mark.full),
         pytest.param(
             "pytorch_DDP_ZeRO.py --use_zero --optimizer adamw",
             1,

@@ -94,6 +94,7 @@ def test_two_steps_of_the_real_resnet(train):
     assert distance(train(TRAINER, 2, flags)[0], train(RAW, 2, flags)[0]) < 1e-6
 
 
+@pytest.mark.full
 def test_deepspeed_as_the_raw_script(train):
     """In fp32, as DeepSpeed has nothing longer; and it holds as much."""
     flags = "--norm group --model small_resnet --clip-grad 0.5 --max-steps 2"
@@ -131,6 +132,7 @@ def test_one_goes_on_from_the_snapshots_of_another(tmp_path):
     assert result["eval_loss"] == pytest.approx(expected_result["eval_loss"], rel=1e-12)
 
 
+@pytest.mark.full
 def test_fsdp_goes_on_from_the_shards_of_the_raw_script(tmp_path, train):
     flags = f"{IMAGES.replace('_dropout', '')} --schedule none"  # it is drawn from another state
     job = f"{flags} --output-dir {tmp_path} --resume auto --max-steps"
@@ -144,6 +146,7 @@ def test_fsdp_goes_on_from_the_shards_of_the_raw_script(tmp_path, train):
 # ----------------------------------------------------------------- launchers, signals and mistakes
 
 
+@pytest.mark.full
 def test_fabrics_own_launcher(tmp_path, train):
     """Two ranks, which share the cores, and the command as it was typed."""
     command = f"fabric run --accelerator=cpu --devices=2 --strategy=ddp --main-port={free_port()} "

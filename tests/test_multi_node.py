@@ -90,6 +90,7 @@ def networks():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not as_root, reason="makes network namespaces, as root")
 def test_two_networks(networks, reference, tmp_path):
     commands = []

@@ -180,7 +180,9 @@ def test_tensorboard(run):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
-@pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_comm_hooks"])
+@pytest.mark.parametrize(
+    "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_comm_hooks", marks=pytest.mark.full)]
+)
 def test_threads_end_with_the_process_group(script, tmp_path):
     """One that outlives it may abort the process as it exits: ranks.wait_for_gloo."""
     command = launcher(script, through="tests/count_threads.py")

@@ -147,6 +147,7 @@ def test_checkpointing_keeps_less(monkeypatch):
     assert kept(False) < 0.5 * kept(None)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     "script",
@@ -166,7 +167,15 @@ def test_compiled(script, train, measured):
 
 @pytest.mark.parametrize(
     "script",
-    ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DDP_ZeRO", "pytorch_FSDP_by_hand"],
+    cases(
+        [
+            ("pytorch_FSDP",),
+            ("pytorch_torchrun_DDP",),
+            ("pytorch_DDP_ZeRO",),
+            ("pytorch_FSDP_by_hand",),
+        ],
+        lambda script: script == "pytorch_FSDP",
+    ),
 )
 def test_one_matrix_for_embedding_and_head(script, train):
     flags = "--double --max-steps 4 --tie"
@@ -203,7 +212,9 @@ MORE += [("pytorch_compile --blocks", 2, 2)]
 SHARDED += [pytest.param(*row, marks=pytest.mark.full) for row in MORE]
 
 
-@pytest.mark.parametrize("script, before, after", SHARDED)
+@pytest.mark.parametrize(
+    "script, before, after", cases(SHARDED, lambda script, *_: script == "pytorch_FSDP")
+)
 def test_two_groups_of_parameters_go_on(script, before, after, train, tmp_path):
     """Those that decay and those that do not, on some ranks in one epoch and on others later."""
     flags = "--double --epochs 2 --warmup-steps 20"
