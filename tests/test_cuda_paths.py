@@ -50,6 +50,13 @@ SCRIPTS = [  # with what they compute convolutions in
     ("pytorch_FSDP_by_hand", FP32),
 ]
 MORE = (  # whose branches are those of other rows
+    "pytorch_SingleGPU",
+    "pytorch_half_precision --dtype float16",
+    "pytorch_DP",
+    "pytorch_DDP",
+    "pytorch_FSDP --optimizer adamw",
+    "pytorch_gradient_accumulation --accumulate 2",
+    "pytorch_comm_hooks --comm-hook fp16",
     "pytorch_FSDP",
     "pytorch_DP --dtype float16",
     "pytorch_auto_mixed_precision --dtype bfloat16",

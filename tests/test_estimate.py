@@ -40,13 +40,14 @@ SCRIPTS = {  # and with how many ranks
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json": [1, 2, 4],
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json": [1, 2, 4],
 }
-MORE = ("pytorch_DDP", "pytorch_FSDP --dtype bfloat16")  # of what other rows predict
+USUAL = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DDP_ZeRO --use_zero")
+USUAL += ("pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json",)
 RUNS = [(script, n, job) for script in SCRIPTS for n in SCRIPTS[script] for job in (IMAGES, TEXT)]
 
 
 def usual(script, ranks, job):
     """DDP of images among two; one of the others, of the text."""
-    if ranks != 2 or script in MORE:
+    if ranks != 2 or script not in USUAL:
         return False
     return job == TEXT or script == "pytorch_torchrun_DDP"
 

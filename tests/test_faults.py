@@ -100,7 +100,9 @@ DEEPSPEED = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.jso
         pytest.param("pytorch_DDP", 2, True, marks=pytest.mark.full),
         ("pytorch_torchrun_DDP", 2, False),
         ("pytorch_FSDP", 2, True),
-        ("pytorch_DDP_ZeRO --use_zero --optimizer adamw", 2, True),
+        pytest.param(
+            "pytorch_DDP_ZeRO --use_zero --optimizer adamw", 2, True, marks=pytest.mark.full
+        ),
         pytest.param("pytorch_DDP_AMP --dtype bfloat16", 2, True, marks=pytest.mark.full),
         pytest.param(
             "pytorch_gradient_accumulation --accumulate 2", 2, True, marks=pytest.mark.full
@@ -184,7 +186,10 @@ def test_two_snapshots_are_kept(tmp_path):
 
 @pytest.mark.parametrize(
     "script, signum, code",
-    [("pytorch_SingleGPU", signal.SIGTERM, 143), ("pytorch_torchrun_DDP", signal.SIGINT, 130)],
+    [
+        ("pytorch_SingleGPU", signal.SIGTERM, 143),
+        pytest.param("pytorch_torchrun_DDP", signal.SIGINT, 130, marks=pytest.mark.full),
+    ],
     ids=["SIGTERM", "Ctrl-C"],
 )
 def test_one_process_is_stopped_with_a_documented_code(script, signum, code, tmp_path):
