@@ -46,11 +46,10 @@ from harness.ranks import (
 from harness.remote import local_folder
 from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
+from harness.task_data import TaskData
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.gpt import size_of
-from jobs.images import Images, ImagesOnDisk, UnreadableImage
-from jobs.reviews import Reviews
-from jobs.text import Text
+from jobs.images import UnreadableImage
 from libraries.accelerate_launch import check_launch
 
 # What scripts use, in the order in which they do; some of it comes from below.
@@ -72,9 +71,7 @@ __all__ = [
 HALF = {"cuda": "float16", "cpu": "bfloat16"}  # what most GPUs, and what CPUs, are fast in
 
 
-def argument_parser(
-    doc: str, only_gpt: bool = False, experts: bool = False
-) -> argparse.ArgumentParser:
+def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> ArgumentParser:
     """The flags that all training scripts share; a script adds those of its technique.
 
     Args:
@@ -101,9 +98,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if getattr(args, "dtype", "") is None:
         args.dtype = HALF[args.device]
     if args.double and getattr(args, "dtype", "float32") != "float32":
-        fail(
-            f"--double computes in float64, and this run in {args.dtype}; leave out one of the two"
-        )
+        fail(f"--double computes in float64, this run in {args.dtype}; leave out one of the two")
     return args
 
 
@@ -133,10 +128,8 @@ def announce(args: argparse.Namespace, device: torch.device, readers: int = WORL
     """
     if args.batch_size % readers:
         near = max(args.batch_size // readers, 1) * readers
-        fail(
-            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
-            f"{readers} ranks; use --batch-size {near}"
-        )
+        batch = f"--batch-size {args.batch_size} is the global batch"
+        fail(f"{batch} and is not divisible by {readers} ranks; use --batch-size {near}")
     if WORLD_SIZE > 1 and not dist.is_initialized():
         fail(
             f"{SCRIPT}.py is one process but was started as {WORLD_SIZE} ranks; start it with "
@@ -213,16 +206,17 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 # ------------------------------------------------------------------------- datasets and loader
 
 
-def make_datasets(
-    args: argparse.Namespace,
-) -> tuple[Images, Images] | tuple[Text, Text] | tuple[Reviews, Reviews]:
+def make_datasets(args: argparse.Namespace) -> tuple[TaskData, TaskData]:
     """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
-    return jobs.choice.data_of(args).make_datasets(args)
+    job = jobs.choice.data_of(args)
+    train_set, eval_set = job.make_datasets(args)
+    train_set.identity = {name: getattr(args, name) for name in job.IDENTITY}
+    return train_set, eval_set
 
 
 def make_loader(
     args: argparse.Namespace,
-    dataset: Images | Text | Reviews,
+    dataset: TaskData,
     batch_size: int,
     sampler: Sampler | None = None,
     drop_last: bool = False,
@@ -237,13 +231,9 @@ def make_loader(
         drop_last: leave out an incomplete last batch, as training does.
     """
     if drop_last and len(dataset) < args.batch_size:
-        fail(
-            f"--batch-size {args.batch_size} is more than the {len(dataset)} training "
-            f"{dataset.units}; use a smaller one"
-        )
-    workers = args.workers
-    if workers is None:
-        workers = 4 if isinstance(dataset, ImagesOnDisk) else 0
+        few = f"{len(dataset)} training {dataset.units}"
+        fail(f"--batch-size {args.batch_size} is more than the {few}; use a smaller one")
+    workers = dataset.workers if args.workers is None else args.workers
     if workers:
         atexit.register(loaders.kill_loaders)
     elif args.device == "cuda":

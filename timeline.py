@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from harness.command_line import ArgumentParser, check_writable, fail
-from report import timeline
+from report import timeline_picture
 from report.results import Unusable
 
 
@@ -33,8 +33,8 @@ def main():
     try:
         if args.slim:
             check_writable(args.slim, f"--slim {args.slim}")
-            return timeline.slim(args.folder, args.slim)
-        picture = timeline.draw(timeline.read_traces(args.folder))
+            return timeline_picture.slim(args.folder, args.slim)
+        picture = timeline_picture.draw(timeline_picture.read_traces(args.folder))
     except Unusable as error:
         fail(str(error))
     check_writable(output.parent, f"--output {output}")

@@ -13,6 +13,7 @@ class TaskData(Dataset):
     name = ""  # what --dataset came to be
     identity: dict = {}  # flags of this job, with their values, that must match to resume
     tensors: tuple[str, ...] = ()  # names of the attributes that hold the data
+    workers = 0  # processes of a loader, unless --workers says otherwise
     bytes_on_gpu = 0  # of all data sets of this process
 
     def keep_on_gpu(self) -> None:

@@ -147,6 +147,8 @@ class Images(TaskData):
 class ImagesOnDisk(Images):
     """The same of files, decoded when a batch needs them: ``images`` is a list of paths."""
 
+    workers = 4
+
     def __init__(self, images: list[str], labels, classes, image_size: int, side: int):
         super().__init__(images, labels, classes, image_size)
         self.side = side

@@ -1,4 +1,4 @@
-"""The libraries' scripts beside the raw ones: lines, speed, bytes; and their diffs."""
+"""The libraries' scripts beside the raw ones: lines, speed, bytes."""
 
 import difflib
 import re
@@ -24,7 +24,7 @@ def blocks(root: Path) -> dict[str, str]:
         where = tables.measured_where(found, rows)
         since = stale.note(root, found["git_commit"], commands)
         drawn["ecosystem"] = f"{ecosystem_table(root, rows)}\n\n{where}{since}"
-    return drawn | {name: diff(root, parent, name) for name, parent in RAW.items()}
+    return drawn
 
 
 def ecosystem_table(root: Path, rows: list[dict]) -> str:
@@ -75,15 +75,3 @@ def count_new(root: Path, parent: str, script: str) -> int:
     old, new = code_of(root, parent), code_of(root, script)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     return len(new) - sum(block.size for block in matcher.get_matching_blocks())
-
-
-def diff(root: Path, parent: str, script: str) -> str:
-    """Against a parent, without the docstrings, to be unfolded."""
-    old, new = (
-        (root / f"{which}.py").read_text().split('"""\n', 1)[1].splitlines()
-        for which in (parent, script)
-    )
-    _, _, *lines = difflib.unified_diff(old, new, n=1, lineterm="")
-    lines = "\n".join("" if line.startswith("@@") else line for line in lines).strip("\n")
-    summary = f"<details><summary><code>diff {parent}.py {script}.py</code></summary>"
-    return "\n\n".join([summary, f"```diff\n{lines}\n```", "</details>"])

@@ -6,10 +6,11 @@ Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one p
 import json
 import os
 import re
+import textwrap
 from functools import partial
 from pathlib import Path
 
-from report import drawings, ecosystem, estimates, parallelism, plots, stale, tables, timeline
+from report import ecosystem, parallelism, plots, predictions, stale, tables, timeline_picture
 from report.results import ROOT, Unusable, read_figures, read_results, size_of
 from report.scripts import BEYOND, PARENTS
 
@@ -70,10 +71,10 @@ PHRASES = {  # in lines with a link, and where nothing was measured
     "not measured yet": "尚未测量", " cores": " 核", "runs of each": "次重复",
     "1 run of each": "各运行一次", " ranks, messages up to ": " 个进程, 消息最大 ",
     "median (least–most)": "中位数（最小–最大）", "| weights ": "| 权重 ", "| loss ": "| 损失 ",
-    "(docs/techniques.md": "(docs/techniques.zh-CN.md",
     "measured on uncommitted changes": "在未提交的改动上测得",
     "since then changed": "此后改动过", " files)": " 个文件)",
 }  # fmt: skip
+MOST_LINES = 25  # of code on a page
 NOTE = re.compile(r"; (?:measured on|since then|在未提交|此后)[^\n]*")  # of stale.py, on a page
 
 
@@ -90,18 +91,19 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     }
     sweep = read_sweep(root)
     shown = plots.plot_data(results) | plots.bandwidths(sweep)
-    shown |= estimates.scaling_plot(estimates.read(root), results.get("scaling"))
+    shown |= predictions.scaling_plot(predictions.read(root), results.get("scaling"))
     drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
     drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
     blocks = make_blocks(root, results) | {"collectives": sweep_block(root, sweep)}
-    pictures = drawings.pictures() | timeline.pictures(root)
-    pictures = {root / "docs" / name: text for name, text in pictures.items()}
+    pictures = timeline_picture.pictures(root).items()
+    pictures = {root / "docs" / name: text for name, text in pictures}
     changed = {p: text for p, text in pictures.items() if not p.is_file() or p.read_text() != text}
     for chinese in (False, True):
         missing = dict.fromkeys(blocks)
         for path in list_pages(root, chinese):
             text = read_page(path)
-            new = fill(path, text, blocks, missing, "../" if path.parent != root else "", chinese)
+            up = "../" * (len(path.relative_to(root).parts) - 1)
+            new = fill(path, text, blocks, missing, up, chinese)
             if new != text:
                 changed[path] = new
         if missing:
@@ -128,7 +130,7 @@ def read_sweep(root: Path) -> dict:
 
 
 def list_pages(root: Path, chinese: bool) -> list[Path]:
-    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     pages = [path for path in pages if not path.name.endswith(".zh-CN.md")]
     return [path.with_suffix(".zh-CN.md") for path in pages] if chinese else pages
 
@@ -152,7 +154,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
-    estimate = estimates.read(root)
+    estimate = predictions.read(root)
     for name in SUITES:
         suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
         front = ["front" if name == "cpu" else f"front-{name}"] if "front" in suite else []
@@ -165,7 +167,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     # The rows of these stand together, on a page of their own.
     apart = ("by_hand", "scaling", "reviews", "local_sgd")
     others = {name: found for name, found in results.items() if name not in apart}
-    blocks |= estimates.blocks(root, estimate, results) | ecosystem.blocks(root)
+    blocks |= predictions.blocks(root, estimate, results) | ecosystem.blocks(root)
     blocks |= parallelism.blocks(root, proof, partial(proof_note, root, proof))
     return blocks | {name: technique_block(root, name, others) for name in PARENTS}
 
@@ -213,7 +215,7 @@ def sweep_block(root: Path, found: dict) -> str:
 
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
-    """A technique's rows, and its diff against its parent, without the docstrings."""
+    """A technique's rows, the command that shows its lesson, and the lines that carry its tag."""
     script, parent = f"pytorch_{name}", f"pytorch_{PARENTS[name]}"
     parts = []
     for suite in results:
@@ -225,7 +227,19 @@ def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
             run = rows[0]["runs"][0]
             job = f"{run['model']}, {size_of(run)}, {run['device']}:"
             parts += [job, tables.techniques_table(rows)]
-    return "\n\n".join([*parts, ecosystem.diff(root, parent, script)])
+    parts.append(f"```bash\ndiff {parent}.py {script}.py\n```")
+    lines = tagged_lines(root / f"{script}.py")
+    if 0 < len(lines) <= MOST_LINES:
+        parts.append("\n".join(["```python", *lines, "```"]))
+    return "\n\n".join(parts)
+
+
+def tagged_lines(script: Path) -> list[str]:
+    """The lines of a script that make its technique: those with the tag in its docstring."""
+    _, doc, code = script.read_text().split('"""', 2)
+    tag = re.search(r'tagged\s+"(# \w+:)"', doc)
+    lines = [line for line in code.splitlines() if tag and tag[1] in line]
+    return textwrap.dedent("\n".join(lines)).splitlines()
 
 
 def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: bool) -> str:
@@ -268,4 +282,5 @@ def translate(lines: str) -> str:
         if "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):
             for english, chinese in PHRASES.items():
                 lines[i] = lines[i].replace(english, chinese)
+            lines[i] = re.sub(r"(\]\(docs/techniques/\w+)\.md", r"\1.zh-CN.md", lines[i])
     return "\n".join(lines)

@@ -56,7 +56,7 @@ def machine_line(machine: dict, on_cpu: bool) -> str:
 
 
 def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> str:
-    """A row a technique, with links to docs/techniques.md: what it costs, and how far its result
+    """A row a technique, with links to docs/techniques/: what it costs, and how far its result
     is from one process's, as the tests measured it.
 
     Args:
@@ -70,7 +70,7 @@ def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> 
     for name in names:
         title = name_of({"name": name})
         section = title.split()[0]
-        link = f"[`{title}`](docs/techniques.md#{section.lower()})"
+        link = f"[`{title}`](docs/techniques/{section}.md)"
         row = rows.get(name, {"runs": [], "failed": "not measured yet"})
         if not row["runs"]:
             lines.append([link, "", why_empty(row), "", "", "", ""])

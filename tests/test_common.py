@@ -36,7 +36,7 @@ def test_evaluate_counts_what_is_right():
     pixels[:, 0, 0, 0] = torch.arange(103) % 10
     labels = torch.arange(103) % 10
     labels[::4] = (labels[::4] + 1) % 10  # 26 of 103 are wrong
-    data = common.Images(pixels, labels, list("0123456789"), 8)
+    data = images.Images(pixels, labels, list("0123456789"), 8)
     metrics = common.evaluate(
         Echo(), common.make_loader(arguments(), data, 10), torch.device("cpu")
     )
@@ -49,7 +49,7 @@ def test_evaluate_counts_what_is_right():
 
 
 def test_evaluate_refuses_to_report_a_wrong_count():
-    data = common.Images(torch.zeros(20, 3, 8, 8), torch.zeros(20).long(), list("0123456789"), 8)
+    data = images.Images(torch.zeros(20, 3, 8, 8), torch.zeros(20).long(), list("0123456789"), 8)
     loader = common.make_loader(arguments(), data, 8, sampler=range(16))
     with pytest.raises(RuntimeError, match="16 samples instead of 20"):
         common.evaluate(Echo(), loader, torch.device("cpu"))

@@ -12,6 +12,7 @@ from fake_gpu import GIB, FakeCuda
 
 import common
 from harness import clock, ranks, result
+from harness.task_data import TaskData
 from jobs import classifiers
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
@@ -372,11 +373,11 @@ def test_a_dataset_leaves_nine_tenths_of_the_free_memory(free, kept, cuda, monke
     moved = []
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: moved.append(tensor.nbytes) or tensor)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
-    monkeypatch.setattr(common.Images, "bytes_on_gpu", 0)
-    images, labels = torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8).long()
-    common.Images(images, labels, ["a"], 4).keep_on_gpu()
+    monkeypatch.setattr(TaskData, "bytes_on_gpu", 0)
+    pixels, labels = torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8).long()
+    images.Images(pixels, labels, ["a"], 4).keep_on_gpu()
     assert moved == ([8 * 48, 8 * 8] if kept else [])
-    assert common.Images.bytes_on_gpu == sum(moved)
+    assert images.Images.bytes_on_gpu == sum(moved)
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (8, 0)])

@@ -1,7 +1,6 @@
 """The pictures of the collectives show what those do; and the table and the plot of their sweep."""
 
 import json
-import unicodedata
 from xml.etree import ElementTree
 
 import pytest
@@ -10,9 +9,10 @@ from conftest import ROOT
 from test_collectives import expected
 
 import benchmark
-from report import drawings, pages, plots
+from report import pages, plots
 from report.results import Unusable
 
+ARROW = 233  # in a panel: what is left of it was there before
 SVG = "{http://www.w3.org/2000/svg}"
 FILES = ["collectives.svg", "collectives.zh-CN.svg"]
 BEFORE, AFTER = expected(4)
@@ -31,7 +31,7 @@ def read_tiles(panel):
     sides = [[[] for _ in ys] for _ in range(2)]
     for rect, text in zip(elements, elements[1:], strict=False):
         if text.get("text-anchor"):
-            side = sides[float(text.get("x")) > drawings.ARROW]
+            side = sides[float(text.get("x")) > ARROW]
             side[ys.index(text.get("y"))].append((text.text, rect.get("fill"), text.get("fill")))
     return sides
 
@@ -56,17 +56,15 @@ def test_each_picture_is_what_the_collective_does(file):
         assert numbers(before[0]) == BEFORE[0].tolist()
         has = [None if row is None else row.tolist() for row in AFTER[name]]
         assert [numbers(shown) for shown in after] == has, name
-        for label, fill, ink in [tile for row in before + after for tile in row]:
+        for label, fill, _ in [tile for row in before + after for tile in row]:
             colours = plots.COLOURS[:4]
             if label[0] != "Σ":
                 colours = [colours["abcd".index(label[0])]]
             assert fill == ("url(#sum)" if len(colours) == 4 else colours[0])
-            assert min(drawings.contrast(ink, colour) for colour in colours) > 4.5
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_pictures_are_drawn_and_have_titles(file):
-    assert drawings.pictures()[file] == (ROOT / "docs" / file).read_text()
+def test_the_pictures_have_titles(file):
     for name, panel in zip(DRAWN, read_panels(file), strict=True):
         title = panel.find(f"{SVG}text").text
         chinese, _, api = title.partition(" ")
@@ -74,30 +72,6 @@ def test_the_pictures_are_drawn_and_have_titles(file):
             assert not chinese.isascii() and api == name.replace("send_and_receive", "send, recv")
         else:
             assert title.replace(" ", "_") == name
-
-
-def width_of(text):
-    """About; a Chinese character is as wide as high."""
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text.text)
-    return float(text.get("font-size")) * (wide + 0.5 * (len(text.text) - wide))
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_in_the_pictures_overlaps_or_is_cut_off(file):
-    picture = ElementTree.parse(ROOT / "docs" / file).getroot()
-    for panel in picture.findall(f"{SVG}g"):
-        frame, *tiles = [
-            [float(rect.get(key, 0)) for key in ("x", "y", "width", "height")]
-            for rect in panel.findall(f"{SVG}rect")
-        ]
-        for i, (x, y, width, height) in enumerate(tiles):
-            assert x + width <= frame[2] - 10 and y + height <= frame[3] - 40
-            for left, top, *_ in tiles[:i]:
-                assert abs(x - left) > width or abs(y - top) > height
-        for text in panel.findall(f"{SVG}text"):
-            assert float(text.get("font-size")) >= 12
-            if not text.get("text-anchor"):
-                assert float(text.get("x")) + width_of(text) <= frame[2] - 10, text.text
 
 
 # ------------------------------------------------------------------------------------- the sweep
@@ -157,11 +131,8 @@ def test_a_sweep_that_is_not_there_or_says_too_little(tmp_path):
 def test_pages_pictures_and_the_plot_follow(tmp_path):
     copy_checkout(tmp_path, "README*.md", "docs", "config", "results")
     (tmp_path / "results/collectives.json").write_text(json.dumps(small_sweep()))
-    (tmp_path / "docs/collectives.svg").write_text("another")
-    (tmp_path / "docs/collectives.zh-CN.svg").unlink()
     changed, drawn = pages.find_changes(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in drawn] == ["results/collectives.svg"]
-    assert {path.name for path in changed if path.suffix == ".svg"} == set(FILES)
     assert len([path for path in changed if "`all_gather` | 100 |" in changed[path]]) == 2
     pages.render(changed, drawn)
     assert pages.find_changes(tmp_path) == ({}, {})

@@ -4,18 +4,24 @@ both languages say the same."""
 import difflib
 import json
 import re
+import runpy
+import shlex
+import sys
 
 import pytest
 from checkout import copy_checkout
 from conftest import ROOT, cases, succeed
 
+import common
+from jobs import choice
 from report.pages import list_pages
 from report.scripts import BEYOND, PARENTS
 from report.theory import RAW
 
 ENGLISH, CHINESE = list_pages(ROOT, chinese=False), list_pages(ROOT, chinese=True)
 README = (ROOT / "README.md").read_text()
-TECHNIQUES = (ROOT / "docs/techniques.md").read_text()
+PAGES = {page.stem: page.read_text() for page in ENGLISH if page.parent.name == "techniques"}
+TECHNIQUES = "".join(PAGES[name] for name in ["SingleGPU", *PARENTS])
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
 SMALL = "--model squeezenet1_1"  # a sixteenth of ResNet-18's parameters
@@ -36,8 +42,9 @@ TESTED = [  # the commands that are run elsewhere, and where
     ("pip install -r requirements.txt && torchrun", "test_first_command"),
     ("pip install -r requirements-dev.txt && python -m pytest", ".ci/run"),
     ("torchrun --standalone --max-restarts=3", "test_resume.py"),
-    ("diff pytorch_SingleGPU.py pytorch_DDP.py", "test_a_script_is_its_parent_and_a_technique"),
+    ("diff pytorch_", "test_a_script_is_its_parent_and_a_technique"),
     ("python pytorch_SingleGPU.py --dataset folder --data-dir PATH", "test_data.py"),
+    ("python pytorch_SingleGPU.py --model gpt-nano", "test_text.py"),
     ("python model_inference.py", "test_inference.py"),
     ("python benchmark.py", "test_benchmark.py"),
     ("torchrun --standalone --nproc_per_node=2 pytorch_collectives.py", "test_collectives.py"),
@@ -71,7 +78,7 @@ def run_elsewhere(line):
 
 
 def commands():
-    """Those of docs/techniques.md, each of which starts a script."""
+    """Those of docs/techniques/, each of which starts a script."""
     lines = [line for block in shell_blocks(TECHNIQUES) for line in block]
     return [line for line in lines if not run_elsewhere(line)]
 
@@ -84,25 +91,30 @@ LAUNCHED = {launcher_of(c): c for c in reversed(commands())}.values()  # the fir
 
 
 def test_first_command(checkout):
-    """Started as the README says, it learns in the time of a coffee."""
+    """Started as the README says, but for one epoch, in which it learns already."""
     command = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
     assert f"pip install -r requirements.txt && {command}" in README
-    finished = succeed(command, cwd=checkout)
+    finished = succeed(f"{command} --epochs 1 --lr 0.02", cwd=checkout)
+    result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
+    assert result["eval_accuracy"][-1] > 0.3
+    assert len(finished.lines) == 3 + 1 + 2
+    example = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    shown = [line.split(":")[0].split()[0] for line in example]
+    ours = [line.split(":")[0].split()[0] for line in finished.lines]
+    assert shown == [*ours[:3], *ours[3:4] * 5, *ours[4:]], "the README's example output"
+
+
+@pytest.mark.full
+def test_the_first_command_learns(checkout):
+    """All of it, in the time of a coffee."""
+    succeed("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py", cwd=checkout)
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
     assert result["eval_accuracy"][-1] > 0.93
-    assert len(finished.lines) == 3 + 5 + 2
-    example = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1].splitlines()
-    shown = [line.split(":")[0] for line in example]
-    assert shown == [line.split(":")[0] for line in finished.lines], "the README's example output"
-    assert example[1] == finished.lines[1], "the README's example has other settings"
-
-
-FIRST = {re.search(r"(\w+)\.py", command)[1]: command for command in reversed(commands())}
 
 
 @pytest.mark.parametrize(
     "command",
-    cases([(c,) for c in commands()], lambda c: c in FIRST.values() or c in LAUNCHED),
+    cases([(c,) for c in commands()], lambda command: command in LAUNCHED),
 )
 def test_each_command_as_typed(command, checkout):
     """With a short job instead of the default one."""
@@ -127,6 +139,28 @@ def test_every_shell_block_is_run_or_says_what_it_needs(page):
             continue
         for line in [first, *rest]:
             assert line in commands() or len(run_elsewhere(line)) == 1, line
+
+
+class Parsed(Exception):
+    """A command line was read, and accepted."""
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_flags_of_each_command(command, monkeypatch):
+    """Each script accepts those of its page."""
+
+    def parse_and_stop(parser):
+        raise Parsed(parse(parser))
+
+    parse = common.parse_args
+    monkeypatch.setattr(common, "parse_args", parse_and_stop)
+    words = shlex.split(command)
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    monkeypatch.setattr(sys, "argv", words[at:])
+    monkeypatch.setattr(choice, "SCRIPT", words[at].removesuffix(".py"))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Parsed):
+        runpy.run_path(words[at], run_name="__main__")
 
 
 def test_what_is_run_elsewhere():
@@ -220,15 +254,18 @@ def anchors(text):
 
 
 def test_the_pages_of_docs_are_linked():
+    """From the README, and those of the techniques from their table of contents."""
+    contents = PAGES["README"]
     for page in ENGLISH[1:]:
-        assert f"]({name_of(page)})" in README
+        linked = f"]({name_of(page)})" in README or f"]({page.name})" in contents
+        assert linked, f"{name_of(page)} is not linked"
 
 
 @pytest.mark.parametrize("page", [ENGLISH[0], CHINESE[0]], ids=name_of)
 def test_the_front_door_is_small(page):
     """Readable on a phone: what is there first, how much of it, and how wide."""
     text = page.read_text()
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= 290
     first, second, *_ = re.finditer(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
     assert len(text[: first.start()].splitlines()) <= 10, "a table comes first"
     scripts = set()
@@ -296,12 +333,6 @@ def test_the_map_is_complete():
             assert {path, path.parent} & found, f"{path.relative_to(ROOT)} is not on the map"
 
 
-def test_the_map_leads_to_the_code_that_resumes():
-    [line] = [line for line in README.splitlines() if "resume from" in line]
-    file = ROOT / re.search(r"`([\w./]+)`", line)[1]
-    assert "resume" in file.read_text()
-
-
 @pytest.mark.parametrize("child, parent", PARENTS.items())
 def test_a_script_is_its_parent_and_a_technique(child, parent):
     """Most lines of the parent's code are in the child, letter for letter and in order; DDP,
@@ -310,7 +341,7 @@ def test_a_script_is_its_parent_and_a_technique(child, parent):
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     shared = sum(block.size for block in matcher.get_matching_blocks())
     assert shared > 0.67 * len(old), "lines of the parent are missing"
-    assert len(new) - shared < 0.7 * len(new), "more than a technique"
+    assert len(new) - shared < 0.72 * len(new), "more than a technique"
 
 
 def code_of(name):

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from report import ecosystem, estimates, pages, stale, tables
+from report import ecosystem, pages, predictions, stale, tables
 from report.results import Unusable, read_results
 from report.scripts import PARENTS
 
@@ -123,19 +123,19 @@ def test_predictions_beside_measurements():
         "messages": {"FSDP": {"2": 0.05, "1024": 0.3}},
     }
     row = "| `DP` | 4 | 3.08 | 3.01 | 0.978 | 2.00 |"
-    assert estimates.published_table(found, None).endswith(f"{row}  |")
+    assert predictions.published_table(found, None).endswith(f"{row}  |")
     memory = {"peak_memory_gib": {"allocated": 2.125}}
     gpu = {"rows": [{"name": "DP", "runs": [memory]}]}
-    assert estimates.published_table(found, gpu).endswith(f"{row} 2.12 |")
+    assert predictions.published_table(found, gpu).endswith(f"{row} 2.12 |")
     run = {"model": "resnet18", "image_size": 32, "device": "cpu"}
     steps = {1: [100, 90, 120], 2: [160, 170, 150]}
     rows = [
         {"name": f"FSDP x{n}", "runs": [run | {"step_ms": {"p50": ms}} for ms in took]}
         for n, took in steps.items()
     ]
-    table = estimates.scaling_table(found, {"rows": rows})
+    table = predictions.scaling_table(found, {"rows": rows})
     assert table.endswith("| `FSDP` | 100 | 150 | 160 | 0.94 |")
-    [plot] = estimates.scaling_plot(found, {"rows": rows}).values()
+    [plot] = predictions.scaling_plot(found, {"rows": rows}).values()
     lines = plot["values"]["FSDP"]
     assert lines["measured"] == {1: 1.0, 2: 0.625}
     assert lines["model"] == {1: 1.0, 2: 0.667, 1024: 0.25}

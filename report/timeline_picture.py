@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from report.drawings import text
 from report.plots import COLOURS, GREY
 from report.results import Unusable
 
@@ -266,3 +265,9 @@ def cut(spans: list[Bar], bar: Bar, scale: float) -> list[tuple[float, float]]:
 def boxes(parts: list[tuple[float, float]], y: float, height: float) -> str:
     """One path of several rectangles."""
     return "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in parts)
+
+
+def text(x: float, y: float, words: str, size: int, weight: str = "", more: str = "") -> str:
+    attributes = f'x="{x:g}" y="{y:g}" font-size="{size}"'
+    attributes += f' font-weight="{weight}"' if weight else ""
+    return f"<text {attributes}{' ' + more if more else ''}>{escape(words)}</text>"
