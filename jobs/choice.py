@@ -93,9 +93,10 @@ def fill_defaults(args: argparse.Namespace) -> None:
     for name in sorted({name for job in DATASETS for name in job.FLAGS} - set(ours.FLAGS)):
         if getattr(args, name) is not None:
             complain(args, ours, f"--{name.replace('_', '-')}", name in jobs.images.FLAGS)
+    model = f"--model {args.model}" if args.model else "images"  # the default
     if args.dataset not in DATASETS[ours]:
         fail(
-            f"--dataset {args.dataset} is not for --model {args.model}; "
+            f"--dataset {args.dataset} is not for {model}; "
             f"use {', '.join(DATASETS[ours])}, or another --model"
         )
     ours.fill_defaults(args)

@@ -136,6 +136,7 @@ def test_stopped_and_continued(checkout):
     assert finished.code == 2 and "git_commit" in finished.errors[0]
 
 
+@pytest.mark.full
 def test_a_single_row_does_not_replace_the_others(checkout):
     rows = [(name, f"python pytorch_{name}.py") for name in ("SingleGPU", "DP")]
     write_suite(checkout, *rows, repeats=3)
@@ -413,6 +414,7 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     assert "python " in printed or "torchrun " in printed
 
 
+@pytest.mark.full
 def test_rows_left_out_are_not_run(checkout):
     write_suite(checkout, ("good", "python pytorch_SingleGPU.py"))
     path = checkout / "config/suite_quick.json"
@@ -465,6 +467,7 @@ def test_peers_have_the_scripts_clock(loop, tmp_path):
         assert "StepClock(" in text and "synchronize(" not in text
 
 
+@pytest.mark.full
 def test_a_suite_of_text(checkout):
     """Tokens, the curve of the loss, and memory from a run of its own."""
     job = "--device cpu --model gpt-1x2x16 --context 8 --dataset synthetic --train-samples 32 "

@@ -163,6 +163,7 @@ def test_bit_for_bit_what_ddp_does(tmp_path):
     assert all(torch.equal(found[name], expected[name]) for found in others for name in expected)
 
 
+@pytest.mark.full
 def test_as_little_memory_as_the_library(tmp_path):
     """Rows are there while their block computes, and their gradients until they are sent."""
     flags = "--model gpt-4x4x256 --context 16 --max-steps 4 --profile-memory"

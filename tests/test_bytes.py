@@ -138,6 +138,7 @@ TRAIN_A_GPT = ("pytorch_torchrun_DDP", "pytorch_DDP_ZeRO", "pytorch_FSDP", "pyto
 TRAIN_A_GPT += ("pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "script, n, table",
     [row for row in rows_of(most) if row.values[0].split()[0] in TRAIN_A_GPT and row.values[1] > 1],
@@ -164,6 +165,7 @@ def test_statistics_are_not_sent_at_every_step(script, tmp_path):
     assert set(result["sent"]) == {"allreduce"} and not finished.our_warnings
 
 
+@pytest.mark.full
 def test_powersgd_sends_what_it_says(tmp_path, measured):
     script = "pytorch_comm_hooks --comm-hook powersgd"
     command = f"{launcher(script, 2, through=THROUGH)} {JOB} --max-steps 12"

@@ -104,6 +104,7 @@ def test_mistakes_end_by_themselves(mistake):
         assert re.search(rf"rank {rank}   {words}", finished.stdout)
 
 
+@pytest.mark.full
 def test_pytorch_finds_them_when_asked_to():
     command = f"{COMMAND.format(2)} --break shape --timeout 10"
     finished = succeed(command, TORCH_DISTRIBUTED_DEBUG="DETAIL")

@@ -13,7 +13,7 @@ from fake_gpu import GIB, FakeCuda
 import common
 from harness import clock, ranks, result
 from harness.task_data import TaskData
-from jobs import classifiers
+from jobs import classifiers, images
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
 JOB = "--dataset synthetic --train-samples 192 --eval-samples 96 --batch-size 24 --epochs 2 "

@@ -107,6 +107,7 @@ def test_bfloat16(train, measured):
     assert kept == pytest.approx(table, rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "start",
     [

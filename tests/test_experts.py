@@ -127,29 +127,6 @@ def test_balance_has_the_router_use_all_experts():
     assert before > 0.9 and most_used() < 0.5
 
 
-@pytest.mark.parametrize(
-    "script, n, flags, words",
-    [
-        (EP, 3, "--experts 8 -b 24", "--experts 8 are not divisible by 3 ranks; use 6"),
-        (EP, 2, "--model resnet18", "--model resnet18"),
-        ("pytorch_SingleGPU", 1, "--model gpt-nano --top-k 2", "add --experts 8"),
-        ("pytorch_SingleGPU", 1, "--model gpt-nano --experts 2 --top-k 3", "--top-k 3 is more"),
-        ("pytorch_SingleGPU", 1, "--model resnet18 --experts 2", "--experts is for a GPT"),
-        ("pytorch_TP", 2, "--experts 2", "--experts 2: pytorch_TP.py knows no mixture"),
-        (
-            "pytorch_gradient_accumulation",
-            2,
-            "--model gpt-nano --experts 2",
-            "--balance is not for --accumulate",
-        ),
-    ],
-)
-def test_mistakes(script, n, flags, words, tmp_path):
-    finished = launch(f"{launcher(script, n)} {flags} --output-dir {tmp_path}", forked=True)
-    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
-    assert len(finished.errors) == 1 and words in finished.errors[0], str(finished)
-
-
 def test_inference_knows_no_experts(train, tmp_path):
     weights, _ = train("pytorch_SingleGPU --experts 4 --balance 0", 1, "--max-steps 12")
     torch.save(weights, tmp_path / "model.pt")

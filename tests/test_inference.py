@@ -392,6 +392,7 @@ def test_a_mistake_as_typed():
     assert len(finished.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_no_silent_fall_back(exported, pictures):
     """onnxruntime-gpu lists CUDA also where there is none, and would run on the CPU."""
     import onnxruntime

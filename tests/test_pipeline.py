@@ -240,29 +240,6 @@ def test_what_no_error_tells_of(mistake, flags, train, tmp_path, measured):
     assert difference > 0.05
 
 
-TWO_STAGES = "--pipeline-schedule interleaved"
-MISTAKES = {
-    "--microbatches 5": "use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another --batch-size",
-    "--microbatches 1": "use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another --batch-size",
-    f"{TWO_STAGES} --batch-size 10 --microbatches 5": "use 1 or 2 or 10 or another --batch-size",
-    "--batch-size 1": "--batch-size 1 on 2 ranks; use another --batch-size",
-    "--model gpt-1x2x16": "has 1 layers, and --pipeline-schedule 1f1b makes 2 stages",
-    "--model gpt-3x2x16 --pipeline-schedule zbv": "--pipeline-schedule zbv makes 4 stages",
-    f"--model gpt-3x2x16 {TWO_STAGES}": "has 3 layers",
-    "--model resnet18": "takes the blocks of a GPT apart",
-    "--microbatches 0": "it must be 1 or more",
-}
-
-
-@pytest.mark.parametrize("flags", MISTAKES)
-def test_mistakes(flags, tmp_path):
-    command = f"{launcher('pytorch_PP', 2)} {JOB} {flags} --output-dir {tmp_path}"
-    finished = launch(command, forked=True, timeout=60)
-    assert finished.code == 2, str(finished)
-    [line] = finished.errors
-    assert MISTAKES[flags] in line and "Traceback" not in finished.stderr
-
-
 # --------------------------------------------------------------------------------- a rank is gone
 
 LOST = """
@@ -292,6 +269,7 @@ def lose_a_rank(name, schedule, flags, folder):
     return f"{launcher(SCRIPT(schedule), 3, through)} {JOB} {flags} --output-dir {folder}/run"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", LOST_IN)
 def test_a_rank_that_dies_is_named(schedule, tmp_path):
     """By its launcher, which ends the others."""
@@ -300,6 +278,7 @@ def test_a_rank_that_dies_is_named(schedule, tmp_path):
     assert re.search(r"rank +: 1 .*\n.*exitcode +: -9 ", finished.stderr), str(finished)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", LOST_IN)
 def test_a_rank_that_hangs_is_named(schedule, tmp_path):
     """By its neighbours, each of which waits for it in the middle of a step."""

@@ -358,41 +358,6 @@ def test_plateau_goes_on_after_a_resume(tmp_path):
 # ---------------------------------------------------------------------------------------- mistakes
 
 
-def mistakes(folder):
-    (folder / "short").write_text("0123456789")
-    (folder / "latin").write_bytes("süß".encode("latin-1") * 99)
-    small = "--max-steps 1 --dataset synthetic --train-samples 48 --eval-samples 4 -b 8"
-    return {
-        f"--dataset text --data-dir {folder}/short": "need",
-        f"--dataset text --data-dir {folder}/latin": "is not UTF-8",
-        f"--dataset text --data-dir {folder}/none": "there is no file",
-        f"--dataset shakespeare --data-dir {folder}": "could not be downloaded",
-        "--dataset cifar10": "--dataset cifar10 is not for --model gpt-nano",
-        "--norm group": "--norm is for images",
-        "--image-size 32": "--image-size is for images",
-        "--context 65": "looks back at 64 at most",
-        "--weights imagenet": "--weights imagenet is not for gpt-nano",
-        "--model gpt-2x3x16": "3 heads cannot share a width of 16",
-        "--model gpt-large": "--model gpt-large is no GPT",
-        "--model resnet18 --context 8": "--context is for a GPT",
-        "--model resnet18 --dataset shakespeare": "is not for --model resnet18",
-        f"--weights {folder}/resnet.pt {small}": "does not fit",
-    }
-
-
-def test_mistakes(tmp_path):
-    import torchvision
-
-    state = torchvision.models.resnet18(num_classes=10).state_dict()
-    torch.save(state, tmp_path / "resnet.pt")
-    for flags, words in mistakes(tmp_path).items():
-        command = f"python pytorch_SingleGPU.py --model gpt-nano {flags} --output-dir {tmp_path}/o"
-        finished = launch(command, forked=True)
-        assert finished.code == 2, str(finished)
-        assert len(finished.errors) == 1 and words in finished.errors[0], str(finished)
-        assert "Traceback" not in finished.stderr
-
-
 def test_weights_know_their_characters(tmp_path):
     """Another text has other characters, or as many, which shapes would not tell."""
     for name, letters in {"ab": "ab", "cd": "cd"}.items():
