@@ -45,6 +45,7 @@ def evaluates_in_half(technique):
 
 
 ALIKE = ("pytorch_DDP", "pytorch_DDP_AMP", "pytorch_gradient_accumulation", "pytorch_comm_hooks")
+ALIKE += ("pytorch_DP", "pytorch_auto_mixed_precision", "pytorch_FSDP_by_hand")
 
 
 def rows_of(techniques, alike=()):
@@ -56,7 +57,7 @@ def rows_of(techniques, alike=()):
     ]
 
 
-@pytest.mark.parametrize("technique", rows_of([*TECHNIQUES, PURE_HALF]))
+@pytest.mark.parametrize("technique", rows_of([*TECHNIQUES, PURE_HALF], ALIKE))
 def test_files_are_alike_and_plain(technique, tmp_path):
     """Same names, shapes and dtypes, whoever wrote it: so what one script reads, each does. And
     stock PyTorch scores with it what the run reported, to the last sample."""

@@ -9,7 +9,18 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, distance, flat, launch, launcher, read_run, snapshots, state, succeed
+from conftest import (
+    ROOT,
+    cases,
+    distance,
+    flat,
+    launch,
+    launcher,
+    read_run,
+    snapshots,
+    state,
+    succeed,
+)
 from test_parity import relative_difference
 from torch.utils.data import DistributedSampler
 

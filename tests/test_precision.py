@@ -27,6 +27,9 @@ RUNS = [
 
 
 MORE = (  # that another row shows as well
+    "pytorch_auto_mixed_precision --dtype float16",
+    "pytorch_DP --dtype bfloat16",
+    "pytorch_comm_hooks --comm-hook bf16",
     "pytorch_half_precision --dtype float16",
     "pytorch_auto_mixed_precision --dtype bfloat16",
     "pytorch_FSDP --dtype bfloat16 --norm batch",
