@@ -241,7 +241,7 @@ def make_loader(
     return DataLoader(
         dataset,
         batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
-        collate_fn=loaders.identity,  # the dataset hands out whole batches
+        collate_fn=loaders.hand_on,  # the dataset hands out whole batches
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",

@@ -29,7 +29,7 @@ def share_of(loader: DataLoader) -> tuple[int, int]:
     return getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
 
 
-def identity(batch):
+def hand_on(batch):
     """A ``collate_fn`` for datasets that hand out whole batches."""
     return batch
 

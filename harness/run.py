@@ -195,8 +195,7 @@ class Run:
     # ---------------------------------------------------------------------------------- steps
 
     def batches(self, loader: DataLoader, epoch: int, dtype=None) -> Iterator[tuple]:
-        """This rank's batches of an epoch, on its device, as ``prepare`` of the dataset makes
-        them: of images, cropped, flipped and normalized, in the default dtype or another."""
+        """This rank's batches of an epoch, on its device: see :meth:`TaskData.prepare`."""
         begin = self.step - epoch * self.steps_per_epoch  # 0, unless --max-steps had cut it short
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         loader.batch_sampler.begin = begin

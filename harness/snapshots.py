@@ -247,7 +247,9 @@ class SnapshotStore:
             fail(f"{path} is not on this machine; give an --output-dir that all machines share")
         snapshot = load_file(path / "state.pt", "--resume")
         if "job" not in snapshot:
-            fail(f"--resume {path} holds no snapshot of these scripts; give another, or none")
+            fail(
+                f"--resume {path} holds no snapshot of these scripts, or one of an earlier version; give another, or none"
+            )
         for name, ours in self.about["job"].items():
             theirs = snapshot["job"].get(name)
             if theirs != ours:

@@ -108,7 +108,7 @@ def main():
         "devices": 1, "device": measure.device_name(device),
         "gpu_uuids": measure.gpu_uuids([device]), "trained_between": clock.spans,
         "threads": torch.get_num_threads(),
-        "model": args.model, "dataset": args.dataset, "precision": args.dtype,
+        "model": args.model, "dataset": train_set.name, "precision": args.dtype,
         "tf32": used_tf32(args.dtype, device),
         **train_set.describe(), "global_batch_size": args.batch_size,
         "optimizer": args.optimizer, "steps": len(clock.seconds),

@@ -135,10 +135,10 @@ def play_ranks(args: argparse.Namespace, n: int, every: int, lr="1", momentum="0
         for _, sampler, *_ in ranks:
             sampler.set_epoch(epoch)
         for index, batches in enumerate(zip(*(rank[2] for rank in ranks), strict=True)):
-            for (train_set, *_, model, optimizer, scheduler), batch in zip(
-                ranks, batches, strict=True
-            ):
-                tokens, labels = train_set.prepare(batch, "cpu", args.seed, epoch, index)
+            for rank, batch in enumerate(batches):
+                train_set, *_, model, optimizer, scheduler = ranks[rank]
+                place = args.seed, epoch, index
+                tokens, labels = train_set.prepare(batch, "cpu", *place, share=(rank, n))
                 optimizer.zero_grad()
                 F.cross_entropy(model(tokens), labels).backward()
                 if args.clip_grad:
