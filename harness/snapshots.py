@@ -248,7 +248,7 @@ class SnapshotStore:
         snapshot = load_file(path / "state.pt", "--resume")
         if "job" not in snapshot:
             fail(
-                f"--resume {path} holds no snapshot of these scripts, or one of an earlier version; give another, or none"
+                f"--resume {path} holds no snapshot of these scripts as they are now; give another"
             )
         for name, ours in self.about["job"].items():
             theirs = snapshot["job"].get(name)
