@@ -292,7 +292,10 @@ class SnapshotStore:
                     f"--resume {folder} holds no snapshot; give a folder such as "
                     "snapshots/step-00001000 (model.pt goes to --weights)"
                 )
-        return next((path for path, _ in self.good_ones(folder)), None)
+        found = next((path for path, _ in self.good_ones(folder)), None)
+        if found is None and self.args.resume != "auto":
+            fail(f"--resume {self.args.resume} holds no good snapshot; give another, or none")
+        return found
 
     def good_ones(self, folder: Path) -> Iterator[tuple[Path, str]]:
         """Those that verify, newest first, each with the launch that wrote it."""

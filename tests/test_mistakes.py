@@ -39,6 +39,7 @@ def places(tmp_path_factory, image_folder):
     shutil.copytree(root / "run" / "snapshots" / LAST, root / "damaged")
     damaged = root / "damaged" / "state.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
+    shutil.copytree(root / "damaged", root / "all_damaged" / "snapshots" / LAST)
     torch.save([1, 2], root / "a_list.pt")
     (root / "short").write_text("0123456789")
     (root / "latin").write_bytes("süß".encode("latin-1") * 99)
@@ -111,6 +112,7 @@ SINGLE = [
         "--resume {0}/run/model.pt",
         ["{0}/run/model.pt", "holds no snapshot", "--weights"],
     ),
+    ("--resume {0}/all_damaged", ["--resume {0}/all_damaged", "no good snapshot"]),
     ("--resume {0}/no_test", ["{0}/no_test", "holds no snapshot"]),
     (
         "--resume {0}/run --model resnet34",
