@@ -50,8 +50,9 @@ def read_config(args: argparse.Namespace) -> dict:
                 f"--deepspeed_config {path} has {name} {config[name]}, and --batch-size "
                 f"{args.batch_size} on {WORLD_SIZE} ranks makes it {ours}; leave it out of the file"
             )
-    for entry in REPLACED.keys() & config.keys():
-        print0(f"{path} has {entry} settings, which replace {REPLACED[entry]}")
+    for entry, flags in REPLACED.items():
+        if entry in config:
+            print0(f"{path} has its own {entry}, which replaces {flags}")
     clip = {"gradient_clipping": args.clip_grad} if args.clip_grad else {}
     return {"log_level": "error"} | config | clip | sizes
 
