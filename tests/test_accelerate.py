@@ -145,6 +145,7 @@ def test_a_file_for_another_script(script, file, words, tmp_path):
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.full
 def test_a_file_of_deepspeeds_with_an_optimizer(tmp_path):
     path = tmp_path / "adam.json"
     path.write_text('{"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}')

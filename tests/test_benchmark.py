@@ -63,6 +63,7 @@ def test_quick_suite(checkout):
     assert (checkout / "runs/benchmark/quick/FSDP-x2/model.pt").is_file()
 
 
+@pytest.mark.full
 def test_a_row_that_fails_says_why(checkout):
     single = "python pytorch_SingleGPU.py"
     write_suite(

@@ -159,6 +159,7 @@ def test_our_own_warnings_are_noticed(tmp_path):
     assert line.endswith("pytorch_something.py:2: FutureWarning: deprecated")
 
 
+@pytest.mark.full
 def test_peak_memory_is_that_of_this_process_alone():
     """On Linux getrusage() also counts what the process that started this one had taken."""
     code = "import torch; from harness.measure import peak_memory_gib as peak; "

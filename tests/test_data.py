@@ -5,6 +5,7 @@ import functools
 import hashlib
 import http.server
 import io
+import multiprocessing
 import pickle
 import tarfile
 import threading
@@ -25,6 +26,14 @@ JOB = (
     "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2 "
     "--norm group --model small_resnet"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_loader_is_waited_for():
+    """Its processes ignore signals, so a loader that Python frees later would wait for them."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def arguments(**changes):

@@ -171,10 +171,9 @@ def test_a_file_with_its_own_optimizer_and_scheduler(tmp_path):
     name = f"pytorch_DeepSpeed --deepspeed_config {tmp_path}/config.json"
     command = f"{launcher(name, 1, RUN_SMALL)} {JOB} {SMALL} --output-dir {tmp_path}/run"
     finished = succeed(f"{command} --max-steps 6", forked=True)
-    for line, entry, flag in zip(
-        finished.lines, ("optimizer", "scheduler"), ("--lr", "--schedule")
-    ):
-        assert f"config.json has its own {entry}" in line and flag in line
+    said = finished.lines[:2]
+    assert "config.json has its own optimizer" in said[0] and "--lr" in said[0]
+    assert "config.json has its own scheduler" in said[1] and "--schedule" in said[1]
     resumed = succeed(f"{command} --max-steps 8 --resume auto", forked=True)
     assert "at epoch 2, step 7" in resumed.stdout
 

@@ -116,6 +116,7 @@ def test_deepspeed_goes_on_from_its_snapshots(tmp_path, train):
     assert distance(read_run(tmp_path)[0], expected) < 1e-6
 
 
+@pytest.mark.full
 def test_one_goes_on_from_the_snapshots_of_another(tmp_path):
     """Within epochs and between them, with dropout: the same as the raw script in one go."""
     job = f"{IMAGES} --warmup-steps 20 --deterministic --epochs 2 --max-steps"

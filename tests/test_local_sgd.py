@@ -246,6 +246,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.full
 def test_a_sync_every_h_steps_sends_one_hth_of_ddp(tmp_path):
     """Of all 16 steps, which are two epochs."""
     path = program(tmp_path, COUNT)

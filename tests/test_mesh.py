@@ -84,6 +84,7 @@ def estimate(flags, code=0):
     return finished
 
 
+@pytest.mark.full
 def test_all_meshes_of_four_gpus():
     """Those that there can be, that fit, and in order."""
     job = "--model gpt-2x2x64 --context 64 --batch-size 4 --gpus 4 --memory 2 --meshes --fit"

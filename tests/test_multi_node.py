@@ -105,6 +105,7 @@ def test_two_networks(networks, reference, tmp_path):
     check_that_a_lost_agent_can_come_back(*commands, tmp_path, reference)
 
 
+@pytest.mark.full
 def test_slurm_file(tmp_path):
     """Run by bash, with stand-ins for Slurm's commands: it trains; at the signal it saves a
     snapshot and queues itself again; and the second time it goes on from there."""

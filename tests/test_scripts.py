@@ -179,6 +179,7 @@ def test_tensorboard(run):
     assert reader.Scalars("final/accuracy")[-1].value == pytest.approx(accuracies[-1].value)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
 @pytest.mark.parametrize(
     "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_comm_hooks", marks=pytest.mark.full)]
