@@ -5,7 +5,6 @@ import functools
 import hashlib
 import http.server
 import io
-import multiprocessing
 import pickle
 import tarfile
 import threading
@@ -32,8 +31,7 @@ JOB = (
 def no_loader_is_waited_for():
     """Its processes ignore signals, so a loader that Python frees later would wait for them."""
     yield
-    for process in multiprocessing.active_children():
-        process.kill()
+    loaders.kill_loaders()
 
 
 def arguments(**changes):
