@@ -1,4 +1,4 @@
-"""Meshes of GPUs, and what the fullest and the busiest rank of each take: see estimator/mesh.py."""
+"""Meshes of GPUs, and what the fullest and the busiest rank of each take: see mesh_step.py."""
 
 import dataclasses
 import itertools
@@ -63,7 +63,7 @@ def rank_of(mesh: Mesh, stage: int) -> OnMesh:
     sizes = dataclasses.asdict(mesh).items()
     words = [word for name, size in sizes for word in (f"--{name}", str(size))]
     rank = stage * mesh.gpus // mesh.pp + (mesh.cp - 1) * mesh.tp
-    command = ("estimator/mesh.py", *words)
+    command = ("estimator/mesh_step.py", *words)
     # A second step takes what the first one takes, if the optimizer is ready, and as long. Only of
     # DTensors the first one counts more: what PyTorch asks itself about each of their operations.
     steps = 1 if mesh.tp == 1 else trial.STEPS

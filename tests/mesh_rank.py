@@ -1,4 +1,4 @@
-"""Run estimator/mesh.py among real ranks, on real tensors: count, or compare with one process.
+"""Run estimator/mesh_step.py among real ranks, on real tensors: count, or compare with one process.
 
     torchrun --standalone --nproc_per_node=4 tests/mesh_rank.py --pp 2 --tp 2 --model ...
     torchrun --standalone --nproc_per_node=8 tests/mesh_rank.py --parity --dp 2 --tp 2 --pp 2 ...
@@ -89,10 +89,10 @@ def main():
         ranks, rank, steps = map(int, words[1:4])
         words = words[4:]
     if words[0] == "--parity":
-        found = compare(["estimator/mesh.py", *words[1:]])
+        found = compare(["estimator/mesh_step.py", *words[1:]])
     else:
         options = {"block": 1, "as_on_a_gpu": False, "rank": rank, "steps": steps}
-        live = trial.run_script(["estimator/mesh.py", *words], ranks, **options)
+        live = trial.run_script(["estimator/mesh_step.py", *words], ranks, **options)
         found = live.peak() | {"sent": sum(message.sent for message in live.messages)}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{os.environ.get('RANK', '0')}.json"
