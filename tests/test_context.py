@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, cases, launcher, read_run, succeed
+from conftest import ROOT, launcher, read_run, succeed
 from test_parity import relative_difference
 
 JOB = (
@@ -15,28 +15,6 @@ JOB = (
 )
 ATTENTIONS = ["ring", "allgather", "ulysses"]
 IN_DOUBLE = "--double --max-steps 12"
-TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9}
-
-
-@pytest.mark.parametrize(
-    "attention, n, optimizer",
-    cases(
-        [(a, n, optimizer) for a in ATTENTIONS for n in (1, 2, 3, 4) for optimizer in TOLERANCE],
-        lambda _, n, optimizer: (n, optimizer) in [(2, "adamw"), (3, "sgd")],
-    ),
-)
-def test_twelve_steps_in_double(attention, n, optimizer, train, measured):
-    flags = f"{IN_DOUBLE} --optimizer {optimizer}"
-    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
-    script = f"pytorch_CP --attention {attention}"
-    weights, result = train(script, n, flags)
-    difference = relative_difference(*(as_numbers(state) for state in (weights, expected)))
-    measured("parity_shared", script=script, ranks=n, optimizer=optimizer, value=difference)
-    assert difference < TOLERANCE[optimizer]
-    for name in ("train_loss", "eval_loss", "eval_accuracy"):
-        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
-    assert result["eval_samples"] == expected_result["eval_samples"] == 20 * 24
-    assert result["state_bytes"] == expected_result["state_bytes"]
 
 
 def as_numbers(state):
@@ -225,20 +203,6 @@ def test_pytorchs_own_ring(tmp_path):
     program = write_program(tmp_path, PYTORCH)
     finished = succeed("torchrun --standalone --nproc_per_node=3 " + str(program), forked=True)
     assert finished.stdout.count("the same") == 3
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_it_goes_on_at_another_number_of_ranks(attention, train, tmp_path):
-    """In the middle of an epoch. A snapshot is whole, as each rank has all of the model."""
-    flags = "--double --epochs 2 --warmup-steps 20"
-    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
-    for n, more in ((2, "--max-steps 8"), (4, "--resume auto --deterministic")):
-        command = f"{launcher(f'pytorch_CP --attention {attention}', n)} {JOB} {flags} {more}"
-        finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
-    assert "resumed from" in finished.stdout
-    weights, result = read_run(tmp_path)
-    assert relative_difference(as_numbers(weights), as_numbers(expected)) < 1e-9
-    assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=1e-9)
 
 
 def test_dropout_differs_by_position(tmp_path):

@@ -1,8 +1,8 @@
-"""A mixture of experts, whole and shared out: the single process's weights, and what goes wrong."""
+"""A mixture of experts: its parts, and what goes wrong. Parity is in test_contract.py."""
 
 import pytest
 import torch
-from conftest import cases, launch, launcher, read_run, snapshots, succeed
+from conftest import launch, launcher, read_run, succeed
 from test_parity import relative_difference
 from test_tensor import as_doubles
 
@@ -13,31 +13,6 @@ JOB = (
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
 )
 EP = "pytorch_EP"
-KINDS = {"--experts 6": (2, 3), "--experts 8 --top-k 2": (2, 4), "--experts 4 --balance 0": (4, 2)}
-RUNS = [(kind, n) for kind, ranks in KINDS.items() for n in ranks]
-USUAL = [("--experts 6", 3), ("--experts 8 --top-k 2", 4), ("--experts 4 --balance 0", 2)]
-
-
-@pytest.mark.parametrize(
-    "kind, n, optimizer",
-    cases(
-        [(*run, optimizer) for run in RUNS for optimizer in ("sgd", "adamw")],
-        lambda kind, n, optimizer: (
-            (kind, n) in USUAL and optimizer == ("adamw" if n > 2 else "sgd")
-        ),
-    ),
-)
-def test_twelve_steps_in_double(kind, n, optimizer, train, measured):
-    flags = f"--max-steps 12 --optimizer {optimizer}"
-    expected, expected_result = train(f"pytorch_SingleGPU {kind}", 1, flags)
-    weights, result = train(f"{EP} {kind}", n, flags)
-    assert list(weights) == list(expected)
-    difference = relative_difference(as_doubles(weights), as_doubles(expected))
-    script = f"{EP} {kind}"
-    measured("parity_shared", script=script, ranks=n, optimizer=optimizer, value=difference)
-    assert difference < 1e-11
-    for name in ("train_loss", "eval_loss", "eval_accuracy"):
-        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 
 
 def test_other_scripts_train_it_as_well(train):
@@ -59,28 +34,6 @@ def test_what_no_error_tells_of(mistake, train, tmp_path, measured):
     difference = relative_difference(as_doubles(read_run(tmp_path)[0]), expected)
     measured("silent", mistake=mistake, script=EP, ranks=2, value=difference)
     assert difference > 0.01
-
-
-def test_a_snapshot_goes_on_on_other_ranks(train, tmp_path):
-    flags = "--experts 8 --top-k 2 --schedule none --lr 0.001 --dropout 0"
-    expected, _ = train(f"pytorch_SingleGPU {flags}", 1, "--max-steps 9")
-    for n, steps in ((2, 4), (4, 9)):
-        command = f"{launcher(EP, n)} {JOB} {flags} --max-steps {steps} --output-dir {tmp_path}"
-        finished = succeed(f"{command} --resume auto", forked=True)
-        assert ("at epoch 1, step 5" in finished.stdout) == (n == 4) and not finished.our_warnings
-    weights, _ = read_run(tmp_path)
-    assert relative_difference(as_doubles(weights), as_doubles(expected)) < 1e-11
-
-
-def test_a_stop_in_an_epoch_changes_no_bit(train, tmp_path):
-    flags = "--max-steps 9 --dropout 0.2 --schedule none --lr 0.001 --experts 4"
-    expected, _ = train(EP, 2, flags)
-    command = f"{launcher(EP, 2)} {JOB} {flags} --output-dir {tmp_path}"
-    succeed(command.replace("--max-steps 9", "--max-steps 4"), forked=True)
-    assert snapshots(tmp_path)[0].name.startswith("step-00000004")
-    succeed(f"{command} --resume auto", forked=True)
-    weights, _ = read_run(tmp_path)
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_each_token_gets_its_experts_answers():

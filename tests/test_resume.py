@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import cases, distance, launch, launcher, snapshots, started, state, succeed, wait_for
+from conftest import launch, launcher, snapshots, started, state, succeed, wait_for
 from small_resnet import small_resnet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -180,58 +180,6 @@ def test_a_damaged_snapshot_is_named(tmp_path):
     [line] = finished.errors
     assert f"--resume {snapshot} is damaged: state.pt" in line
     assert (snapshot / "state.pt").read_bytes() == b"PK\3\4 cut off"
-
-
-IN_TWO_EPOCHS = "--norm group --double --epochs 2 --warmup-steps 20 --optimizer adamw --lr 0.0001"
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """Two epochs of the single process."""
-    folder = tmp_path_factory.mktemp("single")
-    run(start("pytorch_SingleGPU", 1, f"{IN_TWO_EPOCHS} --output-dir {folder}"))
-    return weights(folder)
-
-
-@pytest.mark.parametrize(
-    "script, before, after",
-    cases(
-        [
-            ("pytorch_FSDP", 2, 3),  # sharded in two, read in three
-            ("pytorch_DDP_ZeRO --use_zero", 2, 2),
-            ("pytorch_gradient_accumulation", 2, 1),
-            ("pytorch_activation_checkpointing", 2, 1),
-            ("pytorch_HSDP --shard 2", 4, 2),  # two rows, then one
-            ("pytorch_FSDP_offload", 1, 2),
-            ("pytorch_ZeRO_by_hand --stage 2", 2, 3),
-            ("pytorch_FSDP_by_hand", 3, 2),
-        ],
-        lambda script, *_: script in ("pytorch_FSDP", "pytorch_DDP_ZeRO --use_zero"),
-    ),
-)
-def test_sharded_state_goes_on(script, before, after, single, tmp_path):
-    """One epoch on some ranks and one on others end as two of the single process."""
-    job = f"{IN_TWO_EPOCHS} --output-dir {tmp_path}"
-    run(start(script, before, f"{job} --max-steps 4"))
-    finished = run(start(script, after, f"{job} --resume auto"))
-    assert "at epoch 2, step 5" in finished.stdout and not finished.our_warnings
-    assert distance(weights(tmp_path), single) < 1e-9
-    assert result(tmp_path)["steps"] == 8
-
-
-def test_what_is_sharded_by_hand_is_saved_whole(single, tmp_path):
-    """Other scripts go on from it, and it from theirs, within an epoch and at any number of ranks.
-    (AdamW counts steps for each parameter: one count for all would run ahead.)"""
-    job = f"{IN_TWO_EPOCHS} --output-dir {tmp_path} --resume auto"
-    for script, ranks, steps in [
-        ("pytorch_SingleGPU", 1, 1),
-        ("pytorch_FSDP_by_hand", 3, 3),
-        ("pytorch_ZeRO_by_hand", 2, 5),
-        ("pytorch_torchrun_DDP", 2, 8),
-    ]:
-        finished = run(start(script, ranks, f"{job} --max-steps {steps}"))
-        assert ("resumed from" in finished.stdout) == (steps > 1)
-    assert distance(weights(tmp_path), single) < 1e-9
 
 
 @pytest.mark.parametrize(

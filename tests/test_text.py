@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, cases, distance, launch, launcher, succeed
-from test_bytes import KEPT
-from test_parity import fewest, relative_difference
+from test_parity import relative_difference
 
 import common
 from jobs import gpt, text
@@ -21,24 +20,6 @@ JOB = (
     "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 )
-RANKS = {
-    "pytorch_DP": [1],
-    "pytorch_DDP": [2],
-    "pytorch_torchrun_DDP": [1, 2, 3, 4],
-    "pytorch_FSDP": [1, 2, 3, 4],
-    "pytorch_DDP_ZeRO --use_zero": [1, 2, 3, 4],
-    "pytorch_gradient_accumulation --accumulate 4": [2],
-    "pytorch_activation_checkpointing": [1, 2],
-    "pytorch_activation_checkpointing --selective": [2],
-    "pytorch_HSDP --shard 2": [2, 4],
-    "pytorch_FSDP_offload": [1, 2],
-    "pytorch_DDP_by_hand": [1, 2, 3, 4],
-    "pytorch_ZeRO_by_hand": [1, 2, 3, 4],
-    "pytorch_ZeRO_by_hand --stage 2": [1, 2, 3, 4],
-    "pytorch_FSDP_by_hand": [1, 2, 3, 4],
-}
-TECHNIQUES = [(script, n) for script, ranks in RANKS.items() for n in ranks]
-TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9}
 
 
 def settled(flags, device="cpu"):
@@ -50,33 +31,6 @@ def settled(flags, device="cpu"):
 
 
 # ------------------------------------------------------------------------------------------ parity
-
-
-def is_usual(script, n, optimizer):
-    """With AdamW, as images show SGD and uneven shares."""
-    return optimizer == "adamw" and n == fewest(script, TECHNIQUES)
-
-
-@pytest.mark.parametrize(
-    "script, n, optimizer",
-    cases([(*row, optimizer) for row in TECHNIQUES for optimizer in TOLERANCE], is_usual),
-)
-def test_twelve_steps_in_double(script, n, optimizer, train, measured):
-    flags = f"--double --max-steps 12 --optimizer {optimizer}"
-    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
-    weights, result = train(script, n, flags)
-    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
-    difference = relative_difference(weights, expected)
-    measured("parity_gpt", script=script, ranks=n, optimizer=optimizer, value=difference)
-    assert difference < TOLERANCE[optimizer]
-    for name in ("train_loss", "eval_loss", "eval_accuracy"):
-        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
-    table = dict(KEPT[script.removesuffix(" --selective")](n))
-    table["optimizer"] = table.pop("state") * {"sgd": 4, "adamw": 8}[optimizer]
-    parameters = expected_result["state_bytes"]["parameters"]
-    kept = {name: 4 * size / parameters for name, size in result["state_bytes"].items()}
-    uneven = script.startswith("pytorch_DDP_ZeRO") and n > 2  # it deals out whole tensors
-    assert kept == pytest.approx(table, rel=0.5 if uneven else 0.05)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -203,29 +157,6 @@ def test_those_that_round_learn_as_well(script, train):
     assert plain["eval_loss"][-1] < plain["eval_loss"][0] - 0.1
     assert {"samples_per_second", "tokens_per_second"} <= result.keys()
     assert result["tokens_per_second"] == pytest.approx(16 * result["samples_per_second"])
-
-
-SHARDED = [("pytorch_FSDP", 2, 3), ("pytorch_DDP_ZeRO --use_zero", 2, 2)]
-SHARDED += [("pytorch_FSDP_by_hand", 3, 2)]
-MORE = [("pytorch_HSDP --shard 2", 4, 2), ("pytorch_ZeRO_by_hand", 2, 3)]
-MORE += [("pytorch_compile --blocks", 2, 2)]
-SHARDED += [pytest.param(*row, marks=pytest.mark.full) for row in MORE]
-
-
-@pytest.mark.parametrize(
-    "script, before, after", cases(SHARDED, lambda script, *_: script == "pytorch_FSDP")
-)
-def test_two_groups_of_parameters_go_on(script, before, after, train, tmp_path):
-    """Those that decay and those that do not, on some ranks in one epoch and on others later."""
-    flags = "--double --epochs 2 --warmup-steps 20"
-    expected, _ = train("pytorch_SingleGPU", 1, flags)
-    for n, more in ((before, "--max-steps 6"), (after, "--resume auto")):
-        command = f"{launcher(script, n)} {JOB} {flags} {more} --output-dir {tmp_path}"
-        finished = succeed(command, forked=True)
-    assert "resumed from" in finished.stdout
-    weights = torch.load(tmp_path / "model.pt", weights_only=True)
-    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
-    assert relative_difference(weights, expected) < 1e-9
 
 
 # -------------------------------------------------------------------------------------------- data
