@@ -212,7 +212,7 @@ import torch
 forward = torch.nn.Dropout.forward
 def first(layer, x):
     dropped = forward(layer, x)
-    print("zeros", (dropped == 0).nonzero().sum().item(), flush=True)
+    print(f"zeros {(dropped == 0).nonzero().sum().item()}\\n", end="", flush=True)
     torch.nn.Dropout.forward = forward
     return dropped
 torch.nn.Dropout.forward = first

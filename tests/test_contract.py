@@ -1,6 +1,6 @@
 """The contract of every technique, on a GPT in float64: it ends with the weights of the single
 process, goes on at another number of ranks or in another script, and loses no bit when it is
-stopped or killed. A new technique adds a line to TECHNIQUES, and one to GOES_ON."""
+stopped or killed. A new technique adds a line to TECHNIQUES, GOES_ON and SAME_BITS."""
 
 import signal
 from typing import NamedTuple
@@ -17,7 +17,7 @@ JOB = (
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
 )
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
-TOLERANCE = {"sgd": 1e-11, "adamw": 1e-9}
+TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
 
 
 class Technique(NamedTuple):
@@ -104,8 +104,9 @@ def test_parity(script, n, optimizer, model, train, measured):
 
 # ------------------------------------------------------------------------------------------ resume
 
-ONE_F_ONE_B, ZBV = (f"pytorch_PP --pipeline-schedule {name}" for name in ("1f1b", "zbv"))
-INTERLEAVED = "pytorch_PP --pipeline-schedule interleaved"
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZBV = (
+    f"pytorch_PP --pipeline-schedule {name}" for name in ("gpipe", "1f1b", "interleaved", "zbv")
+)
 EXPERTS = "--experts 8 --top-k 2"
 GOES_ON = [  # a script on some ranks up to each step, and then the next; flags of all
     ([("pytorch_HSDP --shard 2", 4, 3), ("pytorch_TP --sequence-parallel", 3, 5),
@@ -117,7 +118,8 @@ GOES_ON = [  # a script on some ranks up to each step, and then the next; flags 
     ([("pytorch_EP", 2, 4), ("pytorch_EP", 4, 12)], EXPERTS),
     ([("pytorch_FSDP_offload", 1, 5), ("pytorch_FSDP", 3, 8), (ONE_F_ONE_B, 2, 12)], "--tie"),
     ([("pytorch_gradient_accumulation", 2, 5), ("pytorch_activation_checkpointing", 1, 8),
-      ("pytorch_CP --attention allgather", 2, 10), ("pytorch_torchrun_DDP", 3, 12)], ""),
+      ("pytorch_CP --attention allgather", 2, 10), (GPIPE, 2, 11), ("pytorch_torchrun_DDP", 3, 12)],
+     ""),
     ([(INTERLEAVED, 2, 8), ("pytorch_FSDP", 1, 10), (ZBV, 2, 12)], "--tie"),
 ]  # fmt: skip
 
@@ -126,10 +128,17 @@ def way(legs):
     return "-".join(f"{script.removeprefix('pytorch_')}:{n}" for script, n, _ in legs)
 
 
-@pytest.mark.parametrize("legs, model", GOES_ON, ids=[f"{way(w)} {m}" for w, m in GOES_ON])
+@pytest.mark.parametrize(
+    "legs, model",
+    [
+        pytest.param(*row, id=f"{way(row[0])} {row[1]}", marks=[] if i < 6 else pytest.mark.full)
+        for i, row in enumerate(GOES_ON)
+    ],
+)
 def test_it_goes_on_elsewhere(legs, model, train, tmp_path):
     """Within an epoch, at another number of ranks, in another script: as if all were one run."""
-    flags = f"--schedule none --lr 0.001 {model}".rstrip()
+    # The warm-up is longer than the run, so the rate depends on the step and not on --max-steps.
+    flags = f"--epochs 2 --warmup-steps 20 {model}".rstrip()
     expected, expected_result = train("pytorch_SingleGPU", 1, f"--max-steps 12 {flags}")
     for script, n, steps in legs:
         command = f"{launcher(script, n)} {JOB} {flags} --max-steps {steps}"
@@ -137,7 +146,7 @@ def test_it_goes_on_elsewhere(legs, model, train, tmp_path):
         assert ("resumed from" in finished.stdout) == ((script, n, steps) != legs[0])
         assert not finished.our_warnings
     weights, result = read_run(tmp_path)
-    assert relative_difference(in_double(weights), in_double(expected)) < 1e-9
+    assert relative_difference(in_double(weights), in_double(expected)) < TOLERANCE["adamw"]
     assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=1e-9)
 
 
@@ -155,6 +164,7 @@ SAME_BITS = [
     (ZBV, 2),
     ("pytorch_CP --attention ring", 2),
     ("pytorch_EP --experts 4", 2),
+    ("pytorch_compile --blocks", 2),
 ]
 STOPPED = ("pytorch_FSDP", "pytorch_TP --sequence-parallel", ZBV, "pytorch_EP --experts 4")
 KILLED = ("pytorch_torchrun_DDP", "pytorch_FSDP")

@@ -55,7 +55,13 @@ def workers(folder):
     return sorted(found)
 
 
-@pytest.mark.parametrize("script, n", [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)])
+@pytest.mark.parametrize(
+    "script, n",
+    [
+        ("pytorch_SingleGPU", 1),
+        pytest.param("pytorch_torchrun_DDP", 2, marks=pytest.mark.full),
+    ],
+)
 def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
     epochs = 12
     command = start(script, n, f"--epochs {epochs} --deterministic")
