@@ -204,7 +204,7 @@ def run_script(
         common.make_store = lambda args: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
     command_line.check_writable = lambda folder, flag: None  # nothing is written
-    command_line.speaks_first = lambda: True  # of processes side by side each is a run of its own
+    command_line.LOCAL_RANK = 0  # of processes side by side each is a run of its own
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")

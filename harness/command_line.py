@@ -1,14 +1,11 @@
 """Flags, their defaults, and mistakes in one line."""
 
 import argparse
-import errno
-import hashlib
 import importlib
 import math
 import os
 import shlex
 import signal
-import socket
 import sys
 import textwrap
 import time
@@ -18,47 +15,21 @@ from typing import NoReturn
 
 import torch
 
-from harness.ranks import (
-    RANK,
-    RESTARTS,
-    SCRIPT,
-    WORLD_SIZE,
-    launch_id,
-    why_ranks_are_unclear,
-)
+from harness.ranks import LOCAL_RANK, RANK, RESTARTS, SCRIPT, why_ranks_are_unclear
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
     """Report a mistake of the user's in one line and exit with code 2. A bug keeps its traceback.
     With code 3, report what ended a run that had begun well.
 
-    Usually all ranks of a machine find the same mistake at about the same time: the first one
-    reports it, and the others say nothing: the launcher stops them, or they exit after 10 s.
+    Usually all ranks of a machine find the same mistake. The first one speaks and exits, and the
+    launcher stops the others while they wait; one that is still there then speaks for itself.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the launcher stops them
-    if not speaks_first():
-        time.sleep(10)
-        raise SystemExit(code)
+    if LOCAL_RANK:
+        time.sleep(2 + LOCAL_RANK)
     print(f"{SCRIPT}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    if WORLD_SIZE > 1:
-        time.sleep(1)  # for the others to see that it is said
     raise SystemExit(code)
-
-
-def speaks_first() -> bool:
-    """Whether no other rank of this launch on this machine has taken a name that only one process
-    can have: that of a socket (Linux only). The kernel takes it back when that process has ended.
-    """
-    if WORLD_SIZE == 1 or sys.platform != "linux":
-        return True
-    name = hashlib.sha256(f"{launch_id()}, attempt {RESTARTS}".encode()).hexdigest()
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0error of {name}")
-    except OSError as error:
-        return error.errno != errno.EADDRINUSE  # when in doubt, it speaks
-    claim.detach()  # stays open, whatever Python tidies up
-    return True
 
 
 def check_writable(folder: Path, flag: str) -> None:

@@ -80,7 +80,7 @@ class Run:
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()
-        self.meter = LossMeter(self.state, self.stop)
+        self.meter = LossMeter(self.state)
 
     @property
     def step(self) -> int:
@@ -230,8 +230,9 @@ class Run:
         self.guard.after_step()
         if not self.guard.left_out:
             self.meter.add(loss, self.batch)
+        self.stop.vote(self.step)
         if self.step % self.args.print_freq and self.step != self.total_steps:
-            return self.stop.vote_between_prints(self.step)
+            return
         if shown := self.meter.read():
             mean, speed = shown
             self.guard.check_loss(mean)

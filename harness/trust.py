@@ -4,8 +4,6 @@ import enum
 import pickle
 from pathlib import Path
 
-import torch
-
 
 class UntrustedSnapshot(Exception):
     """A snapshot that asks for code to be run while it is read."""
@@ -67,19 +65,3 @@ def check_sharded(folder: Path) -> None:
     for name, kind in contents.items():
         if not isinstance(kind, TensorStorageMetadata):
             raise UntrustedSnapshot(f"{name} in it is not a tensor")
-
-
-def check_pickles(folder: Path, allowed: set[str]) -> None:
-    """Make sure that a library's files ask for nothing but tensors and a few classes of its own.
-
-    Raises:
-        UntrustedSnapshot: if they ask for more.
-    """
-    for file in folder.glob("*.pt"):
-        try:
-            strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - allowed
-        except Exception as error:  # of a file in another form
-            raise UntrustedSnapshot(f"{file.name} cannot be looked through ({error})") from error
-        if strange:
-            names = ", ".join(sorted(strange))
-            raise UntrustedSnapshot(f"{file.name} asks for {names}, which its library does not")

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness import trust
 from harness.command_line import fail
 from harness.measure import count_bytes, optimizer_tensors
 from harness.ranks import RANK, WORLD_SIZE, print0
+from harness.trust import UntrustedSnapshot
 
 # ---------------------------------------------------------------------------------- configuration
 
@@ -82,6 +82,19 @@ def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dic
 # ------------------------------------------------------------------------------------- snapshots
 
 
+def check_pickles(folder: Path) -> None:
+    """Make sure that DeepSpeed's files ask for nothing but tensors and a few classes of its own.
+
+    Raises:
+        UntrustedSnapshot: if they ask for more.
+    """
+    for file in folder.glob("*.pt"):
+        strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - IN_CHECKPOINTS
+        if strange:
+            names = ", ".join(sorted(strange))
+            raise UntrustedSnapshot(f"{file.name} asks for {names}, which DeepSpeed does not")
+
+
 def load_snapshot(run, engine) -> dict:
     """Go on from the snapshot that ``--resume`` means, or begin; and watch the engine.
 
@@ -91,9 +104,11 @@ def load_snapshot(run, engine) -> dict:
     snapshot, path = run.store.find("scheduler"), run.store.resumed
     if snapshot:
         try:
-            trust.check_pickles(path / "zero", IN_CHECKPOINTS)
+            check_pickles(path / "zero")
             found, _ = engine.load_checkpoint(path, "zero")
-        except Exception as error:  # untrusted, or of another stage or number of ranks
+        except (
+            Exception
+        ) as error:  # untrusted, or of another form, stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:

@@ -281,7 +281,7 @@ def stand_in_for_numbers(fake, common, harness):
     common.evaluate, torch.save, torch.utils.swap_tensors = evaluate_all, save_fakes, swap_fakes
     FakeTensor.tolist = lambda t: t.known.tolist() if hasattr(t, "known") else tolist(t)
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
-    harness.stop.StopRequest.count_votes = lambda request, votes: None  # nobody wants to
+    harness.stop.StopRequest.vote = lambda request, step: None  # nobody wants to
 
 
 def stand_in_for_drivers(fake, harness):

@@ -3,6 +3,7 @@
 import sys
 import types
 
+import pytest
 import torch
 
 from harness import gpus
@@ -19,14 +20,8 @@ class NVML(types.SimpleNamespace):
     def nvmlInit(self):
         pass
 
-    def nvmlDeviceGetCount(self):
-        return len(self.busy)
-
-    def nvmlDeviceGetHandleByIndex(self, i):
-        return list(self.busy)[i]
-
-    def nvmlDeviceGetUUID(self, gpu):
-        return gpu
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return uuid
 
     def nvmlDeviceGetUtilizationRates(self, gpu):
         if self.busy[gpu] is None:
@@ -35,6 +30,14 @@ class NVML(types.SimpleNamespace):
 
     def nvmlDeviceGetPowerManagementLimit(self, gpu):
         return {"GPU-a": 250_000, "GPU-b": 700_000}.get(gpu, 300_000)
+
+
+@pytest.fixture(autouse=True)
+def three_gpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", NVML())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    uuids = [types.SimpleNamespace(uuid=uuid) for uuid in ("a", "b", "split")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: uuids[gpu.index])
 
 
 def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
@@ -55,12 +58,9 @@ def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
 
 def test_without_the_bindings_there_are_no_figures(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert gpus.utilization() == {}
+    assert set(gpus.utilization().values()) == {None} and gpus.power_limits() == []
 
 
 def test_power_limits_are_of_the_visible_gpus(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", NVML())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    properties = types.SimpleNamespace(uuid="b")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert gpus.power_limits() == ["700 W"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # of three
+    assert gpus.power_limits() == ["250 W", "700 W"]

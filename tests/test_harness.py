@@ -1,7 +1,6 @@
 """The parts of harness/ by themselves."""
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -10,7 +9,7 @@ import pytest
 import torch
 from conftest import launch
 
-from harness import clock, command_line, phases, ranks, stop, trace
+from harness import clock, phases, ranks, stop, trace
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
@@ -144,59 +143,31 @@ def test_mpirun_says_how_many_ranks_are_here(monkeypatch):
 
 
 class Ranks:
-    """Stands in for torch.distributed: what several ranks would sum."""
+    """Stands in for torch.distributed: another rank was sent SIGTERM, at the fifth vote."""
 
-    def __init__(self, others):
-        self.others, self.calls = others, 0
+    ReduceOp, calls = torch.distributed.ReduceOp, 0
 
     def get_backend(self):
         return "gloo"
 
-    def all_reduce(self, votes, async_op):
-        assert async_op
+    def all_reduce(self, votes, op, async_op):
+        assert async_op and op == self.ReduceOp.MAX
         self.calls += 1
-        added = torch.tensor(self.others, dtype=votes.dtype)
-        return argparse.Namespace(wait=lambda: votes.add_(added))
+        votes[0] = float(signal.SIGTERM) * (self.calls == 5)
+        return argparse.Namespace(wait=lambda: None)
 
 
-def test_a_vote_is_read_one_step_later(monkeypatch):
+@pytest.mark.parametrize("seconds, last", [(0.001, 2002), (0.1, 22), (0.6, 6), (5, 6)])
+def test_votes_come_about_twice_a_second(seconds, last, monkeypatch):
+    """And are read one step later; a slow step has a vote each."""
     monkeypatch.setattr(stop, "WORLD_SIZE", 2)
-    monkeypatch.setattr(stop, "dist", dist := Ranks(others=[1, 0]))
+    monkeypatch.setattr(stop, "dist", Ranks())
+    now = 0.0
+    monkeypatch.setattr(stop.time, "perf_counter", lambda: now)
     request = stop.StopRequest()
-    request.vote_between_prints(1)
-    assert dist.calls == 1 and not request.agreed
-    request.vote_between_prints(2)
-    assert request.agreed == signal.SIGTERM
-
-
-@pytest.mark.parametrize("seconds, votes", [(0.01, 0), (0.25, 5), (0.6, 19), (5, 19)])
-def test_votes_come_about_once_a_second(seconds, votes, monkeypatch):
-    """At the latest two seconds after the signal, or one step: a slow step has a vote each."""
-    monkeypatch.setattr(stop, "WORLD_SIZE", 2)
-    monkeypatch.setattr(stop, "dist", dist := Ranks(others=[0, 0]))
-    request = stop.StopRequest()
-    request.set_pace(seconds)
-    for step in range(1, 20):
-        request.vote_between_prints(step)
-    assert abs(dist.calls - votes) <= 1 and not request.agreed
-
-
-# -------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's abstract names of sockets")
-@pytest.mark.parametrize("launch", ["a", "a" * 200])
-def test_only_one_rank_speaks(launch, monkeypatch):
-    """Of a launch; the name that it takes is free again when it has ended."""
-    name = f"{launch} {os.getpid()}"
-    monkeypatch.setattr(command_line, "launch_id", lambda: name)
-    monkeypatch.setattr(command_line, "WORLD_SIZE", 2)
-
-    def speaks_in_another_process():
-        if not (child := os.fork()):
-            os._exit(command_line.speaks_first())
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    assert speaks_in_another_process() == 1
-    assert command_line.speaks_first() and not command_line.speaks_first()
-    assert speaks_in_another_process() == 0
+    for step in range(1, 3000):
+        now += seconds
+        request.vote(step)
+        if request.agreed:
+            break
+    assert request.agreed == signal.SIGTERM and step == pytest.approx(last, abs=1 + last // 100)
