@@ -85,14 +85,10 @@ class RemoteStore(SnapshotStore):
 
     # -------------------------------------------------------------------------- what is resumed
 
-    def newest_of_this_launch(self) -> Path | None:
-        self.fetch_own()
-        return super().newest_of_this_launch()
-
-    def asked_for(self) -> Path | None:
-        if self.args.resume == "auto":
+    def choose(self, restarted: bool) -> Path | None:
+        if restarted or self.args.resume == "auto":
             self.fetch_own()
-        return super().asked_for()
+        return super().choose(restarted)
 
     def own_id(self) -> bytes | None:
         path = self.output_dir / RUN_ID

@@ -67,6 +67,30 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
+class NotSaved(Exception):
+    """A snapshot could not be written: why, in words."""
+
+
+def together(task: Callable, *args, on_first: bool = False) -> list:
+    """What a task returns on every rank. All ranks call it.
+
+    Args:
+        on_first: only rank 0 does it; the others wait.
+
+    Raises:
+        NotSaved: if it failed on any rank; on all of them.
+    """
+    why = result = None
+    try:
+        result = task(*args) if RANK == 0 or not on_first else None
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    everyone = gather_objects((why, result))
+    if failures := [why for why, _ in everyone if why]:
+        raise NotSaved(failures[0])
+    return [result for _, result in everyone]
+
+
 def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> str | None:
     """Write a snapshot that is there whole or not at all, and drop all but the last two.
 
@@ -82,44 +106,37 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
         ``None``, or why it could not be written, on all ranks. What was there before still is.
     """
     part = folder.with_name(f".{folder.name}.part")
-
-    def prepare(_):
+    try:
+        together(make_room, part, needed, on_first=True)
+        together(write, part)
+        [names, *_] = together(list_files, part, on_first=True)
+        sums = together(bring_to_disk, part, names[RANK::WORLD_SIZE])
+        together(seal_and_rename, part, folder, sums, on_first=True)
+    except NotSaved as error:
+        free = "unknown"
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(folder.parent).free:,}"
         if RANK == 0:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            for old in folder.parent.glob(".*.part"):  # of an attempt that was killed
-                shutil.rmtree(old)
-            if shutil.disk_usage(folder.parent).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            part.mkdir()
-
-    def fill(_):
-        write(part)
-
-    def share_names(_):
-        return list_files(part) if RANK == 0 else None
-
-    def bring_to_disk(lists):
-        names = lists[0][RANK::WORLD_SIZE]
-        for name in names:
-            sync(part / name)
-        return {name: sha256(part / name) for name in names}
-
-    def publish(sums):
-        if RANK == 0:
-            seal_and_rename(part, folder, sums)
-
-    results = []  # of all ranks, of the stage before
-    for stage in (prepare, fill, share_names, bring_to_disk, publish):
-        failure = result = None
-        try:
-            result = stage(results)
-        except (OSError, RuntimeError) as error:
-            failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        everyone = gather_objects((failure, result))
-        if failures := [why for why, _ in everyone if why]:
-            return describe_failure(folder, needed, part, failures[0])
-        results = [result for _, result in everyone]
+            shutil.rmtree(part, ignore_errors=True)
+        return f"{folder} could not be written ({error}; {needed:,} bytes needed, {free} free)"
     return None
+
+
+def make_room(part: Path, needed: int) -> None:
+    """Make the folder of a snapshot that is to come, if it fits."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    for old in part.parent.glob(".*.part"):  # of an attempt that was killed
+        shutil.rmtree(old)
+    if shutil.disk_usage(part.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    part.mkdir()
+
+
+def bring_to_disk(part: Path, names: list[str]) -> dict[str, str]:
+    """This rank's share of the files, and the checksum of each."""
+    for name in names:
+        sync(part / name)
+    return {name: sha256(part / name) for name in names}
 
 
 def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> None:
@@ -134,16 +151,6 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
     sync(folder.parent)
     for old in list_snapshots(folder.parent)[2:]:
         shutil.rmtree(old, ignore_errors=True)  # the new one is there in any case
-
-
-def describe_failure(folder: Path, needed: int, part: Path, why: str) -> str:
-    """Tidy up after a snapshot that could not be written, and say what would have been needed."""
-    free = "unknown"
-    with contextlib.suppress(OSError):
-        free = f"{shutil.disk_usage(folder.parent).free:,}"
-    if RANK == 0:
-        shutil.rmtree(part, ignore_errors=True)
-    return f"{folder} could not be written ({why}; {needed:,} bytes needed, {free} free)"
 
 
 # ------------------------------------------------------------------------------ those of one run
@@ -221,62 +228,60 @@ class SnapshotStore:
 
     def find(self, needed: str) -> dict | None:
         """What ``state.pt`` holds of the snapshot to resume from, identical on every rank; its path
-        is :attr:`resumed`.
-
-        A run that its launcher restarts resumes from its own newest, and any other from the one
-        that ``--resume`` means. One that does not verify is named and left out.
+        is :attr:`resumed`. ``None`` if the run is to begin.
 
         Args:
             needed: an entry that the snapshots of this script have.
-
-        Returns:
-            ``None`` if the run is to begin.
         """
         fetch_input(self.args.resume, "--resume")  # by all ranks; below it is here already
-        path = None
-        restarted = max_over_ranks([RESTARTS])[0]  # each machine counts its own
-        if RANK == 0:
-            path = self.newest_of_this_launch() if restarted else None
-            path = path or self.asked_for()
-        [path, *_] = gather_objects(path)
-        self.resumed = path
-        if path is None:
+        restarted = max_over_ranks([RESTARTS])[0] > 0  # each machine counts its own
+        [self.resumed, *_] = gather_objects(self.choose(restarted) if RANK == 0 else None)
+        if self.resumed is None:
             return None
-        self.bring(path)
-        if not path.exists():
-            fail(f"{path} is not on this machine; give an --output-dir that all machines share")
-        snapshot = load_file(path / "state.pt", "--resume")
+        self.bring(self.resumed)
+        if not self.resumed.exists():
+            fail(
+                f"{self.resumed} is not on this machine; give an --output-dir that all machines "
+                "share"
+            )
+        snapshot = load_file(self.resumed / "state.pt", "--resume")
+        self.check(snapshot, needed)
+        return snapshot
+
+    def check(self, snapshot: dict, needed: str) -> None:
+        """End the run if it cannot go on from a snapshot."""
         if "job" not in snapshot:
             fail(
-                f"--resume {path} holds no snapshot of these scripts as they are now; give another"
+                f"--resume {self.resumed} holds no snapshot of these scripts as they are now; give "
+                "another"
             )
         for name, ours in self.about["job"].items():
             theirs = snapshot["job"].get(name)
             if theirs != ours:
                 flag = f"--{name.replace('_', '-')}"
                 fail(
-                    f"--resume {path} is of a run with {flag} {theirs}, and this one has {ours}; "
-                    "give the same, or --resume none"
+                    f"--resume {self.resumed} is of a run with {flag} {theirs}, and this one has "
+                    f"{ours}; give the same, or --resume none"
                 )
         if needed not in snapshot:
             fail(
-                f"--resume {path} was written by {snapshot['technique']}.py, in another form than "
-                f"{SCRIPT}.py reads; give one of its own, or take a model.pt to --weights"
+                f"--resume {self.resumed} was written by {snapshot['technique']}.py, in another "
+                f"form than {SCRIPT}.py reads; give one of its own, or take a model.pt to --weights"
             )
-        return snapshot
 
-    def newest_of_this_launch(self) -> Path | None:
-        """After a restart, the newest snapshot of the attempts before."""
-        good = self.good_ones(self.folder)
-        return next((path for path, launch in good if launch == launch_id()), None)
+    def choose(self, restarted: bool) -> Path | None:
+        """The snapshot to resume from. A run that its launcher restarts has one of its own, if it
+        came so far; any other that which ``--resume`` means."""
+        own = self.good_ones(self.folder, launch_id()) if restarted else iter(())
+        return next(own, None) or self.asked_for()
 
     def asked_for(self) -> Path | None:
         """The snapshot that ``--resume`` means. It may name one, or a folder with several."""
-        if self.args.resume == "none":
+        asked, folder = self.args.resume, self.folder
+        if asked == "none":
             return None
-        folder = self.folder
-        if self.args.resume != "auto":
-            folder = fetch_input(self.args.resume, "--resume")
+        if asked != "auto":
+            folder = fetch_input(asked, "--resume")
             if not folder.exists():
                 fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
             if (self.output_dir / "previous").resolve() in folder.resolve().parents:
@@ -287,28 +292,25 @@ class SnapshotStore:
                 return folder
             if (folder / "snapshots").is_dir():
                 folder = folder / "snapshots"
-            if not list_snapshots(folder):
-                fail(
-                    f"--resume {folder} holds no snapshot; give a folder such as "
-                    "snapshots/step-00001000 (model.pt goes to --weights)"
-                )
-        found = next((path for path, _ in self.good_ones(folder)), None)
-        if found is None and self.args.resume != "auto":
-            fail(f"--resume {self.args.resume} holds no good snapshot; give another, or none")
+        found = next(self.good_ones(folder), None)
+        if found is None and asked != "auto":
+            fail(
+                f"--resume {asked} holds no good snapshot; give a folder such as "
+                "snapshots/step-00001000 (model.pt goes to --weights)"
+            )
         return found
 
-    def good_ones(self, folder: Path) -> Iterator[tuple[Path, str]]:
-        """Those that verify, newest first, each with the launch that wrote it."""
+    def good_ones(self, folder: Path, launch: str | None = None) -> Iterator[Path]:
+        """Those that verify, newest first; others are named.
+
+        Args:
+            launch: only those that it wrote.
+        """
         for path in list_snapshots(folder):
-            damage = find_damage(path)
-            if not damage:
-                state = load_file(path / "state.pt", "--resume")
-                step = state.get("run", {}).get("step", 0)
-                if path.name.split("-")[1] == f"{step:08}":
-                    yield path, state.get("launch")
-                    continue
-                damage = f"it is of step {step}"
-            print0(f"snapshot {path} is damaged and left out: {damage}")
+            if damage := find_damage(path):
+                print0(f"snapshot {path} is damaged and left out: {damage}")
+            elif launch in (None, load_file(path / "state.pt", "--resume").get("launch")):
+                yield path
 
     def archive_previous_run(self) -> None:
         """Move what an earlier run left in this folder to ``previous/``, and drop its curves and

@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from harness.command_line import ArgumentParser, fail, positive
-from harness.download import fetch
 from harness.loaders import Unreadable
 from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
 from harness.remote import fetch_input
 from harness.task_data import TaskData
+from jobs.download import fetch
 
 # torchvision is imported where it is used: four ranks that share two cores take seconds over it,
 # and a run should show its first line before that.
@@ -224,7 +224,7 @@ def how_many(args: argparse.Namespace, split: str, available: int) -> int:
 
 
 def fetch_cifar10(data_dir: Path) -> str | None:
-    """Download CIFAR-10 if it is missing; see :func:`harness.download.fetch`."""
+    """Download CIFAR-10 if it is missing; see :func:`jobs.download.fetch`."""
     from torchvision.datasets import CIFAR10
 
     def download():

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from harness.command_line import fail, import_optional
-from harness.download import why_unreachable
 from harness.ranks import print0
 from harness.remote import fetch_input
 from harness.task_data import TaskData
+from jobs.download import why_unreachable
 
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]

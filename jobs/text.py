@@ -12,10 +12,10 @@ from torch import Tensor
 
 import jobs.gpt
 from harness.command_line import ArgumentParser, fail, number, positive
-from harness.download import fetch
 from harness.ranks import print0
 from harness.remote import fetch_input
 from harness.task_data import TaskData
+from jobs.download import fetch
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
@@ -203,7 +203,7 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 def fetch_shakespeare(data_dir: Path) -> str | None:
     """Download a million characters of Shakespeare (Karpathy 2015) if they are missing; see
-    :func:`harness.download.fetch`."""
+    :func:`jobs.download.fetch`."""
     path = data_dir / SHAKESPEARE
 
     def download():

@@ -106,9 +106,7 @@ def load_snapshot(run, engine) -> dict:
         try:
             check_pickles(path / "zero")
             found, _ = engine.load_checkpoint(path, "zero")
-        except (
-            Exception
-        ) as error:  # untrusted, or of another form, stage or number of ranks
+        except Exception as error:  # untrusted, or of another form, stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
