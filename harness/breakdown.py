@@ -64,7 +64,7 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
     return {"rank": slowest, "late_ms": spread(late)["p50"]}
 
 
-def in_a_line(result: dict) -> str:
+def describe_step(result: dict) -> str:
     """What is said when a run ends: shares of the ranks' mean, and who is late."""
     found, shares = result["breakdown"], {}
     for rank in found["ranks"]:

@@ -45,20 +45,6 @@ def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> 
     return dict(zip(kept, map(int, max_over_ranks(list(kept.values()))), strict=True))
 
 
-def peak_memory(clock: StepClock) -> dict[str, float]:
-    """GiB of the training steps, the largest of all ranks; they all call it."""
-    clock.pause()  # which reads it, where there was no step
-    memory = dict(clock.peak_memory)
-    if clock.on_gpu:
-        memory["dataset"] = clock.data_gib  # no part of the others
-    return dict(zip(memory, max_over_ranks(list(memory.values())), strict=True))
-
-
-def uuids_of_all(devices: list[torch.device]) -> list[str]:
-    """The GPUs of all ranks; they all call it."""
-    return [uuid for uuids in gather_objects(gpu_uuids(devices)) for uuid in uuids]
-
-
 def precision_of(args, model: nn.Module) -> str:
     """Of the computation, or else of the parameters."""
     if getattr(args, "dtype", "float32") != "float32":
@@ -78,10 +64,14 @@ def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
 
 
 def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
-    """What result.json says of all ranks; they all call it."""
+    """What result.json says of all ranks; they all call it. Peak memory, in GiB, is of the training
+    steps, and the largest of all ranks; a dataset that is kept on the GPU is no part of it."""
+    clock.pause()  # which reads the memory, where there was no step
+    memory = clock.peak_memory | ({"dataset": clock.data_gib} if clock.on_gpu else {})
+    memory = dict(zip(memory, max_over_ranks(list(memory.values())), strict=True))
     return {
-        "gpu_uuids": uuids_of_all(clock.devices),
-        "peak_memory_gib": {"allocated": None, "reserved": None} | peak_memory(clock),
+        "gpu_uuids": [uuid for own in gather_objects(gpu_uuids(clock.devices)) for uuid in own],
+        "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
         "state_bytes": count_state_bytes(model, optimizer, **held),
         "breakdown": break_down(clock),
     }
@@ -125,12 +115,12 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
     }
 
 
-def write(result: dict, folder: Path) -> None:
+def write_result(result: dict, folder: Path) -> None:
     """Write ``result.json``."""
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
-def in_a_line(result: dict) -> str:
+def describe_end(result: dict) -> str:
     """What is said when a run ends."""
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
     rate = result["rate"]

@@ -271,9 +271,9 @@ class Run:
         if RANK == 0:
             found = result.describe(self.args, self.train_set, self.state, self.clock, model)
             found |= figures
-            result.write(found, self.store.output_dir)
+            result.write_result(found, self.store.output_dir)
             self.display.close(result.hparams(self.args, found))
-            print0(breakdown.in_a_line(found))
-            print0(f"{result.in_a_line(found)}, files in {self.store.output_dir}")
+            print0(breakdown.describe_step(found))
+            print0(f"{result.describe_end(found)}, files in {self.store.output_dir}")
         self.store.copy_results()
         wait_for_gloo()

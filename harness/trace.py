@@ -30,7 +30,7 @@ class Look:
         options: of the profiler.
     """
 
-    found = None  # what trace_rows.measure() makes of a trace
+    found = None  # what trace_rows.sum_up() makes of a trace
 
     def __init__(self, lasts: int, **options):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the screen
@@ -87,7 +87,7 @@ class Tracer(Look):
     def write(self) -> None:
         trace = self.read()
         rows = trace_rows.make_rows(trace["traceEvents"], RANK)
-        self.found = trace_rows.measure(rows, self.steps)
+        self.found = trace_rows.sum_up(rows, self.steps)
         trace["traceEvents"] += rows
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f".{self.path.name}.part")

@@ -67,7 +67,7 @@ def spans(events: list[dict], within: list[dict] | None = None, without=()) -> S
     return [(begin, end - begin) for begin, end in found]
 
 
-def measure(rows: list[dict], steps: int) -> dict:
+def sum_up(rows: list[dict], steps: int) -> dict:
     """What result.json says of the traced steps: milliseconds of communication in each that lie
     under compute, and that do not; and how many collectives of each kind there are, with bytes."""
     of = {kind: [e for e in rows if e.get("cat") == kind] for kind in ROWS}

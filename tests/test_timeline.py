@@ -53,7 +53,7 @@ def test_rows_of_a_gpu():
     assert kinds["compute"] == [("compute", 50, 100), ("compute", 200, 100)]
     assert kinds["communication"] == [("all_reduce", 250, 150)]
     assert kinds["overlap"] == [("overlap", 250, 50)]
-    found = trace_rows.measure(rows, steps=1)
+    found = trace_rows.sum_up(rows, steps=1)
     assert found["overlapped_ms"] == 0.05 and found["exposed_ms"] == pytest.approx(0.1)
     assert found["collectives"] == {"all_reduce": {"per_step": 1, "bytes_per_step": 2000}}
 
