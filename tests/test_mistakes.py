@@ -110,10 +110,10 @@ SINGLE = [
     ),
     (
         "--resume {0}/run/model.pt",
-        ["{0}/run/model.pt", "holds no snapshot", "--weights"],
+        ["{0}/run/model.pt", "holds no good snapshot", "--weights"],
     ),
     ("--resume {0}/all_damaged", ["--resume {0}/all_damaged", "no good snapshot"]),
-    ("--resume {0}/no_test", ["{0}/no_test", "holds no snapshot"]),
+    ("--resume {0}/no_test", ["{0}/no_test", "holds no good snapshot"]),
     (
         "--resume {0}/run --model resnet34",
         ["resnet18", "resnet34", "--resume none"],
