@@ -114,7 +114,7 @@ def prepare_process(args: argparse.Namespace) -> None:
     if RANK == 0:
         folder = local_folder(args.output_dir)
         command_line.check_writable(folder, f"--output-dir {folder}")
-        remote.check_writable(args)
+        remote.check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)
 

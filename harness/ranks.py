@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -84,6 +85,30 @@ def gather_objects(value) -> list:
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
     return values
+
+
+class Failed(Exception):
+    """What a rank was to do failed: why, in words."""
+
+
+def together(task: Callable, *args, here: bool = True) -> list:
+    """What a task returns on every rank. All ranks call it.
+
+    Args:
+        here: whether this rank does it; otherwise it waits.
+
+    Raises:
+        Failed: if it failed on any rank; on all of them.
+    """
+    why = result = None
+    try:
+        result = task(*args) if here else None
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    everyone = gather_objects((why, result))
+    if failures := [why for why, _ in everyone if why]:
+        raise Failed(failures[0])
+    return [result for _, result in everyone]
 
 
 def max_over_ranks(values: list[float]) -> list[float]:

@@ -2,29 +2,34 @@
 
 import argparse
 import contextlib
+import errno
 import functools
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from harness.command_line import fail, import_optional, trim_url
-from harness.ranks import gather_objects, is_first_here, print0
+from harness.ranks import Failed, is_first_here, print0, together
 
-ANSWER = 15  # seconds for the first answer of a server
-SILENCE = 60  # seconds without a sign of life, later
-# The libraries' own patience is minutes:
-LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
+SILENCE = 60  # seconds without a sign of life
+# The libraries' own patience with a server that does not answer is minutes:
+ONCE = {"connect_timeout": 10, "retries": {"max_attempts": 1, "mode": "standard"}}
+LIMITS = {"s3": {"config_kwargs": ONCE}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
 
 RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded, and downloaded
 
 
-class RemoteError(Exception):
+class RemoteError(OSError):
     """A server did not do what it was asked to: where and why, in words."""
+
+    def __init__(self, why: str):
+        super().__init__(errno.EIO, why)
+
+    def __str__(self) -> str:
+        return self.strerror
 
 
 def is_url(place: object) -> bool:
@@ -40,101 +45,63 @@ def local_folder(place: Path | str, below: Path = RUNS) -> Path:
 
 
 def check_urls(args: argparse.Namespace) -> None:
-    """Check the URLs among the flags."""
+    """Whether fsspec can open the URLs among the flags, and we may write them down."""
     for name in ("output_dir", "resume", "data_dir", "weights"):
-        if is_url(getattr(args, name)):
-            check_url(getattr(args, name), f"--{name.replace('_', '-')}")
+        url, flag = str(getattr(args, name)), f"--{name.replace('_', '-')}"
+        if not is_url(url):
+            continue
+        protocol, _, rest = url.partition("://")
+        if set("*?[") & set(rest) or ".." in rest.split("/"):
+            shown = f"{protocol}://{rest.rpartition('@')[2]}"  # without a password
+            fail(f"{flag} {shown} has a *, ?, [ or .. in it; write the name of one place")
+        if urlsplit(url).password:
+            fail(
+                f"{flag} {protocol}://...: a password would be written into result.json; leave it "
+                f"out, and use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
+            )
+        try:
+            import_optional("fsspec").get_filesystem_class(protocol)
+        except ValueError:  # an unknown protocol
+            fail(f"{flag} {url}: fsspec knows no {protocol}://; give a folder, s3://, sftp://, ...")
+        except ImportError as error:  # it names the package
+            fail(f"{flag} {url}: {error}; pip install -r requirements-ecosystem.txt")
 
 
-def check_writable(args: argparse.Namespace) -> None:
-    """Check that ``--output-dir`` can be written, if it is a URL."""
-    if is_url(args.output_dir):
-        with or_fail("--output-dir", "give another"), tempfile.NamedTemporaryFile() as probe:
-            remote, file = Remote(args.output_dir), Path(probe.name)
-
-            def write():
-                remote.upload(file.parent, [file.name])
-                remote.remove(file.name)
-
-            with remote.connection("written"):
-                answer_within(ANSWER, write)
+def check_output_url(url: Path | str) -> None:
+    """See whether files can be written to ``--output-dir``, if it is a URL."""
+    if is_url(url):
+        with or_fail("give another"), tempfile.NamedTemporaryFile() as probe:
+            remote, file = Remote(url), Path(probe.name)
+            remote.upload(file.parent, [file.name])
+            remote.remove(file.name)
 
 
 @contextlib.contextmanager
-def or_fail(flag: str, advice: str) -> Iterator[None]:
+def or_fail(advice: str) -> Iterator[None]:
+    """Of ``--output-dir``."""
     try:
         yield
     except RemoteError as error:
-        fail(f"{flag} {error}; {advice}")
-
-
-def failure_of(transfer: Callable | None) -> str | None:
-    """Why a transfer failed on any rank. All ranks call it, with ``None`` if they transfer
-    nothing."""
-    failure = None
-    if transfer:
-        try:
-            transfer()
-        except RemoteError as error:
-            failure = str(error)
-    return next(filter(None, gather_objects(failure)), None)
-
-
-def check_url(url: str, flag: str) -> None:
-    """Whether fsspec can open such a URL, and we may write it down."""
-    protocol, _, rest = url.partition("://")
-    if set("*?[") & set(rest) or ".." in rest.split("/"):
-        shown = f"{protocol}://{rest.rpartition('@')[2]}"  # without a password
-        fail(f"{flag} {shown} has a *, ?, [ or .. in it; write the name of one place")
-    if urlsplit(url).password:
-        fail(
-            f"{flag} {protocol}://...: a password would be written into result.json; leave it out, "
-            f"and use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
-        )
-    try:
-        import_optional("fsspec").get_filesystem_class(protocol)
-    except ValueError:  # an unknown protocol
-        fail(f"{flag} {url}: fsspec knows no {protocol}://; give a folder, or s3://, sftp://, ...")
-    except ImportError as error:  # it names the package
-        fail(f"{flag} {url}: {error}; pip install -r requirements-ecosystem.txt")
-
-
-def answer_within(seconds: float, question: Callable):
-    """What a server answers. A thread asks, because not every library has a timeout, and looking up
-    a host obeys none; it may be left behind."""
-    answer = Future()
-
-    def ask():
-        try:
-            answer.set_result(question())
-        except Exception as error:  # of any library
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    if not wait([answer], seconds).done:
-        raise TimeoutError(f"no answer within {seconds} s")
-    return answer.result()
+        fail(f"--output-dir {error}; {advice}")
 
 
 class Remote:
     """A folder or a file elsewhere. Names are relative to it; ``""`` is the place itself."""
 
     def __init__(self, url: str):
-        self.url, self.fs, self.root = trim_url(url), None, ""
+        self.url, self.fs = trim_url(url), None
 
     @contextlib.contextmanager
     def connection(self, doing: str) -> Iterator:
-        """A file system of fsspec's, opened when it is first needed.
+        """A file system of fsspec's that begins at the place, opened when it is first needed.
 
         Args:
             doing: what could not be done, if that raises.
         """
         try:
-            if self.fs is None:
-                self.fs, self.root = answer_within(ANSWER, self.connect)
+            self.fs = self.fs or self.connect()
+            self.fs.invalidate_cache()
             yield self.fs
-        except RemoteError:
-            raise
         except Exception as error:  # of fsspec, botocore, paramiko, sockets: they share no class
             self.fs = None  # the next attempt begins with a new connection
             why = f"{type(error).__name__}: {error}"[:200]
@@ -142,6 +109,7 @@ class Remote:
 
     def connect(self):
         import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
 
         protocol = self.url.partition("://")[0]
         theirs = fsspec.config.conf.get(protocol, {})  # the user's own settings come first
@@ -149,34 +117,23 @@ class Remote:
         fs, root = fsspec.url_to_fs(self.url, skip_instance_cache=True, **limits)
         if hasattr(fs, "ftp"):  # of paramiko, which would wait for ever
             fs.ftp.get_channel().settimeout(SILENCE)
-        return fs, root
-
-    def path(self, *names: str) -> str:
-        return "/".join([self.root.rstrip("/"), *filter(None, names)]) or "/"
+        return DirFileSystem(root, fs, skip_instance_cache=True)
 
     def list_files(self, below: str = "") -> dict[str, int]:
         """The size of each file, by name; of none, if nothing is there."""
-        with self.connection("read") as fs:
-            place = self.path(below)
-            fs.invalidate_cache()
-            if answer_within(ANSWER, lambda: fs.isfile(place)):
-                return {"": fs.size(place)}
+        with self.connection("read") as there, contextlib.suppress(FileNotFoundError):
+            if there.isfile(below):
+                return {below: there.size(below)}
             # Else a folder that cannot be read is left out. Object stores list all in one request.
-            strict = {} if fs.async_impl else {"on_error": "raise"}
-            try:
-                found = fs.find(place, detail=True, **strict)
-            except FileNotFoundError:
-                return {}
-            return {
-                path.removeprefix(place).strip("/"): info["size"]
-                for path, info in found.items()
-                if info["type"] == "file" and not path.endswith("/")
-            }
+            strict = {} if there.fs.async_impl else {"on_error": "raise"}
+            found = there.find(below, detail=True, **strict).items()
+            return {name: info["size"] for name, info in found if info["type"] == "file"}
+        return {}
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file; ``None`` if there is none."""
-        with self.connection("read") as fs, contextlib.suppress(FileNotFoundError):
-            return fs.cat_file(self.path(name))
+        with self.connection("read") as there, contextlib.suppress(FileNotFoundError):
+            return there.cat_file(name)
 
     def download(self, sizes: dict[str, int], target: Path) -> None:
         """Fetch files into a folder (``""``: into the file ``target``).
@@ -184,32 +141,25 @@ class Remote:
         Args:
             sizes: as :meth:`list_files` has them.
         """
-        with self.connection("read") as fs:
+        with self.connection("read") as there:
             for name in sizes:
                 if ".." in name.split("/"):
                     raise ValueError(f"it holds a file named {name}")
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
-            fs.get([self.path(name) for name in sizes], [str(target / n) for n in sizes])
+            there.get(list(sizes), [str(target / name) for name in sizes])
             for name, size in sizes.items():
                 if size and (target / name).stat().st_size != size:
                     raise EOFError(f"{name} is cut off")
 
-    def upload(self, folder: Path, names: list[str], below: str = "") -> None:
+    def upload(self, folder: Path, names: list[str]) -> None:
         """Copy files of a local folder."""
-        with self.connection("written") as fs:
-            fs.put([str(folder / name) for name in names], [self.path(below, n) for n in names])
-
-    def move(self, name: str, other: str) -> None:
-        """Give a file another name, and take the place of one that has it."""
-        with self.connection("written") as fs:
-            fs.makedirs(self.path(other).rpartition("/")[0], exist_ok=True)
-            fs.mv(self.path(name), self.path(other))
+        with self.connection("written") as there:
+            there.put([str(folder / name) for name in names], names)
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it is there."""
-        with self.connection("written") as fs, contextlib.suppress(FileNotFoundError):
-            fs.invalidate_cache()
-            fs.rm(self.path(name), recursive=True)
+        with self.connection("written") as there, contextlib.suppress(FileNotFoundError):
+            there.rm(name, recursive=True)
 
 
 # ------------------------------------------------------------------------------ what a run reads
@@ -221,18 +171,19 @@ def fetch_input(place: Path | str, flag: str) -> Path:
     downloaded, once in a process, by the first rank of each machine. All ranks call it."""
     if not is_url(place):
         return Path(place)
-    path = local_folder(place, DATA)
-    download = functools.partial(fetch, Remote(place), path, again=flag != "--data-dir")
-    if failure := failure_of(download if is_first_here() else None):
-        fail(f"{flag} {failure}; give another, or a local path")
+    path, again = local_folder(place, DATA), flag != "--data-dir"
+    try:
+        together(fetch_files, Remote(place), path, again, here=is_first_here())
+    except Failed as error:
+        fail(f"{flag} {error}; give another, or a local path")
     return path
 
 
-def fetch(remote: Remote, place: Path, again: bool) -> None:
+def fetch_files(remote: Remote, place: Path, again: bool) -> None:
     """Download a file, or a folder with all that is below it.
 
     Args:
-        again: anew, whatever is here already.
+        again: anew, whatever is here already. Otherwise what has the same size is kept.
     """
     sizes = remote.list_files()
     if not sizes:
@@ -241,12 +192,10 @@ def fetch(remote: Remote, place: Path, again: bool) -> None:
         shutil.rmtree(place, ignore_errors=True)
         place.unlink(missing_ok=True)
     here = {p.relative_to(place).as_posix(): p for p in place.rglob("*") if p.is_file()}
-    if place.is_file():
-        here = {"": place}
+    here = {"": place} if place.is_file() else here
     for name in here.keys() - sizes.keys():  # what is read must be what is there
         if not Path(name).name.startswith("."):
-            why = "remove it, or put it there, too"
-            raise RemoteError(f"{here[name]} is not in {remote.url}; {why}")
+            raise RemoteError(f"{here[name]} is not in {remote.url}; remove it, or put it there")
     missing = {n: s for n, s in sizes.items() if n not in here or here[n].stat().st_size != s}
     if missing:
         total = sum(size or 0 for size in missing.values())

@@ -20,10 +20,12 @@ from harness.ranks import (
     RESTARTS,
     SCRIPT,
     WORLD_SIZE,
+    Failed,
     gather_objects,
     launch_id,
     max_over_ranks,
     print0,
+    together,
 )
 from harness.remote import fetch_input, local_folder
 
@@ -67,30 +69,6 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
-class NotSaved(Exception):
-    """A snapshot could not be written: why, in words."""
-
-
-def together(task: Callable, *args, on_first: bool = False) -> list:
-    """What a task returns on every rank. All ranks call it.
-
-    Args:
-        on_first: only rank 0 does it; the others wait.
-
-    Raises:
-        NotSaved: if it failed on any rank; on all of them.
-    """
-    why = result = None
-    try:
-        result = task(*args) if RANK == 0 or not on_first else None
-    except (OSError, RuntimeError) as error:
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    everyone = gather_objects((why, result))
-    if failures := [why for why, _ in everyone if why]:
-        raise NotSaved(failures[0])
-    return [result for _, result in everyone]
-
-
 def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> str | None:
     """Write a snapshot that is there whole or not at all, and drop all but the last two.
 
@@ -107,12 +85,12 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
     """
     part = folder.with_name(f".{folder.name}.part")
     try:
-        together(make_room, part, needed, on_first=True)
+        together(make_room, part, needed, here=RANK == 0)
         together(write, part)
-        [names, *_] = together(list_files, part, on_first=True)
+        [names, *_] = together(list_files, part, here=RANK == 0)
         sums = together(bring_to_disk, part, names[RANK::WORLD_SIZE])
-        together(seal_and_rename, part, folder, sums, on_first=True)
-    except NotSaved as error:
+        together(seal_and_rename, part, folder, sums, here=RANK == 0)
+    except Failed as error:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder.parent).free:,}"
@@ -205,8 +183,8 @@ class SnapshotStore:
 
     # What these four do where a folder is elsewhere is in mirror.py:
 
-    def bring(self, path: Path) -> None:
-        """See to it that a snapshot is on every machine. All ranks call it."""
+    def fetch(self) -> None:
+        """Bring what is elsewhere to every machine. All ranks call it."""
 
     def copy_snapshot(self, folder: Path) -> str | None:
         """Copy what was just written. Returns why that failed, on all ranks, which all call it."""
@@ -235,10 +213,11 @@ class SnapshotStore:
         """
         fetch_input(self.args.resume, "--resume")  # by all ranks; below it is here already
         restarted = max_over_ranks([RESTARTS])[0] > 0  # each machine counts its own
+        if restarted or self.args.resume == "auto":
+            self.fetch()
         [self.resumed, *_] = gather_objects(self.choose(restarted) if RANK == 0 else None)
         if self.resumed is None:
             return None
-        self.bring(self.resumed)
         if not self.resumed.exists():
             fail(
                 f"{self.resumed} is not on this machine; give an --output-dir that all machines "
