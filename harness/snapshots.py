@@ -288,7 +288,12 @@ class SnapshotStore:
         for path in list_snapshots(folder):
             if damage := find_damage(path):
                 print0(f"snapshot {path} is damaged and left out: {damage}")
-            elif launch in (None, load_file(path / "state.pt", "--resume").get("launch")):
+                continue
+            state = load_file(path / "state.pt", "--resume")
+            step = state.get("run", {}).get("step", 0)
+            if path.name.split("-")[1] != f"{step:08}":  # files of an older one, all of them
+                print0(f"snapshot {path} is damaged and left out: it is of step {step}")
+            elif launch in (None, state.get("launch")):
                 yield path
 
     def archive_previous_run(self) -> None:

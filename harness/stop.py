@@ -40,7 +40,7 @@ class StopRequest:
         if self.pending:
             (votes, wait), self.pending = self.pending, None
             wait()
-            signum, pace = votes.tolist()
+            signum, pace = votes.numpy()
             self.agreed = self.agreed or int(signum)
             self.next_vote = self.voted[0] + max(1, int(VOTE_EVERY / pace))
         if WORLD_SIZE > 1 and step >= self.next_vote:

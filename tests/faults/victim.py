@@ -142,24 +142,23 @@ if RANK == 0:
     before(os, "replace", "before rename")
     before(snapshots, "list_snapshots", "after rename")  # looks for older ones then
 else:
-    write_snapshot, gather_objects = snapshots.write_snapshot, snapshots.gather_objects
-    waits = 0  # in the present snapshot
+    write_snapshot, together = snapshots.write_snapshot, snapshots.together
+    stages = 0  # of the present snapshot
 
     def write_and_count(*args):
-        global waits
-        waits = 0
+        global stages
+        stages = 0
         return write_snapshot(*args)
 
-    def gather_and_count(value):
-        global waits
-        waits += 1
-        happen({2: "during write", 5: "before rename"}.get(waits))
-        values = gather_objects(value)
-        if waits == 5:
+    def together_and_count(*args, **kwargs):
+        global stages
+        stages += 1
+        happen({2: "during write", 5: "before rename"}.get(stages))
+        results = together(*args, **kwargs)
+        if stages == 5:
             happen("after rename")
-        return values
+        return results
 
-    snapshots.write_snapshot = write_and_count
-    snapshots.gather_objects = gather_and_count
+    snapshots.write_snapshot, snapshots.together = write_and_count, together_and_count
 
 runpy.run_path(script, run_name="__main__")
