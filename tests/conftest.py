@@ -307,16 +307,16 @@ def no_process_is_left():
 @pytest.fixture(scope="module")
 def train(request, tmp_path_factory):
     """A function that trains by (script, world size, flags), on the `JOB` of the file of tests, and
-    through its `THROUGH`, if it has one.
+    through its `THROUGH`, if it has one, or another program.
 
     It returns what `read_run` does. The same run is done only once.
     """
-    through = getattr(request.module, "THROUGH", "")
+    usual = getattr(request.module, "THROUGH", "")
     folder = tmp_path_factory.mktemp("runs")
     runs = {}
 
-    def get(script, world_size=1, flags=""):
-        key = script, world_size, flags
+    def get(script, world_size=1, flags="", through=usual):
+        key = script, world_size, flags, through
         output = folder / str(len(runs))
         if key not in runs:
             name, _, own_flags = script.partition(" ")

@@ -1,6 +1,7 @@
 """The contract of every technique, on a GPT in float64: it ends with the weights of the single
-process, goes on at another number of ranks or in another script, and loses no bit when it is
-stopped or killed. A new technique adds a line to TECHNIQUES, GOES_ON and SAME_BITS."""
+process, keeps and sends what theory says, goes on at another number of ranks or in another script,
+and loses no bit when it is stopped or killed. A new technique adds a line to TECHNIQUES, THEORY,
+GOES_ON and SAME_BITS."""
 
 import signal
 from typing import NamedTuple
@@ -8,13 +9,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import cases, launcher, read_run, snapshots, started, succeed, wait_for
-from test_bytes import KEPT
+from test_bytes import KEPT, SENT
 from test_parity import relative_difference
 
 # Twelve heads and positions, and eight blocks: two, three and four ranks can divide them.
+LAYERS, WIDTH, CONTEXT, BATCH, TOKENS = 8, 24, 12, 24, 27  # TOKENS: of the vocabulary
 JOB = (
-    "--model gpt-8x12x24 --context 12 --dataset synthetic --train-samples 150 --eval-samples 20 "
-    "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
+    f"--model gpt-{LAYERS}x12x{WIDTH} --context {CONTEXT} --dataset synthetic --train-samples 150 "
+    f"--eval-samples 20 --batch-size {BATCH} --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
 )
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
 TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
@@ -70,36 +72,138 @@ PARITY = [
 USUAL = [(t.script, t.ranks[0], t.usual, t.model) for t in TECHNIQUES if t.script not in FULL]
 
 
+# ----------------------------------------------------------------------------- kept and sent
+# Bytes, in fp32, that a rank keeps of the parameters, and sends in a step in the mean over ranks.
+
+MATRICES = 4 * LAYERS * 12 * WIDTH**2  # bytes, of the blocks
+NORMS = 4 * LAYERS * 4 * WIDTH
+FIRST, LAST = 4 * (TOKENS + CONTEXT) * WIDTH, 4 * (TOKENS + 2) * WIDTH  # embeddings; norm, head
+WHOLE = MATRICES + NORMS + FIRST + LAST
+EXPERT = MATRICES * 8 / 12  # bytes, of one expert in each block
+A = 4 * BATCH * CONTEXT * WIDTH  # bytes between two layers
+
+
+def share(n):
+    return (n - 1) / n
+
+
+def tensor(n, tp=None):
+    """Bytes of parameters, and sent in the blocks."""
+    return MATRICES / n + WHOLE - MATRICES, 8 * LAYERS * A * share(n)
+
+
+def sequence(n):
+    matrices = MATRICES + FIRST + LAST - 4 * 2 * WIDTH  # all but norms
+    _, sent = tensor(n)
+    sent += 4 * A * share(n)  # before the first block and after the last
+    return matrices / n + WHOLE - matrices, sent
+
+
+def grid(n, tp=2):
+    rows = n // tp
+    rest = WHOLE - MATRICES
+    # Gathered twice and reduce-scattered; what is in no block stays gathered until backward.
+    of_part = (3 * (MATRICES / tp + NORMS) + 2 * (rest - NORMS)) * share(rows)
+    return (MATRICES / tp + rest) / rows, tensor(tp)[1] / rows + of_part
+
+
+def pipeline(n, cuts=1, ends=max):
+    """``cuts``: between two ranks."""
+    return (MATRICES + NORMS) / n + ends((FIRST, LAST)), 2 * A * cuts * (n - 1) / n
+
+
+def looped(n):
+    return pipeline(n)[0], 2 * A * (2 * n - 1) / n
+
+
+def in_a_v(n):
+    return pipeline(n, cuts=2, ends=sum)
+
+
+def context(of_layer):
+    return lambda n: (WHOLE, 2 * WHOLE * share(n) + LAYERS * A * of_layer(n) * share(n))
+
+
+def experts(e, k):
+    def of(n):
+        shared = WHOLE - EXPERT + 4 * LAYERS * e * WIDTH  # and the routers
+        sent = 2 * shared * share(n) + 4 * k * LAYERS * A / n * share(n)
+        return shared + e * EXPERT / n, sent
+
+    return of
+
+
+THEORY = {
+    "pytorch_TP": tensor,
+    "pytorch_TP --sequence-parallel": sequence,
+    "pytorch_FSDP_TP --tp 2": grid,
+    "pytorch_PP --pipeline-schedule gpipe": pipeline,
+    "pytorch_PP --pipeline-schedule 1f1b": pipeline,
+    "pytorch_PP --pipeline-schedule interleaved": looped,
+    "pytorch_PP --pipeline-schedule zbv": in_a_v,
+    "pytorch_CP --attention ring": context(lambda n: 6),
+    "pytorch_CP --attention allgather": context(lambda n: 4),
+    "pytorch_CP --attention ulysses": context(lambda n: 8 / n),
+    "pytorch_EP --experts 6": experts(6, 1),
+    "pytorch_EP --experts 8 --top-k 2": experts(8, 2),
+    "pytorch_EP --experts 4 --balance 0": experts(4, 1),
+}
+
+
+def by_theory(name, n):
+    """Bytes per fp32 parameter of parameters, gradients and optimizer (in units of what it keeps
+    for one), and what is sent; ``None`` where no formula is exact."""
+    if "PP" in name and LAYERS % n or "--sequence-parallel" in name and TOKENS % n > 1:
+        return None  # some ranks have more
+    if name in THEORY:
+        kept, sent = THEORY[name](n)
+        whole = THEORY[name](1)[0] if "--experts" in name else WHOLE
+        return 4 * kept / whole, 4 * kept / whole, kept / whole, sent
+    script = name.removesuffix(" --selective")
+    if script not in KEPT:
+        return None
+    kept = KEPT[script](n)
+    sends = {script: table for script, ranks, table in SENT if n > 1 and ranks in (2, n)}
+    sent = sum(sends.get(script, {"allreduce": 8}).values()) * share(n) / 4 * WHOLE
+    return kept["parameters"], kept["gradients"], kept["state"], sent
+
+
 def in_double(weights):
     """The vocabulary as well, which is of integers."""
     return {name: tensor.double() for name, tensor in weights.items()}
 
 
-def kept(result, parameters):
-    """Bytes per parameter of fp32."""
-    return {name: 4 * size / parameters for name, size in result["state_bytes"].items()}
-
-
 @pytest.mark.parametrize("script, n, optimizer, model", cases(PARITY, lambda *row: row in USUAL))
-def test_parity(script, n, optimizer, model, train, measured):
+def test_parity_and_bytes(script, n, optimizer, model, train, measured):
     flags = f"--max-steps 12 --optimizer {optimizer} {model}".rstrip()
     expected, expected_result = train("pytorch_SingleGPU", 1, flags)
-    weights, result = train(script, n, flags)
+    weights, result = train(script, n, flags, through="tests/count_sent.py")
     assert list(weights) == list(expected)
     difference = relative_difference(in_double(weights), in_double(expected))
-    table = "parity_shared" if script.split()[0] in SHARED else "parity_gpt"
-    name = f"{script} {model}".rstrip()
-    measured(table, script=name, ranks=n, optimizer=optimizer, value=difference)
+    shared = script.split()[0] in SHARED
+    row = {"script": f"{script} {model}".rstrip(), "ranks": n}
+    table = "parity_shared" if shared else "parity_gpt"
+    measured(table, **row, optimizer=optimizer, value=difference)
     assert difference < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
     assert result["steps"] == 12 and result["eval_samples"] == expected_result["eval_samples"]
-    if theory := KEPT.get(script.removesuffix(" --selective")):
-        bytes_of = dict(theory(n))
-        bytes_of["optimizer"] = bytes_of.pop("state") * {"sgd": 4, "adamw": 8}[optimizer]
-        uneven = script.startswith("pytorch_DDP_ZeRO") and n > 2  # it partitions whole tensors
-        parameters = expected_result["state_bytes"]["parameters"]
-        assert kept(result, parameters) == pytest.approx(bytes_of, rel=0.5 if uneven else 0.05)
+    if not (theory := by_theory(row["script"], n)):
+        return
+    numbers = expected_result["state_bytes"]["parameters"] / 8
+    kinds = ("parameters", "gradients", "optimizer")
+    kept = [result["state_bytes"][kind] / numbers / 2 for kind in kinds]  # as of fp32
+    sent = sum(result["sent"].values()) / 2
+    parameters, gradients, state, sent_theory = theory
+    kept_theory = [parameters, gradients, state * {"sgd": 4, "adamw": 8}[optimizer]]
+    if shared and optimizer == "adamw":
+        measured(
+            "shared", **row, kept=sum(kept), sent=sent, kept_theory=sum(kept_theory),
+            sent_theory=sent_theory, how=list(result["sent"]),
+        )  # fmt: skip
+    uneven = script.startswith("pytorch_DDP_ZeRO") and n > 2  # it partitions whole tensors
+    assert kept == pytest.approx(kept_theory, rel=0.5 if uneven else 0.05)
+    assert sent == pytest.approx(sent_theory, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------ resume
