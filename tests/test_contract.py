@@ -29,6 +29,7 @@ class Technique(NamedTuple):
     model: str = ""  # flags of the model, for the single process, too
 
 
+MAY_TIE = ("FSDP", "torchrun_DDP", "DDP_ZeRO", "FSDP_by_hand", "PP --pipeline-schedule zbv")
 TECHNIQUES = [
     Technique("pytorch_DP", (1,)),
     Technique("pytorch_DDP", (2,)),
@@ -57,6 +58,8 @@ TECHNIQUES = [
     Technique("pytorch_CP --attention ring", (3, 1, 2, 4), "sgd"),
     Technique("pytorch_CP --attention allgather", (2, 1, 3, 4)),
     Technique("pytorch_CP --attention ulysses", (3, 1, 2, 4)),
+    *(Technique(f"pytorch_{script}", (2,), model="--tie") for script in MAY_TIE),
+    Technique("pytorch_torchrun_DDP", (2,), model="--experts 4 --balance 0"),
     Technique("pytorch_EP", (3, 2), model="--experts 6"),
     Technique("pytorch_EP", (4, 2), model="--experts 8 --top-k 2"),
     Technique("pytorch_EP", (2, 4), "sgd", model="--experts 4 --balance 0"),
@@ -69,7 +72,11 @@ PARITY = [
     for n in t.ranks
     for optimizer in TOLERANCE
 ]
-USUAL = [(t.script, t.ranks[0], t.usual, t.model) for t in TECHNIQUES if t.script not in FULL]
+USUAL = [
+    (t.script, t.ranks[0], t.usual, t.model)
+    for t in TECHNIQUES
+    if t.script not in FULL and not (t.model == "--tie" and "FSDP" not in t.script)
+]
 
 
 # ----------------------------------------------------------------------------- kept and sent
@@ -113,7 +120,7 @@ def pipeline(n, cuts=1, ends=max):
 
 
 def looped(n):
-    return pipeline(n)[0], 2 * A * (2 * n - 1) / n
+    return pipeline(n)[0], 2 * A * (2 * n - 1) / n * (n > 1)
 
 
 def in_a_v(n):
@@ -217,12 +224,13 @@ GOES_ON = [  # a script on some ranks up to each step, and then the next; flags 
       ("pytorch_FSDP", 2, 8), ("pytorch_FSDP_TP --tp 2", 4, 10), ("pytorch_TP", 2, 12)], ""),
     ([("pytorch_DDP_ZeRO --use_zero", 2, 5), ("pytorch_FSDP_by_hand", 3, 8),
       ("pytorch_ZeRO_by_hand --stage 2", 2, 10), ("pytorch_SingleGPU", 1, 12)], ""),
-    ([("pytorch_FSDP", 2, 5), (ZBV, 2, 8), (INTERLEAVED, 3, 10), (ONE_F_ONE_B, 1, 12)], ""),
+    ([("pytorch_FSDP", 2, 5), (ZBV, 2, 8), (INTERLEAVED, 3, 10), (GPIPE, 2, 11),
+      (ONE_F_ONE_B, 1, 12)], ""),
     ([("pytorch_CP --attention ring", 2, 8), ("pytorch_CP --attention ulysses", 4, 12)], ""),
     ([("pytorch_EP", 2, 4), ("pytorch_EP", 4, 12)], EXPERTS),
     ([("pytorch_FSDP_offload", 1, 5), ("pytorch_FSDP", 3, 8), (ONE_F_ONE_B, 2, 12)], "--tie"),
     ([("pytorch_gradient_accumulation", 2, 5), ("pytorch_activation_checkpointing", 1, 8),
-      ("pytorch_CP --attention allgather", 2, 10), (GPIPE, 2, 11), ("pytorch_torchrun_DDP", 3, 12)],
+      ("pytorch_CP --attention allgather", 2, 10), ("pytorch_torchrun_DDP", 3, 12)],
      ""),
     ([(INTERLEAVED, 2, 8), ("pytorch_FSDP", 1, 10), (ZBV, 2, 12)], "--tie"),
 ]  # fmt: skip

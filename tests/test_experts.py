@@ -1,10 +1,7 @@
-"""A mixture of experts: its parts, and what goes wrong. Parity is in test_contract.py."""
+"""A mixture of experts: its parts. Parity is in test_contract.py."""
 
-import pytest
 import torch
-from conftest import launch, launcher, read_run, succeed
-from test_parity import relative_difference
-from test_tensor import as_doubles
+from conftest import launch
 
 from jobs.experts import Mixture
 
@@ -12,28 +9,6 @@ JOB = (
     "--model gpt-2x2x16 --context 12 --dataset synthetic --train-samples 150 --eval-samples 20 "
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
 )
-EP = "pytorch_EP"
-
-
-def test_other_scripts_train_it_as_well(train):
-    """With all experts on every rank; DDP balances them for each rank's own tokens."""
-    expected, _ = train("pytorch_SingleGPU --experts 4 --balance 0", 1, "--max-steps 12")
-    weights, _ = train("pytorch_torchrun_DDP --experts 4 --balance 0", 2, "--max-steps 12")
-    assert relative_difference(as_doubles(weights), as_doubles(expected)) < 1e-9
-
-
-@pytest.mark.parametrize("mistake", ["experts summed", "balanced by rank"])
-def test_what_no_error_tells_of(mistake, train, tmp_path, measured):
-    """docs/parallelism.md lists them."""
-    flags = "--max-steps 12 --experts 4 --balance 1 --optimizer sgd"  # AdamW hides a factor
-    expected = as_doubles(train("pytorch_SingleGPU", 1, flags)[0])
-    command = (
-        f"{launcher(EP, 2, through='tests/mistakes.py')} {JOB} {flags} --output-dir {tmp_path}"
-    )
-    succeed(command, forked=True, MISTAKE=mistake)
-    difference = relative_difference(as_doubles(read_run(tmp_path)[0]), expected)
-    measured("silent", mistake=mistake, script=EP, ranks=2, value=difference)
-    assert difference > 0.01
 
 
 def test_each_token_gets_its_experts_answers():

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, launch, launcher, read_run, started, succeed, wait_for
+from conftest import ROOT, launch, launcher, started, succeed, wait_for
 from measure_bubble import count_idle, formula, order_of, plan, read_steps
 from test_faults import ranks_of
 from test_parity import relative_difference
@@ -33,16 +33,6 @@ def in_double(weights):
 # ------------------------------------------------------------------------------------------ parity
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_matrix_for_embedding_and_head(schedule, train):
-    """Its gradient is the sum of both ends', and counts once in the norm."""
-    flags = "--double --max-steps 4 --tie"
-    expected, _ = train("pytorch_SingleGPU", 1, flags)
-    weights, _ = train(SCRIPT(schedule), 2, flags)
-    assert torch.equal(weights["token.weight"], weights["head.weight"])
-    assert relative_difference(in_double(weights), in_double(expected)) < 1e-9
-
-
 FEW = [("gpipe", 3, 1), ("1f1b", 3, 3), ("interleaved", 3, 2), ("interleaved", 4, 6), ("zbv", 3, 1)]
 FEW += [("zbv", 2, 24)]
 
@@ -53,14 +43,6 @@ def test_few_and_many_microbatches(schedule, n, microbatches, train):
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train(f"{SCRIPT(schedule)} --microbatches {microbatches}", n, flags)
     assert relative_difference(in_double(weights), in_double(expected)) < 1e-9
-
-
-def test_gradients_are_clipped_here(train):
-    """Or these tests would say nothing of their norm."""
-    flags = "--double --max-steps 12 --optimizer sgd"
-    clipped, _ = train("pytorch_SingleGPU", 1, flags)
-    free, _ = train("pytorch_SingleGPU", 1, f"{flags} --clip-grad 50")
-    assert relative_difference(in_double(free), in_double(clipped)) > 1e-3
 
 
 # ------------------------------------------------------------------------------- what a rank holds
@@ -150,25 +132,6 @@ def test_gradients_of_weights_wait_their_turn():
 
 
 # ---------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    "mistake, flags",
-    [
-        ("clipped by stage", "--optimizer sgd"),
-        ("summed over micro-batches", "--optimizer sgd --clip-grad 1000000"),
-        ("tied matrix not summed", "--tie"),
-    ],
-)
-def test_what_no_error_tells_of(mistake, flags, train, tmp_path, measured):
-    """docs/parallelism.md lists them."""
-    flags = f"--double --max-steps 12 {flags}"
-    expected = in_double(train("pytorch_SingleGPU", 1, flags)[0])
-    command = f"{launcher('pytorch_PP', 2, through='tests/mistakes.py')} {JOB} {flags}"
-    succeed(f"{command} --output-dir {tmp_path}", forked=True, MISTAKE=mistake)
-    difference = relative_difference(in_double(read_run(tmp_path)[0]), expected)
-    measured("silent", mistake=mistake, script="pytorch_PP", ranks=2, value=difference)
-    assert difference > 0.05
 
 
 # --------------------------------------------------------------------------------- a rank is gone

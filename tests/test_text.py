@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, cases, distance, launch, launcher, succeed
+from conftest import ROOT, distance, launch, launcher, succeed
 from test_parity import relative_difference
 
 import common
@@ -117,27 +117,6 @@ def test_compiled(script, train, measured):
     measured("parity_gpt", script=script, ranks=2, optimizer="sgd", value=difference)
     assert difference < 1e-11
     assert result["first_step_seconds"] > 100 * result["step_ms"]["p50"] / 1e3
-
-
-@pytest.mark.parametrize(
-    "script",
-    cases(
-        [
-            ("pytorch_FSDP",),
-            ("pytorch_torchrun_DDP",),
-            ("pytorch_DDP_ZeRO",),
-            ("pytorch_FSDP_by_hand",),
-        ],
-        lambda script: script == "pytorch_FSDP",
-    ),
-)
-def test_one_matrix_for_embedding_and_head(script, train):
-    flags = "--double --max-steps 4 --tie"
-    expected, _ = train("pytorch_SingleGPU", 1, flags)
-    weights, _ = train(script, 2, flags)
-    assert torch.equal(weights["token.weight"], weights["head.weight"])
-    expected, weights = ({k: v.double() for k, v in w.items()} for w in (expected, weights))
-    assert relative_difference(weights, expected) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""What no error tells of, in the scripts that share out a model: docs/parallelism.md lists it. Such
+a run ends well, and has learned something else."""
+
+import pytest
+from conftest import cases, launcher, read_run, succeed
+from test_contract import JOB, in_double
+from test_parity import relative_difference
+
+EXPERTS = "--experts 4 --balance 1 --optimizer sgd"  # AdamW hides a factor
+SILENT = [  # the mistake of tests/mistakes.py, script, ranks, flags; how far off it is at least
+    ("untied", "pytorch_TP --sequence-parallel", 2, "--tie", 0.05),
+    ("batch by rank", "pytorch_FSDP_TP --tp 2", 4, "", 0.5),
+    ("fused", "pytorch_TP", 2, "", 0.5),
+    ("clipped by stage", "pytorch_PP", 2, "--optimizer sgd", 0.05),
+    ("summed over micro-batches", "pytorch_PP", 2, "--optimizer sgd --clip-grad 1000000", 0.05),
+    ("tied matrix not summed", "pytorch_PP", 2, "--tie", 0.05),
+    ("each part begins at position 0", "pytorch_CP", 2, "", 0.1),
+    ("attention looks at its own part", "pytorch_CP", 2, "", 0.1),
+    ("experts summed", "pytorch_EP", 2, EXPERTS, 0.01),
+    ("balanced by rank", "pytorch_EP", 2, EXPERTS, 0.01),
+]
+USUAL = ("clipped by stage", "each part begins at position 0", "balanced by rank")
+
+
+def run_with(mistake, script, n, flags, folder):
+    folder = folder / mistake.replace(" ", "-")
+    command = f"{launcher(script, n, through='tests/mistakes.py')} {JOB} {flags}"
+    succeed(f"{command} --output-dir {folder}", forked=True, MISTAKE=mistake)
+    return in_double(read_run(folder)[0])
+
+
+@pytest.mark.parametrize(
+    "mistake, script, n, flags, at_least", cases(SILENT, lambda m, *_: m in USUAL)
+)
+def test_what_no_error_tells_of(mistake, script, n, flags, at_least, train, tmp_path, measured):
+    flags += " --max-steps 12"
+    if mistake == "fused":  # whose single process has one matrix, too
+        expected = run_with("none: fused", "pytorch_SingleGPU", 1, flags, tmp_path)
+    else:
+        expected = in_double(train("pytorch_SingleGPU", 1, flags)[0])
+    difference = relative_difference(run_with(mistake, script, n, flags, tmp_path), expected)
+    measured("silent", mistake=mistake, script=script, ranks=n, value=difference)
+    assert difference > at_least
+
+
+def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
+    """They draw it alike, for what they have whole."""
+    flags = "--max-steps 4 --dropout 0.3"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    weights, _ = train("pytorch_TP", 2, flags)
+    assert relative_difference(in_double(weights), in_double(expected)) < 1e-11
+
+
+def test_gradients_are_clipped_here(train):
+    """Or the contract would say nothing of their norm."""
+    flags = "--max-steps 12 --optimizer sgd"
+    clipped, _ = train("pytorch_SingleGPU", 1, flags)
+    free, _ = train("pytorch_SingleGPU", 1, f"{flags} --clip-grad 50")
+    assert relative_difference(in_double(free), in_double(clipped)) > 1e-3
