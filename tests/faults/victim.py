@@ -36,13 +36,14 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
 import small_resnet  # noqa: E402, F401  a model to choose
 
-from harness import snapshots  # noqa: E402
+from harness import snapshots, stop  # noqa: E402
 from harness.ranks import RANK, RESTARTS  # noqa: E402
 from jobs import images, text  # noqa: E402
 
 FAULT = json.loads(os.environ["FAULT"])
 step = 0  # of this start, the first is 1
 place = 0, 0  # the same, as epoch and step
+stop.VOTE_EVERY = 0  # the job ends sooner than half a second from a signal
 armed = RESTARTS == 0 and RANK == FAULT["rank"]
 
 
