@@ -165,6 +165,7 @@ SAME_BITS = [
     ("pytorch_CP --attention ring", 2),
     ("pytorch_EP --experts 4", 2),
     ("pytorch_compile --blocks", 2),
+    ("pytorch_LocalSGD --sync-every 3 --outer-lr 0.7 --outer-momentum 0.9", 2),
 ]
 STOPPED = ("pytorch_FSDP", "pytorch_TP --sequence-parallel", ZBV, "pytorch_EP --experts 4")
 KILLED = ("pytorch_torchrun_DDP", "pytorch_FSDP")
