@@ -24,7 +24,7 @@ def train(script, ranks, folder, output, flags):
 def trained(review_folder, tmp_path_factory):
     """The folder it ran in, where runs/ is; on reviews that the tokenizer need not cut off."""
     folder = tmp_path_factory.mktemp("trained")
-    flags = f"{TINY} --context 40 --epochs 10 --lr 0.01"
+    flags = f"{TINY} --context 40 --epochs 20 --lr 0.01"
     train("pytorch_SingleGPU", 1, review_folder, folder / "runs/pytorch_SingleGPU", flags)
     return folder
 
