@@ -116,11 +116,11 @@ def started_here(folder):
 
 # As a worker of a launcher: the first time it does not end, then it has the first row's result.
 WORKER = """
-if test -e runs/begun; then
-    mkdir -p "$2" && cp runs/benchmark/quick/first/result.json "$2"
+if test -e runs/begun-$RANK; then
+    mkdir -p "$2" && cp runs/benchmark/quick/first/*.* "$2"
     exit
 fi
-echo $RANK >> runs/begun
+touch runs/begun-$RANK
 sleep 60
 """
 
@@ -135,8 +135,8 @@ def test_stopped_and_continued(checkout):
         [sys.executable, "benchmark.py", "--suite", "quick"],
         cwd=checkout, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    begun, partial = checkout / "runs/begun", checkout / "results/quick.partial.json"
-    wait_for(lambda: process.poll() or begun.exists() and len(begun.read_text()) == 4)
+    partial = checkout / "results/quick.partial.json"
+    wait_for(lambda: process.poll() or len([*checkout.glob("runs/begun-*")]) == 2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "goes on" in stderr
