@@ -35,6 +35,7 @@ JOB = (
 )
 IMAGES = "--model small_resnet_dropout --double --clip-grad 0.5"
 GPT = "--model gpt-2x4x32 --context 16 --double --clip-grad 0.5"
+JOBS = {"images": IMAGES, "gpt": GPT}
 THROUGH = "tests/small_resnet.py"
 RAW, FABRIC, TRAINER = "pytorch_torchrun_DDP", "lightning_Fabric", "lightning_Trainer"
 FSDP = f"{TRAINER} --strategy fsdp"
@@ -54,27 +55,24 @@ def start(script, n=1, flags=""):
 
 
 PARITY = [(FABRIC, RAW, 1), (FABRIC, RAW, 2), (TRAINER, RAW, 1), (TRAINER, RAW, 2)]
-PARITY = [(*row, job) for row in [*PARITY, (FSDP, "pytorch_FSDP", 2)] for job in ("images", "gpt")]
+PARITY = [(*row, job) for row in [*PARITY, (FSDP, "pytorch_FSDP", 2)] for job in JOBS]
 
 
 @pytest.mark.parametrize(
     "script, raw, n, job",
-    cases(PARITY, lambda script, raw, n, job: n == 2 and job == "images" and "fsdp" not in script),
+    cases(PARITY, lambda script, raw, n, job: raw == RAW and n == 2 and job == "images"),
 )
-def test_as_the_raw_script(script, raw, n, job, train, measured):
+def test_as_the_raw_script(script, raw, n, job, train):
     """Weights after eight steps in float64, and all of result.json that is not a time."""
-    job = {"images": IMAGES, "gpt": GPT}[job]
-    (ours, result), (theirs, expected) = train(script, n, job), train(raw, n, job)
-    difference = relative_difference(ours, theirs)
-    measured("parity_lightning", script=script, ranks=n, job=job, value=difference)
-    assert difference < 1e-12 and result["precision"] == "float64"
+    (ours, result), (theirs, expected) = (train(s, n, JOBS[job]) for s in (script, raw))
+    assert relative_difference(ours, theirs) < 1e-12 and result["precision"] == "float64"
     assert result.keys() == expected.keys()
     for name in result.keys() - set(MEASURED.split()):
         close = name in ("train_loss", "eval_loss")
         wanted = pytest.approx(expected[name], rel=1e-12) if close else expected[name]
         assert result[name] == wanted, name
-    phases = [rank.keys() for rank in result["breakdown"]["ranks"]]
-    assert phases == [rank.keys() for rank in expected["breakdown"]["ranks"]]
+    ours, theirs = (each["breakdown"]["ranks"] for each in (result, expected))
+    assert [rank.keys() for rank in ours] == [rank.keys() for rank in theirs]
 
 
 # Within epochs and between them, and with dropout; but not for FSDP, whose is drawn from another
@@ -232,8 +230,7 @@ def test_fabric_shuffles_by_a_seed_of_its_own(fabric):
 
 def test_fabric_clips_with_an_exception(fabric):
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = fabric.setup(model, optimizer)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
     fabric.backward(model(torch.full((1, 1), torch.inf)).sum())
     with pytest.raises(RuntimeError, match="non-finite"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
@@ -241,10 +238,9 @@ def test_fabric_clips_with_an_exception(fabric):
 
 def test_fabric_passes_attributes_past_ddp(fabric):
     model = fabric.setup_module(nn.Linear(1, 1))
-    model.broadcast_buffers = False
-    assert not model.module.broadcast_buffers  # of the plain model, which has no use for it
+    model.broadcast_buffers = False  # of the plain model, which has no use for it
     [ddp] = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    assert ddp.broadcast_buffers
+    assert ddp.broadcast_buffers and not model.module.broadcast_buffers
 
 
 def test_fabric_run_gives_every_rank_all_cores(monkeypatch):

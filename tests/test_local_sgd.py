@@ -87,19 +87,6 @@ def test_where_it_is_exact(flags, n, other, ranks, close, train, measured):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "flags, least, most",
-    [(f"{GPT} {ADAMW}", 1e-4, 0.1), (f"{GPT} {SGD} --clip-grad 0.5", 1e-6, 1e-2)],
-    ids=["adamw", "clip-grad"],
-)
-def test_what_is_not_linear_is_close_and_not_equal(flags, least, most, train):
-    expected, expected_result = train("pytorch_torchrun_DDP", 2, flags)
-    weights, result = train(f"{LOCAL} --sync-every 1", 2, flags)
-    assert least < distance(weights, expected) < most
-    assert result["eval_loss"] == pytest.approx(expected_result["eval_loss"], rel=0.01)
-
-
 @pytest.mark.parametrize(
     "inner, outer",
     cases(
@@ -168,20 +155,6 @@ def play_ranks(args: argparse.Namespace, n: int, every: int, lr="1", momentum="0
                     for own in theirs:
                         own.copy_(p)
     return ranks[0][3].state_dict()
-
-
-@pytest.mark.full
-def test_it_learns_with_few_syncs(train):
-    """Averages nearly as DDP does. DiLoCo is for longer runs: with a momentum of 0.9 and a rate of
-    0.7 its steps become seven times as long, once there were ten of them."""
-    job = "--model gpt-2x4x32 --context 16 --epochs 20 --lr 0.005 --optimizer adamw"
-    _, ddp = train("pytorch_torchrun_DDP", 2, job)
-    _, local = train(f"{LOCAL} --sync-every 8", 2, job)
-    _, diloco = train(f"{LOCAL} --sync-every 8 {DILOCO}", 2, job)
-    first, last = ddp["eval_loss"][0], ddp["eval_loss"][-1]
-    assert last < first - 0.3
-    assert local["eval_loss"][-1] == pytest.approx(last, rel=0.05)
-    assert diloco["eval_loss"][-1] < first - 0.1
 
 
 # ------------------------------------------------------------------------ what is sent and kept

@@ -162,23 +162,12 @@ def test_the_flags_of_each_command(command, monkeypatch):
         runpy.run_path(words[at], run_name="__main__")
 
 
-def test_each_script_has_its_command():
-    scripts = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
-    assert scripts | {"pytorch_collectives"} == {path.stem for path in ROOT.glob("pytorch_*.py")}
-
-
 def test_plain_python_is_a_world_of_one(checkout):
     finished = succeed(f"python pytorch_torchrun_DDP.py {SHORT}", cwd=checkout, forked=True)
     assert "pytorch_torchrun_DDP: 1 x cpu (gloo)" in finished.lines[0]
     assert finished.stderr == ""
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
     assert result["command"] == f"python pytorch_torchrun_DDP.py {SHORT}"
-
-
-@pytest.mark.full
-def test_launch_through_the_environment(checkout):
-    command = "python -m torch.distributed.launch --use_env --nproc_per_node=1 pytorch_DDP.py"
-    succeed(f"{command} {SHORT} {SMALL}", cwd=checkout)
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
@@ -197,18 +186,14 @@ def test_both_languages_have_the_same_blocks_and_figures(english, chinese):
     ours, theirs = english.read_text(), chinese.read_text()
     assert FENCED.findall(ours) == FENCED.findall(theirs)
     ours, theirs = FENCED.sub("", ours), FENCED.sub("", theirs)
-    for pattern in (r"^<!-- .*? -->", r"^\|.*\|$", r"^- ", r"^!\["):
+    for pattern in (r"^\|.*\|$", r"^- ", r"^!\["):
         counts = [len(re.findall(pattern, text, re.MULTILINE)) for text in (ours, theirs)]
         assert counts[0] == counts[1], pattern
     for pattern in (r"^#+ ", r"^<!-- .*? -->"):  # the same sections, with the same tables
-        found = [re.findall(pattern, text, re.MULTILINE) for text in (ours, theirs)]
-        assert found[0] == found[1]
-    figures = r"\d+(?:[.,]\d+)*(?: %|e-\d+)?"
-    found = [
-        re.findall(figures, " ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)))
-        for text in (ours, theirs)
-    ]
-    assert found[0] == found[1]
+        assert re.findall(pattern, ours, re.M) == re.findall(pattern, theirs, re.M)
+    rows = (" ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)) for text in (ours, theirs))
+    found, expected = (re.findall(r"\d+(?:[.,]\d+)*(?: %|e-\d+)?", row) for row in rows)
+    assert found == expected
 
 
 @pytest.mark.parametrize("page", ENGLISH + CHINESE, ids=name_of)
@@ -275,6 +260,8 @@ def test_every_script_is_listed():
     depth = {name: len(indent) for indent, name in lines}
     order = list(depth)
     assert sorted(order) == sorted(scripts)
+    with_command = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
+    assert with_command | {"pytorch_collectives", *RAW} == set(scripts)
     for name, parent in RAW.items():
         between = order[order.index(parent) + 1 : order.index(name) + 1]
         assert depth[name] == depth[parent] + 4

@@ -13,7 +13,6 @@ import torch
 import torchvision
 from conftest import ROOT, cases, launcher, state, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 
 import common
@@ -117,7 +116,7 @@ def test_snapshot(run):
 
 
 def test_tensorboard(run):
-    """Read with TensorBoard's own reader: scalars, and one HPARAMS entry."""
+    """Read with TensorBoard's own reader; test_tensorboard.py has more of HPARAMS."""
     script, world_size, _, output = run
     reader = EventAccumulator(str(output))
     reader.Reload()
@@ -135,14 +134,6 @@ def test_tensorboard(run):
     assert [e.step for e in accuracies] == [STEPS // 2, STEPS]
     assert [e.value for e in accuracies] == pytest.approx(result["eval_accuracy"])
     assert script.encode() in reader.PluginTagToContent("hparams")[SESSION_START_INFO_TAG]
-    entries = [
-        value
-        for path in output.glob("events.*")
-        for event in EventFileLoader(str(path)).Load()
-        for value in event.summary.value
-        if value.tag == SESSION_START_INFO_TAG
-    ]
-    assert len(entries) == 1
     assert reader.Scalars("final/accuracy")[-1].value == pytest.approx(accuracies[-1].value)
 
 
