@@ -163,11 +163,11 @@ def test_the_flags_of_each_command(command, monkeypatch):
 
 
 def test_plain_python_is_a_world_of_one(checkout):
-    finished = succeed(f"python pytorch_torchrun_DDP.py {SHORT}", cwd=checkout, forked=True)
-    assert "pytorch_torchrun_DDP: 1 x cpu (gloo)" in finished.lines[0]
-    assert finished.stderr == ""
+    command = f"python pytorch_torchrun_DDP.py {SHORT} {SMALL}"
+    finished = succeed(command, cwd=checkout, forked=True)
+    assert "pytorch_torchrun_DDP: 1 x cpu (gloo)" in finished.lines[0] and not finished.stderr
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
-    assert result["command"] == f"python pytorch_torchrun_DDP.py {SHORT}"
+    assert result["command"] == command
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
