@@ -5,12 +5,7 @@ import json
 import os
 
 import torch
-from accelerate import (
-    Accelerator,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    PartialState,
-)
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -43,12 +43,7 @@ def formula(schedule: str, ranks: int, microbatches: int) -> Fraction:
     """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, for v stages a rank: of (p - 1) / m of
     the work, 1 / v. With zbv what is left is p - 1 forwards of a stage, of six parts for each
     micro-batch, from 2 * p - 1 micro-batches on."""
-    waits, works = {
-        "gpipe": (1, 1),
-        "1f1b": (1, 1),
-        "interleaved": (1, 2),
-        "zbv": (1, 6),
-    }[schedule]
+    waits, works = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (1, 2), "zbv": (1, 6)}[schedule]
     waits *= ranks - 1
     return Fraction(waits, microbatches * works + waits)
 

@@ -2,24 +2,41 @@
 does by default, which docs/ecosystem.md says and they undo."""
 
 import json
-import re
 import signal
 
 import pytest
 import torch
-from conftest import ROOT, cases, distance, launch, launcher, snapshots, started, succeed, wait_for
+from conftest import (
+    ROOT,
+    cases,
+    distance,
+    launch,
+    launcher,
+    read_run,
+    snapshots,
+    started,
+    succeed,
+    wait_for,
+)
 
 accelerate = pytest.importorskip("accelerate")
 
-JOB = (
+IMAGES = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --clip-grad 0.5 "
-    "--epochs 9 --print-freq 1 --model small_resnet_dropout"
+    "--epochs 9 --print-freq 1 --model small_resnet_dropout --max-steps 12"
 )
 GPT = (
     "--model gpt-2x2x32 --context 16 --dataset synthetic --train-samples 64 --eval-samples 8 "
     "--batch-size 8 --epochs 1 --dropout 0.1 --clip-grad 0.5"
 )
-THROUGH = "tests/small_resnet.py"
+HALF = (
+    "--dtype bfloat16 --dataset synthetic --train-samples 64 --eval-samples 8 --batch-size 16 "
+    "--epochs 1 --model shufflenet_v2_x0_5"
+)
+REVIEWS = (
+    "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --context 12 --max-steps 4 "
+    "--batch-size 16"
+)
 RAW = {
     "accelerate_DDP": "pytorch_torchrun_DDP",
     "accelerate_FSDP": "pytorch_FSDP",
@@ -42,75 +59,52 @@ FILE = {
 }
 
 
-def forked(script, ranks, job, output):
-    """The script, in processes that are forked; the weights that it ends with, and its result."""
-    command = f"torchrun --standalone --nproc_per_node={ranks} {script}.py {job}"
-    finished = succeed(f"{command} --output-dir {output}", forked=True, **FILE.get(script, {}))
+def run(script, ranks, job, output, forked=True):
+    """The weights that a run ends with, and its result; forked as its launcher would start it."""
+    through = "tests/small_resnet.py" if "small_resnet" in job else ""
+    command = f"torchrun --standalone --nproc_per_node={ranks} {through} {script}.py"
+    command = command if forked else launcher(script, ranks, through)
+    env = FILE.get(script, {}) if forked else {}
+    finished = succeed(f"{command} {job} --output-dir {output}", forked=forked, **env)
     assert ("resumed from" in finished.stdout) == ("--resume" in job)
-    state = torch.load(output / "model.pt", weights_only=True)
-    return state, json.loads((output / "result.json").read_text())
+    assert not finished.our_warnings
+    return read_run(output)
 
 
-def same_bits(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+PARITY = [  # in float64, but for DeepSpeed, which has none
+    ("accelerate_DDP", 2, f"{IMAGES} --double", True),
+    ("accelerate_DDP", 2, f"{IMAGES} --double", False),
+    ("accelerate_FSDP", 2, f"{IMAGES} --double", False),
+    ("accelerate_DeepSpeed", 2, IMAGES, False),
+    ("accelerate_DDP", 1, GPT, True),
+    ("accelerate_FSDP", 2, GPT, True),
+    ("accelerate_FSDP", 2, HALF, True),
+    ("accelerate_FSDP", 2, REVIEWS, True),
+]
 
 
-@pytest.mark.parametrize(
-    "script", cases([(script,) for script in RAW], lambda script: script == "accelerate_DDP")
-)
-def test_as_the_raw_script_by_its_own_launcher(script, train, tmp_path):
-    """Images, twelve steps, with BatchNorm and dropout; in float64, but for DeepSpeed, which has
-    none."""
-    flags = "--max-steps 12" + (" --double" if script != "accelerate_DeepSpeed" else "")
-    expected, theirs = train(RAW[script], 2, flags)
-    command = f"{launcher(script, 2, THROUGH)} {JOB} {flags} --output-dir {tmp_path}"
-    finished = succeed(command)
-    weights = torch.load(tmp_path / "model.pt", weights_only=True)
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert same_bits(weights, expected)
-    wanted = torch.float32 if "DeepSpeed" in script else torch.float64
-    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {wanted}
+@pytest.mark.parametrize("script, ranks, job, forked", cases(PARITY, lambda *row: row == PARITY[0]))
+def test_as_the_raw_script(script, ranks, job, forked, review_folder, tmp_path):
+    """Images with BatchNorm, also in bfloat16, a GPT, texts; dropout. And by its own launcher."""
+    job = job.format(folder=review_folder)
+    expected, theirs = run(RAW[script], ranks, job, tmp_path / "raw")
+    weights, result = run(script, ranks, job, tmp_path / "accelerate", forked)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     for name in ("train_loss", "eval_loss", "eval_accuracy", "state_bytes", "world_size"):
         assert result[name] == theirs[name]
-    assert result["command"].startswith(f"accelerate launch --config_file config/{script}.yml")
-    assert not finished.our_warnings
-
-
-HALF = (
-    "--dtype bfloat16 --dataset synthetic --train-samples 64 --eval-samples 8 --batch-size 16 "
-    "--epochs 1 --model shufflenet_v2_x0_5"
-)
-REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --context 12 --max-steps 4"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "script, ranks, job",
-    [
-        pytest.param("accelerate_DDP", 1, GPT, marks=pytest.mark.full),
-        ("accelerate_FSDP", 2, GPT),
-        ("accelerate_FSDP", 2, HALF),
-        pytest.param("accelerate_FSDP", 2, f"{REVIEWS} --batch-size 16", marks=pytest.mark.full),
-    ],
-    ids=["gpt-1", "gpt-2", "half", "reviews"],
-)
-def test_other_jobs(script, ranks, job, review_folder, tmp_path):
-    """A GPT with dropout; BatchNorm beside bfloat16; texts."""
-    job = job.format(folder=review_folder)
-    expected, _ = forked(RAW[script], ranks, job, tmp_path / "raw")
-    weights, _ = forked(script, ranks, job, tmp_path / "accelerate")
-    assert same_bits(weights, expected)
+    own = f"accelerate launch --config_file config/{script}.yml"
+    assert forked or result["command"].startswith(own)
 
 
 @pytest.mark.parametrize("script", cases([(s,) for s in RAW], lambda s: s == "accelerate_FSDP"))
 def test_snapshots_are_those_of_the_raw_script(script, tmp_path):
     """Raw, then Accelerate, then raw: in the middle of an epoch each time."""
     job = f"{GPT} --epochs 2 --schedule none"
-    expected, _ = forked(RAW[script], 2, job, tmp_path / "whole")
+    expected, _ = run(RAW[script], 2, job, tmp_path / "whole")
     for name, steps in ((RAW[script], 3), (script, 11), (RAW[script], 16)):
-        resume = "--resume auto" if steps > 3 else ""
-        flags = f"--max-steps {steps} {resume}"
-        weights, _ = forked(name, 2, f"{job} {flags}", tmp_path / "parts")
+        flags = f"--max-steps {steps} {'--resume auto' if steps > 3 else ''}"
+        weights, _ = run(name, 2, f"{job} {flags}", tmp_path / "parts")
     assert distance(weights, expected) < 1e-6
 
 
@@ -122,96 +116,55 @@ def test_asked_to_stop(tmp_path):
         process.send(signal.SIGTERM)
         finished = process.end()
     assert finished.code == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM" in finished.stdout
-    assert snapshots(tmp_path)
+    assert "stopped by SIGTERM" in finished.stdout and snapshots(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "script, file, words",
+    "script, ranks, file, words",
     cases(
-        [
-            ("accelerate_FSDP", "accelerate_DDP", "config/accelerate_FSDP.yml"),
-            ("accelerate_DDP", "accelerate_FSDP", "a file with distributed_type FSDP"),
-            ("accelerate_DeepSpeed", "accelerate_DDP", "config/accelerate_DeepSpeed.yml"),
+        [  # the file that its launcher was started with
+            ("accelerate_FSDP", 2, "accelerate_DDP", "config/accelerate_FSDP.yml"),
+            ("accelerate_DDP", 2, "accelerate_FSDP", "a file with distributed_type FSDP"),
+            ("accelerate_DeepSpeed", 2, "accelerate_DDP", "config/accelerate_DeepSpeed.yml"),
+            (
+                "accelerate_DeepSpeed --deepspeed_config adam.json",
+                1,
+                "accelerate_DeepSpeed",
+                "adam",
+            ),
+            ("accelerate_DDP", 3, "accelerate_DDP", "; use --batch-size 126"),  # and not 128
         ],
         lambda script, *_: script == "accelerate_FSDP",
     ),
 )
-def test_a_file_for_another_script(script, file, words, tmp_path):
-    command = f"torchrun --standalone --nproc_per_node=2 {script}.py --output-dir {tmp_path}"
-    finished = launch(command, forked=True, **FILE[file])
-    assert finished.code == 2
+def test_a_file_that_is_not_for_it(script, ranks, file, words, tmp_path):
+    adam = tmp_path / "adam.json"
+    adam.write_text('{"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}')
+    name, _, flags = script.replace("adam.json", str(adam)).partition(" ")
+    command = f"torchrun --standalone --nproc_per_node={ranks} {name}.py {flags}"
+    finished = launch(f"{command} --output-dir {tmp_path}/run", forked=True, **FILE[file])
+    assert finished.code == 2 and "Traceback" not in finished.stderr
     assert len(finished.errors) == 1 and words in finished.errors[0]
-    assert "Traceback" not in finished.stderr
-
-
-@pytest.mark.full
-def test_a_file_of_deepspeeds_with_an_optimizer(tmp_path):
-    path = tmp_path / "adam.json"
-    path.write_text('{"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}')
-    command = "torchrun --standalone --nproc_per_node=1 accelerate_DeepSpeed.py --deepspeed_config"
-    command += f" {path} --output-dir {tmp_path}"
-    finished = launch(command, forked=True, **FILE["accelerate_DeepSpeed"])
-    assert finished.code == 2
-    assert [str(path) in line for line in finished.errors] == [True]
-
-
-def test_a_file_for_another_number_of_processes(tmp_path):
-    """128 images are not divisible by 3 ranks."""
-    command = f"torchrun --nproc_per_node=3 accelerate_DDP.py --output-dir {tmp_path}"
-    finished = launch(command, forked=True, **FILE["accelerate_DDP"])
-    assert [re.sub(r"^.*; ", "", line) for line in finished.errors] == ["use --batch-size 126"]
-
-
-@pytest.mark.parametrize(
-    "script, library",
-    cases(
-        [*((script, "accelerate") for script in RAW), ("transformers_Trainer", "transformers")],
-        lambda script, library: script == "accelerate_FSDP",
-    ),
-)
-def test_a_missing_library(script, library, tmp_path):
-    (tmp_path / f"{library}.py").write_text("raise ImportError('not here')")
-    finished = launch(f"python {script}.py", PYTHONPATH=str(tmp_path))
-    assert finished.code == 2
-    expected = f"{library} cannot be imported (not here); pip install -r requirements-ecosystem.txt"
-    assert finished.stderr == f"{script}: error: {expected}\n"
 
 
 # ------------------------------------------------------ what it changes without telling you
 
 
-@pytest.fixture(scope="module")
-def defaults():
+def test_what_accelerate_does_by_default():
+    """The numbers are of two ranks, and batches of 4 or, of five samples, 2."""
     command = "torchrun --standalone --nproc_per_node=2 tests/accelerate_defaults.py"
-    return json.loads(succeed(command, forked=True).lines[-1])
-
-
-def test_the_batch_is_multiplied_and_dealt_out_in_blocks(defaults):
-    """A loader of batches of 4 makes steps of 8 on two ranks, and rank 0 has the first 4 of them,
-    where DistributedSampler gives it every other one."""
+    defaults = json.loads(succeed(command, forked=True).lines[-1])
+    # a step takes two batches, where rank 0 has the first and not, as by DistributedSampler, every
+    # other sample; and it is two steps of the schedule
     assert defaults["samples of a step"] == list(range(8))
     assert defaults["own samples of a step"] == list(range(4))
-
-
-def test_the_schedule_runs_ahead(defaults):
-    """One step of the training is two of the schedule on two ranks."""
     assert defaults["scheduler is at step"] == 2
-
-
-def test_evaluation_sees_samples_twice(defaults):
-    """Five samples in batches of two, on two ranks, are eight: three come again."""
+    # three of the five come again
     assert len(defaults["evaluated samples"]) == 8
     assert set(defaults["evaluated samples"]) == set(range(5))
-
-
-def test_fsdp_on_a_cpu_is_ddp(defaults):
-    """The environment asks for FSDP, and nothing is sharded."""
+    # the environment asks for FSDP, and nothing is sharded
     assert defaults["distributed_type"] == "MULTI_CPU"
-
-
-def test_fsdp_mixes_the_weights_of_ranks(defaults):
-    """The upper half of a matrix is of rank 0, the lower half of rank 1, whatever they hold."""
+    # the upper half of a matrix is of rank 0, the lower half of rank 1, whatever they hold
     assert defaults["weights of FSDP"] == [0.0, 0.0, 1.0, 1.0]
 
 

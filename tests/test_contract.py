@@ -278,6 +278,7 @@ SAME_BITS = [
     ("pytorch_EP --experts 4", 2),
     ("pytorch_compile --blocks", 2),
 ]
+DILOCO = ("pytorch_LocalSGD --sync-every 3 --outer-momentum 0.9", 2)  # a stop would sync
 STOPPED = ("pytorch_FSDP", "pytorch_TP --sequence-parallel", ZBV, "pytorch_EP --experts 4")
 KILLED = ("pytorch_torchrun_DDP", "pytorch_FSDP")
 WITH_DROPOUT = "--dropout 0.2 --schedule none --lr 0.001 --deterministic"
@@ -295,7 +296,7 @@ def test_a_stop_within_an_epoch_changes_no_bit(script, n, train, tmp_path):
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("script, n", cases(SAME_BITS, lambda script, n: script in KILLED))
+@pytest.mark.parametrize("script, n", cases([*SAME_BITS, DILOCO], lambda s, n: s in KILLED))
 def test_killed_it_ends_with_the_same_bits(script, n, train, tmp_path):
     """All its processes at once, without a warning, wherever they are."""
     flags = f"{WITH_DROPOUT} --max-steps 40 --snapshot-every 2"

@@ -48,8 +48,10 @@ def numbers(tiles):
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_picture_is_what_the_collective_does(file):
-    """As tests/test_collectives.py has found it to be."""
+    """As tests/test_collectives.py has found it to be; and has its title."""
     for name, panel in zip(DRAWN, read_panels(file), strict=True):
+        title = panel.find(f"{SVG}text").text.replace("send, recv", "send_and_receive")
+        assert name in title.replace(" ", "_") and title.isascii() == ("zh-CN" not in file)
         before, after = read_tiles(panel)
         for shown, had in zip(before, BEFORE.tolist(), strict=True):
             assert numbers(shown) == had or name == "scatter" and not shown
@@ -61,17 +63,6 @@ def test_each_picture_is_what_the_collective_does(file):
             if label[0] != "Σ":
                 colours = [colours["abcd".index(label[0])]]
             assert fill == ("url(#sum)" if len(colours) == 4 else colours[0])
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_the_pictures_have_titles(file):
-    for name, panel in zip(DRAWN, read_panels(file), strict=True):
-        title = panel.find(f"{SVG}text").text
-        chinese, _, api = title.partition(" ")
-        if "zh-CN" in file:
-            assert not chinese.isascii() and api == name.replace("send_and_receive", "send, recv")
-        else:
-            assert title.replace(" ", "_") == name
 
 
 # ------------------------------------------------------------------------------------- the sweep

@@ -40,19 +40,15 @@ SCRIPTS = {  # and with how many ranks
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json": [1, 2, 4],
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json": [1, 2, 4],
 }
-USUAL = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DDP_ZeRO --use_zero")
-USUAL += ("pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json",)
 RUNS = [(script, n, job) for script in SCRIPTS for n in SCRIPTS[script] for job in (IMAGES, TEXT)]
+USUAL = [  # DDP of images; others of the text
+    ("pytorch_torchrun_DDP", 2, IMAGES),
+    ("pytorch_FSDP", 2, TEXT),
+    ("pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json", 2, TEXT),
+]
 
 
-def usual(script, ranks, job):
-    """DDP of images among two; one of the others, of the text."""
-    if ranks != 2 or script not in USUAL:
-        return False
-    return job == TEXT or script == "pytorch_torchrun_DDP"
-
-
-@pytest.mark.parametrize("script, ranks, job", cases(RUNS, usual))
+@pytest.mark.parametrize("script, ranks, job", cases(RUNS, lambda *row: row in USUAL))
 def test_what_is_predicted_is_what_tensors_take(script, ranks, job, tmp_path):
     """Bytes of all tensors at the peak of a step, on the fullest rank: within 1 %."""
     real, fake = tmp_path / "real", tmp_path / "fake"
@@ -90,6 +86,7 @@ def test_a_row_for_each_technique():
     assert half["kinds"]["activations"] < 0.6 * fsdp["kinds"]["activations"]
 
 
+@pytest.mark.full
 def test_the_page_shows_what_is_printed():
     """One row of the table in docs/estimate.md, predicted once more."""
     page = (ROOT / "docs/estimate.md").read_text()
@@ -98,23 +95,19 @@ def test_the_page_shows_what_is_printed():
     assert row in estimate(f"{flags} --only torchrun_DDP").stdout.splitlines()
 
 
-def test_published_figures_are_met():
-    """Of the table this repository began from: within 3 %, of a batch of one within 50 MB."""
-    found = json.loads((ROOT / "results" / "estimate.json").read_text())["published"]
-    assert {row["name"] for row in found} == set(published.PUBLISHED)
-    for row in found:
-        predicted, size = row["predicted"] / 1e9, row["published_gb"]
-        assert size == published.PUBLISHED[row["name"]][0]
-        if "batch 1" in row["name"]:
-            assert abs(predicted - size) < 0.05
-        else:
-            assert predicted == pytest.approx(size, rel=0.03)
-            assert predicted < size  # which has workspaces besides
-    name = "auto_mixed_precision"
+@pytest.mark.parametrize(
+    "name", cases([(n,) for n in published.PUBLISHED], lambda n: n == "auto_mixed_precision")
+)
+def test_published_figures_are_met(name):
+    """Of the table this repository began from: within 3 %, of a batch of one within 50 MB, and
+    below, as they have workspaces besides. The committed figures are those predicted now."""
     code = f"from estimator.published import *; print(predict_published({name!r}))"
-    again = int(succeed([sys.executable, "-c", code]).stdout)
-    [recorded] = [row["predicted"] for row in found if row["name"] == name]
-    assert again == pytest.approx(recorded, rel=0.005)
+    predicted = int(succeed([sys.executable, "-c", code]).stdout)
+    size = 1e9 * published.PUBLISHED[name][0]
+    assert 0 < size - predicted < (50e6 if "batch 1" in name else 0.03 * size)
+    rows = json.loads((ROOT / "results" / "estimate.json").read_text())["published"]
+    [row] = [row for row in rows if row["name"] == name]
+    assert predicted == pytest.approx(row["predicted"], rel=0.005)
 
 
 def test_another_tracker_agrees():
@@ -122,28 +115,24 @@ def test_another_tracker_agrees():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    peaks = []
-    for tracker in (MemTracker(), LiveBytes(block=1)):
+    def peak(tracker, begin, end_step):
         with FakeTensorMode():
             model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
             optimizer = torch.optim.Adam(model.parameters(), foreach=True)
             inputs = torch.zeros(64, 256)
-            if isinstance(tracker, MemTracker):
-                tracker.track_external(model, optimizer, inputs)
-            else:
-                tracker.mark([*model.parameters(), inputs], "parameters")
+            begin(model, optimizer, inputs)
             with tracker:
                 for _ in range(2):
                     model(inputs).sum().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                    if isinstance(tracker, MemTracker):
-                        tracker.reset_mod_stats()
-        if isinstance(tracker, MemTracker):
-            peaks += [peak["Total"] for peak in tracker.get_tracker_snapshot("peak").values()]
-        else:
-            peaks.append(sum(tracker.peak().values()))
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+                    end_step()
+
+    theirs, ours = MemTracker(), LiveBytes(block=1)
+    peak(theirs, theirs.track_external, theirs.reset_mod_stats)
+    peak(ours, lambda m, _, x: ours.mark([*m.parameters(), x], "parameters"), lambda: None)
+    [expected] = [at["Total"] for at in theirs.get_tracker_snapshot("peak").values()]
+    assert sum(ours.peak().values()) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_largest_batch():
@@ -159,6 +148,7 @@ def test_the_largest_batch():
         assert search.best == best and len(trials) < 12, shape
 
 
+@pytest.mark.full
 def test_a_model_that_draws_truncated_normals():
     """Which looks at the numbers that it draws."""
     flags = "--model vit_b_16 --image-size 224 -b 2 --gpus 1 --only SingleGPU --json"
@@ -166,6 +156,7 @@ def test_a_model_that_draws_truncated_normals():
     assert row["kinds"]["parameters"] == pytest.approx(4 * 85_806_346, rel=0.01)
 
 
+@pytest.mark.full
 def test_fit_names_the_largest():
     found = estimate("--model resnet18 --gpus 2 --memory 2 --spare 1.5 --only torchrun_DDP --fit")
     batch = int(re.search(r"torchrun_DDP\s+2\s+(\d+)", found.stdout)[1])
@@ -180,15 +171,6 @@ from torch import nn
 
 def images():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-
-def words():
-    return nn.Sequential(nn.Embedding(100, 16), Last()), torch.zeros(1, 12, dtype=torch.int64)
-
-class Last(nn.Linear):
-    def __init__(self):
-        super().__init__(16, 100)
-    def forward(self, x):
-        return super().forward(x).transpose(1, 2)
 
 def grey():
     layers = nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
@@ -209,10 +191,9 @@ def broken():
 def test_a_module_of_ones_own(tmp_path):
     """That takes images, or whatever its example is; one that cannot be followed is named."""
     (tmp_path / "mine.py").write_text(MODULE)
-    for function, parameters in {"images": 8 * 28 + 45, "words": 100 * 16 + 17 * 100}.items():
-        flags = f"--module {tmp_path}/mine.py:{function} --gpus 1 --only SingleGPU --json"
-        [row] = json.loads(estimate(flags).stdout)
-        assert 4 * parameters <= row["kinds"]["parameters"] <= 4 * parameters + 4096
+    flags = f"--module {tmp_path}/mine.py:images --gpus 1 --only SingleGPU --json"
+    [row] = json.loads(estimate(flags).stdout)
+    assert 4 * (8 * 28 + 45) <= row["kinds"]["parameters"] <= 4 * (8 * 28 + 45) + 4096
     flags = f"--module {tmp_path}/mine.py:grey --gpus 1 --only half_precision --json"
     [row] = json.loads(estimate(flags).stdout)
     assert row["kinds"]["input"] == pytest.approx(128 * 28 * 28 * 2, abs=4096)
@@ -228,7 +209,6 @@ def test_a_module_of_ones_own(tmp_path):
 
 
 MISTAKES = {
-    "--only FSDP --model resnet19": "--model resnet19 is not a torchvision classifier",
     "--memory 1": "--memory 1 is no more than --spare 1.5; use a lower --spare",
     "--scale --fit": "--scale is about messages",
     "--model resnet19": "--model resnet19 is not a torchvision classifier; try resnet",
@@ -243,27 +223,43 @@ MISTAKES = {
     "--scale --from README.md": "--from README.md is no result.json of ours",
     "--scale --link pigeon --step-ms 1": "pigeon is neither one of nvlink4, pcie4, ib400, eth25",
 }
+GPT = "--model gpt-4x6x48 --context 64 --batch-size 8"
+MISTAKES |= {  # of meshes
+    f"{GPT} --gpus 4 --meshes 1,4,1,1": "gpt-4x6x48: 6 heads are not divisible by tp 4",
+    f"{GPT} --gpus 4 --attention ulysses --meshes 1,1,1,4": "--attention ulysses: 6 heads of",
+    f"{GPT} --gpus 8 --meshes 1,1,8,1": "gpt-4x6x48 has 4 layers, too few for pp 8",
+    f"{GPT} --gpus 8 --meshes 4,1,2,1 -b 4": "--batch-size 4 has no 2 micro-batches for pp 2 in "
+    "each of 4 shares; use 8",
+    f"{GPT} --gpus 3 --meshes 3,1,1,1": "--batch-size 8 is not divisible by dp 3",
+    f"{GPT} --gpus 3 --meshes 1,1,1,3": "--context 64 is not divisible by 3 parts of a text",
+    f"{GPT} --gpus 2 --meshes 1,1,2,1 --microbatches 3": "--microbatches 3 is not for pp 2 and a "
+    "share of 8 samples; use one of 2, 4, 8",
+    f"{GPT} --gpus 8 --meshes 2,2,1,1": "--meshes 2,2,1,1 is of 4 GPUs, and --gpus is 8",
+    f"{GPT} --gpus 8 --meshes 2,4": "--meshes 2,4 is not DP,TP,PP,CP, such as 2,2,2,1",
+    f"{GPT} --gpus 4 --meshes --only FSDP": "--meshes takes a GPT apart; leave out --module",
+    "--model resnet18 --gpus 4 --meshes": "--model resnet18 is no GPT; try gpt",
+    f"{GPT} --gpus 7 --meshes": "divisible by",
+    f"{GPT} --gpus 2 --meshes --no-such-flag": "unrecognized arguments: --no-such-flag",
+    f"{GPT} --gpus 2 --meshes 2,1,1,1 --memory 0.006 --spare 0.005 --fit": "nothing fits 0.006 GiB "
+    "with 0.005 GiB to spare; mesh 2,1,1,1 comes closest",
+}
+MISTAKES[f"{IMAGES} --gpus 2 --memory 1.55 --only FSDP"] = "nothing fits 1.55 GiB"
+FULL = list(MISTAKES)[-12:]
 
 
-@pytest.mark.parametrize("flags", MISTAKES)
+@pytest.mark.parametrize("flags", cases([(f,) for f in MISTAKES], lambda f: f not in FULL))
 def test_a_mistake_is_one_line(flags):
     failed = estimate(flags, code=2)
     assert MISTAKES[flags] in failed.stderr and failed.stderr.startswith("estimate: error: ")
     assert failed.stderr.count("\n") == 1
 
 
-def test_nothing_fits():
-    failed = estimate(f"{IMAGES} --gpus 2 --memory 1.55 --only SingleGPU,FSDP", code=2)
-    assert "nothing fits 1.55 GiB" in failed.stderr and "comes closest" in failed.stderr
-    assert "FSDP" in failed.stderr and "0.0" in failed.stderr and failed.stderr.count("\n") == 1
-    assert failed.stdout.count("  no\n") == 3
-
-
 # ------------------------------------------------------------------------------ how long it takes
 
 
-def test_seconds_of_a_message():
-    """By the formulas of Thakur et al., worked out by hand."""
+def test_seconds_of_a_message(tmp_path):
+    """By the formulas of Thakur et al., worked out by hand. A link that was measured gives back, at
+    the swept number of ranks, what was fitted."""
     links = network.link_of("1000,1")  # a millisecond, 1 GB/s
     for kind, ranks, expected in (
         ("allreduce", 1, 0),
@@ -276,6 +272,15 @@ def test_seconds_of_a_message():
         assert found == pytest.approx(expected), (kind, ranks)
     small = network.seconds(Message("allreduce", 1000, 1024), links)
     assert small == pytest.approx(2 * (10 * 0.001 + 1e-6))  # a tree
+    names = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
+    sweep = {
+        "ranks": 2,
+        "operations": {name: {"latency": 4e-4, "bandwidth": 1e9} for name in names},
+    }
+    (tmp_path / "collectives.json").write_text(json.dumps(sweep))
+    links = network.link_of(f"{tmp_path}/collectives.json")
+    assert network.seconds(Message("allreduce", 10**6, 2), links) == pytest.approx(4e-4 + 1e-3)
+    assert network.seconds(Message("allgather", 10**6, 2), links) == pytest.approx(4e-4 + 5e-4)
 
 
 def test_what_overlaps_is_not_waited_for():
@@ -293,17 +298,6 @@ def test_zero_sends_after_the_step():
     [row] = json.loads(estimate(f"{TEXT} --gpus 2 --only DDP_ZeRO --json").stdout)
     sent = row["sent_in"]
     assert sent["forward"] == 0 and sent["update"] == pytest.approx(sent["backward"] / 2, rel=0.01)
-
-
-def test_a_measured_link(tmp_path):
-    """Whoever swept can predict with it: at the swept number of ranks the fit comes back."""
-    sweep = {"ranks": 2, "operations": {}}
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
-        sweep["operations"][name] = {"latency": 4e-4, "bandwidth": 1e9}
-    (tmp_path / "collectives.json").write_text(json.dumps(sweep))
-    links = network.link_of(f"{tmp_path}/collectives.json")
-    assert network.seconds(Message("allreduce", 10**6, 2), links) == pytest.approx(4e-4 + 1e-3)
-    assert network.seconds(Message("allgather", 10**6, 2), links) == pytest.approx(4e-4 + 5e-4)
 
 
 @pytest.mark.full

@@ -33,6 +33,7 @@ RESNET = "--model small_resnet --norm group --max-steps 12"
 GPT = "--model gpt-2x4x32 --context 16 --max-steps 12"
 SGD, ADAMW = "--optimizer sgd", "--optimizer adamw"
 DILOCO = "--outer-lr 0.7 --outer-momentum 0.9"
+INNER = {"sgd": SGD, "adamw": f"{ADAMW} --lr 0.01 --clip-grad 0.5"}
 OUTER = {"average": "", "DiLoCo": DILOCO, "half the way": "--outer-lr 0.5"}
 LOCAL = "pytorch_LocalSGD"
 
@@ -56,50 +57,47 @@ def program(folder, text):
 # ----------------------------------------------------------------------------- what is computed
 
 
-@pytest.mark.parametrize("model", [RESNET, f"{GPT} {SGD}"], ids=["resnet", "gpt"])
-@pytest.mark.parametrize("n", cases([(2,), (3,), (4,)], lambda n: n == 2))
-def test_a_sync_at_every_step_is_exact_with_sgd(n, model, train, measured):
-    """Its momentum and its weight decay are linear in the gradient, and the mean is, too."""
-    expected, expected_result = train("pytorch_SingleGPU", 1, model)
-    weights, result = train(f"{LOCAL} --sync-every 1", n, model)
+SAME = [  # flags, ranks, the script it is equal to, its ranks, and how close
+    (f"{GPT} {SGD} --sync-every 1", 2, "pytorch_SingleGPU", 1, 1e-12),
+    (f"{GPT} {SGD} --sync-every 1", 3, "pytorch_SingleGPU", 1, 1e-12),
+    (f"{GPT} {SGD} --sync-every 1", 4, "pytorch_SingleGPU", 1, 1e-12),
+    # of BatchNorm the statistics are of each rank's images, too, and rank 0's are judged
+    (f"{RESNET} --norm batch --sync-every 1", 2, "pytorch_torchrun_DDP", 2, 1e-9),
+    # alone, whenever it syncs, and to the last bit: an average of one changes nothing
+    (f"{RESNET} --sync-every 4", 1, "pytorch_SingleGPU", 1, 0),
+    (f"{GPT} {ADAMW} --dropout 0.2 --sync-every 4", 1, "pytorch_SingleGPU", 1, 0),
+]
+
+
+@pytest.mark.parametrize(
+    "flags, n, other, ranks, close", cases(SAME, lambda flags, n, *_: n == 2 or n == 1)
+)
+def test_where_it_is_exact(flags, n, other, ranks, close, train, measured):
+    """With SGD, whose momentum and weight decay are linear in the gradient, as the mean is."""
+    flags, _, every = flags.partition(" --sync-every ")
+    expected, expected_result = train(other, ranks, flags)
+    weights, result = train(f"{LOCAL} --sync-every {every}", n, flags)
     difference = relative_difference(doubles(weights), doubles(expected))
-    if model != RESNET:
+    if flags == f"{GPT} {SGD}":
         script = f"{LOCAL} --sync-every 1"
         measured("parity_shared", script=script, ranks=n, optimizer="sgd", value=difference)
-    assert difference < 1e-12
+    assert difference <= close
     assert result["steps"] == 12
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 
 
-def test_with_batch_norm_it_is_ddp(train):
-    """Whose statistics are of each rank's images, too, and rank 0's are those that are judged."""
-    flags = "--model small_resnet --norm batch --max-steps 12"
-    expected, expected_result = train("pytorch_torchrun_DDP", 2, flags)
-    weights, result = train(f"{LOCAL} --sync-every 1", 2, flags)
-    assert any("running_var" in name for name in weights)
-    assert relative_difference(doubles(weights), doubles(expected)) < 1e-9
-    assert result["eval_loss"] == pytest.approx(expected_result["eval_loss"], rel=1e-9)
-
-
 @pytest.mark.parametrize(
-    "flags, least, most",
-    [(f"{GPT} {ADAMW}", 1e-4, 0.1), (f"{GPT} {SGD} --clip-grad 0.5", 1e-6, 1e-2)],
-    ids=["adamw", "clip-grad"],
+    "inner, outer",
+    cases(
+        [(inner, outer) for inner in INNER for outer in OUTER],
+        lambda *row: row in (("sgd", "average"), ("adamw", "DiLoCo")),
+    ),
 )
-def test_what_is_not_linear_is_close_and_not_equal(flags, least, most, train):
-    expected, expected_result = train("pytorch_torchrun_DDP", 2, flags)
-    weights, result = train(f"{LOCAL} --sync-every 1", 2, flags)
-    assert least < distance(weights, expected) < most
-    assert result["eval_loss"] == pytest.approx(expected_result["eval_loss"], rel=0.01)
-
-
-@pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("inner", [SGD, f"{ADAMW} --lr 0.01 --clip-grad 0.5"], ids=["sgd", "adamw"])
 def test_against_ranks_played_one_after_the_other(inner, outer, train):
     """Three ranks with a sync after steps 4, 6 (an epoch's end), 8 and 12. Here the outer step is
     that of torch.optim.SGD, as the paper has it."""
-    flags = f"{GPT} {inner}"
+    flags = f"{GPT} {INNER[inner]}"
     weights, result = train(f"{LOCAL} --sync-every 4 {OUTER[outer]}", 3, flags)
     args = common.argument_parser("").parse_args(shlex.split(f"{JOB} {flags}"))
     args.device = "cpu"
@@ -148,134 +146,57 @@ def play_ranks(args: argparse.Namespace, n: int, every: int, lr="1", momentum="0
             step += 1
             if step not in (4, 6, 8, 12):
                 continue
+            everyones = list(zip(*(rank[3].parameters() for rank in ranks), strict=True))
             with torch.no_grad():
-                for p, *theirs in zip(
-                    shared, *(rank[3].parameters() for rank in ranks), strict=True
-                ):
+                for p, theirs in zip(shared, everyones, strict=True):
                     p.grad = p - sum(theirs) / n
                 outer.step()
-                for p, *theirs in zip(
-                    shared, *(rank[3].parameters() for rank in ranks), strict=True
-                ):
+                for p, theirs in zip(shared, everyones, strict=True):
                     for own in theirs:
                         own.copy_(p)
     return ranks[0][3].state_dict()
 
 
-@pytest.mark.parametrize("flags", [RESNET, f"{GPT} {ADAMW} --dropout 0.2"], ids=["resnet", "gpt"])
-def test_one_rank_alone_is_the_single_process(flags, train):
-    """Whenever it syncs, and to the last bit: an average of one changes nothing."""
-    expected, _ = train("pytorch_SingleGPU", 1, flags)
-    weights, _ = train(f"{LOCAL} --sync-every 4", 1, flags)
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_an_outer_step_all_the_way_is_the_average(tmp_path):
-    """The last common weights drop out: they are kept here only because a test asks for it. Each
-    rank's own are as far from them as may be."""
-    path = program(
-        tmp_path,
-        """
-import json, torch, torch.distributed as dist
-from pytorch_LocalSGD import CommonWeights
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-common = [torch.linspace(-1, 1, 7), torch.ones(2, 3)]
-own = [torch.randn_like(tensor) for tensor in common]
-plain, outer = ([torch.nn.Parameter(tensor.clone()) for tensor in own] for _ in range(2))
-CommonWeights(plain, 1, 0).sync()
-full = CommonWeights(outer, 1, 0)
-row = torch.cat([tensor.flatten() for tensor in common])
-full.kept = {"weights": row, "momentum": torch.zeros_like(row)}
-full.sync()
-found = [torch.cat([p.detach().flatten() for p in group]).tolist() for group in (plain, outer)]
-print(json.dumps([dist.get_rank(), *found]) + "\\n", end="", flush=True)
-dist.destroy_process_group()
-""",
-    )
-    finished = succeed(f"torchrun --standalone --nproc_per_node=3 {path}", forked=True)
-    lines = [json.loads(line) for line in re.findall(r"^\[\d.*\]$", finished.stdout, re.MULTILINE)]
-    own = []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        own.append(torch.cat([torch.randn(7), torch.randn(2, 3).flatten()]))
-    mean = torch.stack(own).mean(0)
-    for _, plain, outer in sorted(lines):
-        torch.testing.assert_close(torch.tensor(plain), mean)
-        torch.testing.assert_close(torch.tensor(outer), mean)
-    assert len({str(plain) for _, plain, _ in lines}) == 1 and len(lines) == 3
-
-
-@pytest.mark.full
-def test_it_learns_with_few_syncs(train):
-    """Averages nearly as DDP does. DiLoCo is for longer runs: with a momentum of 0.9 and a rate of
-    0.7 its steps become seven times as long, once there were ten of them."""
-    job = "--model gpt-2x4x32 --context 16 --epochs 20 --lr 0.005 --optimizer adamw"
-    _, ddp = train("pytorch_torchrun_DDP", 2, job)
-    _, local = train(f"{LOCAL} --sync-every 8", 2, job)
-    _, diloco = train(f"{LOCAL} --sync-every 8 {DILOCO}", 2, job)
-    first, last = ddp["eval_loss"][0], ddp["eval_loss"][-1]
-    assert last < first - 0.3
-    assert local["eval_loss"][-1] == pytest.approx(last, rel=0.05)
-    assert diloco["eval_loss"][-1] < first - 0.1
-
-
 # ------------------------------------------------------------------------ what is sent and kept
 
 COUNT = """
-import collections, json, os, runpy
+import json, os, runpy
 import torch.distributed as dist
-import small_resnet
 sys.argv = sys.argv[1:]
-from torch.utils._python_dispatch import TorchDispatchMode
-from estimator.sent import message_of
+sizes, all_reduce = [], dist.all_reduce
 
-class Count(TorchDispatchMode):
-    sizes = []
+def counted(tensor, *args, **kwargs):
+    if tensor.nbytes > 1000:  # no loss, no vote
+        sizes.append(tensor.nbytes)
+    return all_reduce(tensor, *args, **kwargs)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        message = message_of(func, args)
-        if message and message.kind == "allreduce" and message.size > 1000:  # no loss, no vote
-            self.sizes.append(message.sent)
-        return func(*args, **(kwargs or {}))
-
-with Count():
-    runpy.run_path(sys.argv[0], run_name="__main__")
+dist.all_reduce = counted
+runpy.run_path(sys.argv[0], run_name="__main__")
 if os.environ["RANK"] == "0":
-    print("counted", json.dumps(Count.sizes), flush=True)
+    print("counted", json.dumps(sizes), flush=True)
 """
 
 
 @pytest.mark.full
-def test_a_sync_every_h_steps_sends_one_hth_of_ddp(tmp_path):
-    """Of all 16 steps, which are two epochs."""
+@pytest.mark.parametrize(
+    "flags, messages",
+    [
+        ("--sync-every 1", 16),
+        ("--sync-every 8", 2),
+        ("--sync-every 1000", 2),  # at the end of an epoch
+        ("--sync-every 5", 5),  # after 5, 8, 10, 15 and 16
+        (f"--sync-every 8 {DILOCO}", 3),  # and once to begin with
+    ],
+)
+def test_a_sync_every_h_steps_is_one_message(flags, messages, tmp_path):
+    """Of all 16 steps, which are two epochs; all weights in one."""
     path = program(tmp_path, COUNT)
     job = "--model gpt-4x4x128 --context 16 --dataset synthetic --train-samples 64 "
     job += f"--eval-samples 8 --batch-size 8 --epochs 2 --output-dir {tmp_path}/run"
-    sent = {}
-    for name, script in {
-        "DDP": "pytorch_torchrun_DDP.py",
-        1: f"{LOCAL}.py --sync-every 1",
-        4: f"{LOCAL}.py --sync-every 4",
-        8: f"{LOCAL}.py --sync-every 8",
-        "end of an epoch": f"{LOCAL}.py --sync-every 1000",
-        "not a divisor": f"{LOCAL}.py --sync-every 5",  # after 5, 8, 10, 15 and 16
-        "DiLoCo": f"{LOCAL}.py --sync-every 8 {DILOCO}",
-    }.items():
-        command = f"torchrun --standalone --nproc_per_node=2 {path} {script} {job}"
-        [line] = re.findall(r"^counted (.*)$", succeed(command, forked=True).stdout, re.MULTILINE)
-        sent[name] = json.loads(line)
+    command = f"torchrun --standalone --nproc_per_node=2 {path} {LOCAL}.py {flags} {job}"
+    [line] = re.findall(r"^counted (.*)$", succeed(command, forked=True).stdout, re.MULTILINE)
     _, result = read_run(tmp_path / "run")
-    whole = result["state_bytes"]["parameters"]  # 2 * 4 * (N - 1) / N bytes of each: at two, 4
-    assert sum(sent["DDP"]) == pytest.approx(16 * whole, rel=0.02)
-    for every in (1, 4, 8):
-        assert len(sent[every]) == 16 / every
-        assert sum(sent[every]) == pytest.approx(sum(sent["DDP"]) / every, rel=0.02)
-    assert len(sent["end of an epoch"]) == 2 and len(sent["not a divisor"]) == 5
-    assert len(sent["DiLoCo"]) == 3, "and once to begin with"
-    for messages in sent.values():
-        if messages is not sent["DDP"]:
-            assert set(messages) == {whole}, "all weights in one"
+    assert json.loads(line) == [result["state_bytes"]["parameters"]] * messages
 
 
 def test_kept(train):
@@ -308,19 +229,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "n, flags, steps",
-    [  # six steps an epoch; a sync after 4, 6, 8 and 12
-        (
-            2,
-            f"{GPT} {ADAMW} --dropout 0.2 --sync-every 4 {DILOCO}",
-            [1, 4, 6, 7, 10],
-        ),
-        (3, f"{GPT} {ADAMW} --sync-every 4", [3, 9]),
-        (3, "--model small_resnet --max-steps 12 --sync-every 5", [4, 6]),
-    ],
-    ids=["DiLoCo", "average", "batch-norm"],
-)
+STOPPED = [  # six steps an epoch; a sync after 4, 6, 8 and 12
+    (2, f"{GPT} {ADAMW} --dropout 0.2 --sync-every 4 {DILOCO}", (1, 4, 6, 7, 10)),
+    (3, f"{GPT} {ADAMW} --sync-every 4", (3, 9)),
+    (3, "--model small_resnet --max-steps 12 --sync-every 5", (4, 6)),
+]
+
+
+@pytest.mark.parametrize("n, flags, steps", cases(STOPPED, lambda n, *_: n == 2))
 def test_stopped_at_any_step_it_goes_on_with_the_same_bits(n, flags, steps, tmp_path):
     """In fp32. After each of these steps a rank is sent SIGTERM, and the next start goes on."""
     path = program(tmp_path, STOP)
@@ -341,38 +257,14 @@ def test_stopped_at_any_step_it_goes_on_with_the_same_bits(n, flags, steps, tmp_
         assert result[name] == whole[name]
 
 
-def test_a_run_that_is_killed_goes_on_from_what_each_rank_wrote(tmp_path):
-    """Its last snapshot is of step 5, and between two syncs no two ranks have the same weights."""
-    job = f"{JOB} {GPT} {ADAMW} --sync-every 4 {DILOCO} --resume auto --output-dir {tmp_path}"
-    run(LOCAL, 3, f"{job}/whole")
-    path = program(tmp_path, STOP.replace("SIGTERM", "SIGKILL"))
-    command = f"torchrun --standalone --nproc_per_node=3 {path} {LOCAL}.py {job}/parts"
-    killed = launch(f"{command} --snapshot-every 5", forked=True, STOP="6")
-    assert killed.code != 0
-    [snapshot] = snapshots(tmp_path / "parts")
-    files = {file.name for file in snapshot.iterdir()}
-    assert files == {"SHA256SUMS", "state.pt", "rank-00001.pt", "rank-00002.pt"}
-    others = [torch.load(snapshot / f"rank-0000{rank}.pt", weights_only=True) for rank in (1, 2)]
-    weights = [flat(part["model"]) for part in (state(tmp_path / "parts"), *others)]
-    assert not any(torch.equal(weights[a], weights[b]) for a, b in [(0, 1), (0, 2), (1, 2)])
-    finished = run(LOCAL, 3, f"{job}/parts")
-    assert "at epoch 1, step 6" in finished.stdout
-    expected, found = (read_run(tmp_path / name)[0] for name in ("whole", "parts"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     path = program(tmp_path, STOP)
     job = f"{JOB} {GPT} {SGD} --output-dir {tmp_path}/run"
     command = f"torchrun --standalone --nproc_per_node=2 {path} {LOCAL}.py --sync-every 4 {job}"
     assert launch(command, forked=True, STOP="3").code == 128 + signal.SIGTERM
     [snapshot] = snapshots(tmp_path / "run")
-    for script, n in [
-        (LOCAL, 3),
-        (LOCAL, 1),
-        ("pytorch_torchrun_DDP", 2),
-        ("pytorch_SingleGPU", 1),
-    ]:
+    assert {file.name for file in snapshot.iterdir()} == {"SHA256SUMS", "state.pt", "rank-00001.pt"}
+    for script, n in [(LOCAL, 3), ("pytorch_torchrun_DDP", 2)]:
         finished = launch(f"{launcher(script, n)} {job} --resume auto", forked=True)
         assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
         [line] = finished.errors
@@ -383,6 +275,7 @@ def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     assert "at epoch 1, step 4" in finished.stdout
 
 
+@pytest.mark.full
 def test_after_a_sync_any_ranks_and_scripts_go_on(tmp_path):
     """Within an epoch, and where that is exact: with the mean of what the ranks' momentum was."""
     flags = f"{JOB} {GPT} {SGD} --warmup-steps 20"
@@ -418,16 +311,3 @@ def test_diloco_goes_on_from_ddp(tmp_path):
         weights.append(read_run(tmp_path)[0])
     first, before, after = weights
     assert distance(after, before) < 0.1 * distance(before, first)
-
-
-# -------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    "flags", ["--sync-every 0", "--outer-lr 0", "--outer-momentum 1", "--outer-momentum=-0.1"]
-)
-def test_flags_out_of_range(flags):
-    finished = launch(f"python {LOCAL}.py {flags}", forked=True)
-    assert finished.code == 2
-    [line] = finished.errors
-    assert flags.split("=")[0].split()[0] in line and "out of range" in line

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 import torch
-from conftest import ROOT, free_port, launch, launcher, started, succeed
+from conftest import ROOT, cases, free_port, launch, launcher, started, succeed
 from PIL import Image
 
 import common
@@ -19,6 +19,15 @@ A_GPT = "--model gpt-4x2x16 --context 16"
 ONLY_GPT = ("pytorch_TP", "pytorch_FSDP_TP", "pytorch_CP", "pytorch_EP", "pytorch_PP")
 AT_ONCE = 6  # commands that run side by side: most of the time they wait
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
+
+DEEPSPEED = {  # files in places
+    "no_json": "{",
+    "a_list": "[1]",
+    "batch": '{"train_batch_size": 64}',
+    "micro_batch": '{"train_micro_batch_size_per_gpu": 7}',
+    "accumulation": '{"gradient_accumulation_steps": 2}',
+    "stage": '{"zero_optimization": {"stage": 7}}',
+}
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +52,8 @@ def places(tmp_path_factory, image_folder):
     torch.save([1, 2], root / "a_list.pt")
     (root / "short").write_text("0123456789")
     (root / "latin").write_bytes("süß".encode("latin-1") * 99)
+    for name, text in DEEPSPEED.items():
+        (root / f"{name}.json").write_text(text)
     (root / "same").mkdir()
     shutil.copy(root / "run" / "model.pt", root / "same")
     return root
@@ -224,6 +235,21 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_PP", 2, "--model gpt-3x2x16 --pipeline-schedule zbv", ["zbv makes 4 stages"]),
     ("pytorch_PP", 2, f"--model gpt-3x2x16 {INTERLEAVED}", ["has 3 layers"]),
     ("pytorch_PP", 2, "--microbatches 0", ["it must be 1 or more"]),
+    # local SGD, DeepSpeed and Lightning
+    ("pytorch_LocalSGD", 1, "--sync-every 0", ["--sync-every", "out of range"]),
+    ("pytorch_LocalSGD", 1, "--outer-lr 0", ["--outer-lr", "out of range"]),
+    ("pytorch_LocalSGD", 1, "--outer-momentum 1", ["--outer-momentum", "out of range"]),
+    ("pytorch_LocalSGD", 1, "--outer-momentum=-0.1", ["--outer-momentum", "out of range"]),
+    ("pytorch_DeepSpeed", 1, "--double", ["--double"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config no_such.json", ["no_such.json"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/no_json.json", ["not a JSON file"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/a_list.json", ["a_list.json", "list"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/batch.json", ["64", "--batch-size 24"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/micro_batch.json", ["7", "--batch-size 24"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/accumulation.json", ["2", "1 ranks"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/stage.json", ["stage.json", "7"]),
+    ("lightning_Trainer", 1, "--strategy zero", ["invalid choice: 'zero' (choose from "]),
+    ("lightning_Trainer", 1, "--strategy deepspeed_stage_2 --double", ["--double: DeepSpeed"]),
 ]
 SCRIPTS = list(dict.fromkeys(script for script, *_ in MISTAKES))
 
@@ -233,7 +259,10 @@ def command_of(script, ranks, flags, output):
     return f"{launcher(script, ranks)} {job} --output-dir {output} {flags}"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",  # a library is a server's import
+    cases([(s,) for s in SCRIPTS], lambda s: s not in ("pytorch_DeepSpeed", "lightning_Trainer")),
+)
 def test_a_mistake_ends_in_one_line(script, places, tmp_path):
     """All rows of a script, some at a time: its first rank reports it, and nothing is written."""
     rows = [row for row in MISTAKES if row[0] == script]
@@ -337,6 +366,24 @@ def test_script_without_its_launcher(tmp_path):
     command = f"python pytorch_DDP.py {SMALL} --output-dir {tmp_path}"
     finished = launch(command, timeout=60, forked=True)
     check_line(finished, ["python -m torch.distributed.launch"])
+
+
+LIBRARIES = {"accelerate_": "accelerate", "lightning_": "lightning"}
+LIBRARIES |= {"transformers_": "transformers", "pytorch_DeepSpeed": "deepspeed"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    cases(
+        [(path.stem,) for start in LIBRARIES for path in sorted(ROOT.glob(f"{start}*.py"))],
+        lambda script: script == "lightning_Fabric",
+    ),
+)
+def test_a_library_that_cannot_be_imported(script, tmp_path):
+    library = next(name for start, name in LIBRARIES.items() if script.startswith(start))
+    (tmp_path / f"{library}.py").write_text("raise ImportError('not here')\n")
+    finished = launch(f"python {script}.py", timeout=60, PYTHONPATH=str(tmp_path))
+    check_line(finished, [script, library, "(not here)", "pip install"])
 
 
 @contextlib.contextmanager

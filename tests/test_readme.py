@@ -24,6 +24,7 @@ PAGES = {page.stem: page.read_text() for page in ENGLISH if page.parent.name == 
 TECHNIQUES = "".join(PAGES[name] for name in ["SingleGPU", *PARENTS])
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
+QUICK = "--epochs 1 --train-samples 1024 --batch-size 64 --eval-samples 200 --lr 0.02"
 SMALL = "--model squeezenet1_1"  # a sixteenth of ResNet-18's parameters
 
 
@@ -38,33 +39,26 @@ def checkout(tmp_path):
 
 # -------------------------------------------------------------------------------------- commands
 
-TESTED = [  # the commands that are run elsewhere, and where
-    ("pip install -r requirements.txt && torchrun", "test_first_command"),
-    ("pip install -r requirements-dev.txt && python -m pytest", ".ci/run"),
-    ("torchrun --standalone --max-restarts=3", "test_resume.py"),
-    ("diff pytorch_", "test_a_script_is_its_parent_and_a_technique"),
-    ("python pytorch_SingleGPU.py --dataset folder --data-dir PATH", "test_data.py"),
-    ("python pytorch_SingleGPU.py --model gpt-nano", "test_text.py"),
-    ("python model_inference.py", "test_inference.py"),
-    ("python benchmark.py", "test_benchmark.py"),
-    ("torchrun --standalone --nproc_per_node=2 pytorch_collectives.py", "test_collectives.py"),
-    ("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace", "test_slow.py"),
-    ("python timeline.py", "test_timeline.py"),
-    ("python estimate.py", "test_estimate.py"),
-    ("pip install -r requirements-ecosystem.txt", ".ci/run"),
-    ("accelerate launch --config_file config/accelerate_", "test_accelerate.py"),
-    ("fabric run --accelerator=cpu --devices=2", "test_lightning.py"),
-    ("torchrun --standalone --nproc_per_node=2 lightning_Trainer.py", "test_lightning.py"),
-    ("torchrun --standalone --nproc_per_node=2 transformers_Trainer.py", "test_transformers.py"),
-    ("python pytorch_SingleGPU.py --dataset reviews --data-dir PATH", "test_reviews.py"),
-    ("moto_server -p 5000", "test_remote.py"),
-    ("export AWS_", "test_remote.py"),
-    ('python -c "import fsspec', "test_remote.py"),
-    ("python pytorch_SingleGPU.py --output-dir s3://", "test_remote.py"),
-    ("ssh-keygen -q", "test_remote.py"),
-    ("/usr/sbin/sshd -D", "test_remote.py"),
-    ("python pytorch_SingleGPU.py --output-dir sftp://", "test_remote.py"),
-]
+ELSEWHERE = {  # commands, by what runs them
+    ".ci/run": ["pip install -r requirements-dev.txt", "pip install -r requirements-ecosystem.txt"],
+    "test_accelerate.py": ["accelerate launch --config_file config/accelerate_"],
+    "test_benchmark.py": ["python benchmark.py"],
+    "test_collectives.py": ["torchrun --standalone --nproc_per_node=2 pytorch_collectives.py"],
+    "test_data.py": ["python pytorch_SingleGPU.py --dataset folder --data-dir PATH"],
+    "test_estimate.py": ["python estimate.py"],
+    "test_first_command": ["pip install -r requirements.txt && torchrun"],
+    "test_inference.py": ["python model_inference.py"],
+    "test_lightning.py": ["fabric run ", "torchrun --standalone --nproc_per_node=2 lightning_"],
+    "test_remote.py": ["moto_server", "export AWS_", "python -c", "ssh-keygen -q", "/usr/sbin/sshd"]
+    + [f"python pytorch_SingleGPU.py --output-dir {scheme}://" for scheme in ("s3", "sftp")],
+    "test_resume.py": ["torchrun --standalone --max-restarts=3"],
+    "test_reviews.py": ["python pytorch_SingleGPU.py --dataset reviews --data-dir PATH"],
+    "test_a_script_is_its_parent_and_a_technique": ["diff pytorch_"],
+    "test_slow.py": ["torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace"],
+    "test_text.py": ["python pytorch_SingleGPU.py --model gpt-nano"],
+    "test_timeline.py": ["python timeline.py"],
+    "test_transformers.py": ["torchrun --standalone --nproc_per_node=2 transformers_Trainer.py"],
+}
 NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm)|runs all tests)$")
 
 
@@ -74,7 +68,7 @@ def shell_blocks(text):
 
 
 def run_elsewhere(line):
-    return [where for command, where in TESTED if line.startswith(command)]
+    return [start for starts in ELSEWHERE.values() for start in starts if line.startswith(start)]
 
 
 def commands():
@@ -87,14 +81,15 @@ def launcher_of(command):
     return re.match(r"python -m \S+|\S+", command)[0]
 
 
+TYPED = ("torchrun", "python pytorch_")  # by the first command, and in test_scripts.py
 LAUNCHED = list({launcher_of(c): c for c in reversed(commands())}.values())  # one of each launcher
 
 
 def test_first_command(checkout):
-    """Started as the README says, but for one epoch, in which it learns already."""
+    """Started as the README says, but for one epoch of less, in which it learns already."""
     command = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
     assert f"pip install -r requirements.txt && {command}" in README
-    finished = succeed(f"{command} --epochs 1 --lr 0.02", cwd=checkout)
+    finished = succeed(f"{command} {QUICK}", cwd=checkout)
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
     assert result["eval_accuracy"][-1] > 0.3
     assert len(finished.lines) == 3 + 1 + 2
@@ -106,15 +101,19 @@ def test_first_command(checkout):
 
 @pytest.mark.full
 def test_the_first_command_learns(checkout):
-    """All of it, in the time of a coffee."""
-    succeed("torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py", cwd=checkout)
-    result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
-    assert result["eval_accuracy"][-1] > 0.93
+    """All of it, in the time of a coffee; after a step at a rate of nearly 0 it is chance. (Without
+    BatchNorm, whose running statistics are useless after one step on any data.)"""
+    command = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
+    path = checkout / "runs/pytorch_torchrun_DDP/result.json"
+    succeed(command, cwd=checkout)
+    assert json.loads(path.read_text())["eval_accuracy"][-1] > 0.93
+    succeed(f"{command} --norm group --max-steps 1 --lr 1e-9", cwd=checkout, forked=True)
+    assert json.loads(path.read_text())["eval_accuracy"][-1] < 0.3
 
 
 @pytest.mark.parametrize(
     "command",
-    cases([(c,) for c in commands()], lambda command: command in LAUNCHED[1:]),  # torchrun: above
+    cases([(c,) for c in commands()], lambda c: c in LAUNCHED and not c.startswith(TYPED)),
 )
 def test_each_command_as_typed(command, checkout):
     """With a short job instead of the default one."""
@@ -163,32 +162,12 @@ def test_the_flags_of_each_command(command, monkeypatch):
         runpy.run_path(words[at], run_name="__main__")
 
 
-def test_what_is_run_elsewhere():
-    text = "".join(page.read_text() for page in ENGLISH)
-    for command, where in TESTED:
-        assert command in text
-        script = re.search(r"(\w+)\.py", command)
-        if script and where.endswith(".py"):
-            assert script[1] in (ROOT / "tests" / where).read_text()
-
-
-def test_each_script_has_its_command():
-    scripts = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
-    assert scripts | {"pytorch_collectives"} == {path.stem for path in ROOT.glob("pytorch_*.py")}
-
-
 def test_plain_python_is_a_world_of_one(checkout):
-    finished = succeed(f"python pytorch_torchrun_DDP.py {SHORT}", cwd=checkout, forked=True)
-    assert "pytorch_torchrun_DDP: 1 x cpu (gloo)" in finished.lines[0]
-    assert finished.stderr == ""
+    command = f"python pytorch_torchrun_DDP.py {SHORT} {SMALL}"
+    finished = succeed(command, cwd=checkout, forked=True)
+    assert "pytorch_torchrun_DDP: 1 x cpu (gloo)" in finished.lines[0] and not finished.stderr
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
-    assert result["command"] == f"python pytorch_torchrun_DDP.py {SHORT}"
-
-
-@pytest.mark.full
-def test_launch_through_the_environment(checkout):
-    command = "python -m torch.distributed.launch --use_env --nproc_per_node=1 pytorch_DDP.py"
-    succeed(f"{command} {SHORT} {SMALL}", cwd=checkout)
+    assert result["command"] == command
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
@@ -199,15 +178,6 @@ def test_both_spellings_of_the_local_rank(spelling, checkout):
     succeed(command, cwd=checkout, forked=True, **alone)
 
 
-def test_untrained_models_know_nothing(checkout):
-    """What the first command reaches is learned: after a step at a rate of nearly 0 it is chance.
-    (Without BatchNorm, whose running statistics are useless after one step on any data.)"""
-    command = "python pytorch_SingleGPU.py --norm group --max-steps 1 --lr 1e-9"
-    succeed(command, cwd=checkout, forked=True)
-    result = json.loads((checkout / "runs/pytorch_SingleGPU/result.json").read_text())
-    assert result["eval_accuracy"][-1] < 0.3
-
-
 # ----------------------------------------------------------------------------------------- pages
 
 
@@ -216,18 +186,14 @@ def test_both_languages_have_the_same_blocks_and_figures(english, chinese):
     ours, theirs = english.read_text(), chinese.read_text()
     assert FENCED.findall(ours) == FENCED.findall(theirs)
     ours, theirs = FENCED.sub("", ours), FENCED.sub("", theirs)
-    for pattern in (r"^<!-- .*? -->", r"^\|.*\|$", r"^- ", r"^!\["):
+    for pattern in (r"^\|.*\|$", r"^- ", r"^!\["):
         counts = [len(re.findall(pattern, text, re.MULTILINE)) for text in (ours, theirs)]
         assert counts[0] == counts[1], pattern
     for pattern in (r"^#+ ", r"^<!-- .*? -->"):  # the same sections, with the same tables
-        found = [re.findall(pattern, text, re.MULTILINE) for text in (ours, theirs)]
-        assert found[0] == found[1]
-    figures = r"\d+(?:[.,]\d+)*(?: %|e-\d+)?"
-    found = [
-        re.findall(figures, " ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)))
-        for text in (ours, theirs)
-    ]
-    assert found[0] == found[1]
+        assert re.findall(pattern, ours, re.M) == re.findall(pattern, theirs, re.M)
+    rows = (" ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)) for text in (ours, theirs))
+    found, expected = (re.findall(r"\d+(?:[.,]\d+)*(?: %|e-\d+)?", row) for row in rows)
+    assert found == expected
 
 
 @pytest.mark.parametrize("page", ENGLISH + CHINESE, ids=name_of)
@@ -283,27 +249,19 @@ def test_the_front_door_is_small(page):
 
 
 def test_every_script_is_listed():
+    """In a table; and in a tree, where the libraries stand below the raw scripts."""
     section = README.partition("## The scripts")[2].partition("```bash")[0]
     rows = re.findall(r"^\| (`.+?) \| .+ \|$", section, re.M)
-    listed = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
-    scripts = [path.name for path in ROOT.glob("pytorch_*.py")] + [f"{name}.py" for name in RAW]
-    assert sorted(listed) == sorted([*scripts, "model_inference.py"])
+    listed = [name for row in rows for name in re.findall(r"`(\w+)\.py`", row)]
+    scripts = [path.stem for path in ROOT.glob("pytorch_*.py")] + [*RAW]
+    assert sorted(listed) == sorted([*scripts, "model_inference"])
     tree = re.search(r"```text\n(pytorch_collectives\.py\n.*?)```", README, re.DOTALL)[1]
-    assert re.findall(r"\w+\.py", tree)[:3] == [
-        f"pytorch_{name}.py" for name in ("collectives", "SingleGPU", "DDP_by_hand")
-    ]
-    raw = [f"pytorch_{name}.py" for name in ["collectives", "SingleGPU", *PARENTS]]
-    assert sorted(re.findall(r"\w+\.py", tree)) == sorted([*raw, *(f"{name}.py" for name in RAW)])
-
-
-def test_the_tree_has_the_libraries_below_the_raw_scripts():
-    lines = re.search(r"```text\n(pytorch_collectives\.py\n.*?)```", README, re.DOTALL)[
-        1
-    ].splitlines()
-    depth = {
-        re.search(r"(\w+)\.py", line)[1]: len(line) - len(line.lstrip("│├└─ ")) for line in lines
-    }
+    lines = re.findall(r"^([│├└─ ]*)(\w+)\.py", tree, re.MULTILINE)
+    depth = {name: len(indent) for indent, name in lines}
     order = list(depth)
+    assert sorted(order) == sorted(scripts)
+    with_command = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
+    assert with_command | {"pytorch_collectives", *RAW} == set(scripts)
     for name, parent in RAW.items():
         between = order[order.index(parent) + 1 : order.index(name) + 1]
         assert depth[name] == depth[parent] + 4

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, cases, launch, launcher, succeed
+from conftest import ROOT, cases, launch, launcher, read_run, succeed
 
 transformers = pytest.importorskip("transformers")
 
@@ -14,20 +14,23 @@ from jobs import reviews  # noqa: E402
 TINY = "--model encoder-1x2x16 --context 12 --batch-size 16 --print-freq 1"
 
 
-@pytest.fixture(scope="module")
-def folder(review_folder):
-    return review_folder
-
-
 def train(script, ranks, folder, output, flags):
     command = f"{launcher(script, ranks)} --dataset reviews --data-dir {folder} {flags}"
     succeed(f"{command} --output-dir {output}", forked=True)
-    state = torch.load(output / "model.pt", weights_only=True)
-    return state, json.loads((output / "result.json").read_text())
+    return read_run(output)
 
 
-def test_it_learns(folder, tmp_path):
-    _, result = train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --epochs 10 --lr 0.01")
+@pytest.fixture(scope="module")
+def trained(review_folder, tmp_path_factory):
+    """The folder it ran in, where runs/ is; on reviews that the tokenizer need not cut off."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = f"{TINY} --context 40 --epochs 20 --lr 0.01"
+    train("pytorch_SingleGPU", 1, review_folder, folder / "runs/pytorch_SingleGPU", flags)
+    return folder
+
+
+def test_it_learns(trained):
+    _, result = read_run(trained / "runs/pytorch_SingleGPU")
     assert result["eval_accuracy"][-1] > 0.9
     assert result["eval_samples"] == 30 and result["train_samples"] == 120
     assert result["classes"] == ["negative", "positive"]
@@ -43,37 +46,30 @@ MORE += ["pytorch_FSDP_offload", "lightning_Trainer", "lightning_Trainer --strat
 EIGHT_STEPS = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
 
 
-@pytest.fixture(scope="module")
-def single(folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("single")
-    return train("pytorch_SingleGPU", 1, folder, output, EIGHT_STEPS)
-
-
 @pytest.mark.parametrize(
     "script", cases([(s,) for s in TECHNIQUES + MORE], lambda script: script == "pytorch_FSDP")
 )
-def test_techniques_agree(script, single, folder, tmp_path):
+def test_techniques_agree(script, review_folder, tmp_path):
     """In float64, after eight steps; FSDP makes the model of two ranks without memory."""
-    expected, _ = single
-    weights, _ = train(script, 2, folder, tmp_path, EIGHT_STEPS)
+    expected, _ = train("pytorch_SingleGPU", 1, review_folder, tmp_path / "single", EIGHT_STEPS)
+    weights, _ = train(script, 2, review_folder, tmp_path / "ranks", EIGHT_STEPS)
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
-def test_what_is_saved_is_all_that_is_needed(folder, tmp_path, monkeypatch, capsys):
+def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch, capsys):
     """Stock transformers and tokenizers make of model.pt what the run reported, by the lines that
-    docs/ecosystem.md gives; on reviews that the tokenizer does not have to cut off."""
-    flags = f"{TINY} --context 40 --epochs 10 --lr 0.01"
-    _, result = train("pytorch_SingleGPU", 1, folder, tmp_path / "runs/pytorch_SingleGPU", flags)
-    monkeypatch.chdir(tmp_path)
+    docs/ecosystem.md gives."""
+    _, result = read_run(trained / "runs/pytorch_SingleGPU")
+    monkeypatch.chdir(trained)
     [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ecosystem.md").read_text(), re.S)
     found = {}
     exec(lines, found)
     [[negative, positive]] = eval(re.search(r"\[\[.*?\]\]", capsys.readouterr().out)[0])
     assert negative + positive == pytest.approx(1, abs=1e-3)
     tokenizer, losses = found["tokenizers"].Tokenizer.from_str(found["tokenizer"]), []
-    for text, label in zip(*reviews.read(folder / "test.tsv"), strict=True):
+    for text, label in zip(*reviews.read(review_folder / "test.tsv"), strict=True):
         tokens = torch.tensor([tokenizer.encode(text).ids])
         with torch.no_grad():
             logits = found["model"](tokens).logits
@@ -81,19 +77,18 @@ def test_what_is_saved_is_all_that_is_needed(folder, tmp_path, monkeypatch, caps
     assert sum(losses) / len(losses) == pytest.approx(result["eval_loss"][-1], rel=1e-3)
 
 
-def test_inference_is_not_of_texts(folder, tmp_path):
-    train("pytorch_SingleGPU", 1, folder, tmp_path, f"{TINY} --max-steps 1")
-    command = f"python model_inference.py --weights {tmp_path}/model.pt --input test"
-    finished = launch(command, forked=True)
+def test_inference_is_not_of_texts(trained):
+    weights = trained / "runs/pytorch_SingleGPU/model.pt"
+    finished = launch(f"python model_inference.py --weights {weights} --input test", forked=True)
     assert finished.code == 2
     assert "encoder-1x2x16, which classifies texts, and this script does not" in finished.stderr
 
 
 @pytest.fixture(scope="module")
-def pretrained(folder, tmp_path_factory):
+def pretrained(review_folder, tmp_path_factory):
     """A folder as `save_pretrained` leaves it: tiny, and of another kind than ours."""
     path = tmp_path_factory.mktemp("pretrained")
-    reviews.train_tokenizer(folder).save_pretrained(path)
+    reviews.train_tokenizer(review_folder).save_pretrained(path)
     torch.manual_seed(1)
     config = transformers.BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
@@ -104,19 +99,18 @@ def pretrained(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "script, ranks",
-    [pytest.param("pytorch_SingleGPU", 1, marks=pytest.mark.full), ("pytorch_FSDP", 2)],
+    "script, ranks", cases([("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 2)
 )
-def test_pretrained_weights(script, ranks, folder, pretrained, tmp_path):
+def test_pretrained_weights(script, ranks, review_folder, pretrained, tmp_path):
     """At a rate of nothing, what is evaluated is what was loaded."""
     flags = f"--weights {pretrained} --context 12 --batch-size 16 --max-steps 1 --lr 1e-30"
     flags += " --weight-decay 0"
-    weights, result = train(script, ranks, folder, tmp_path, flags)
+    weights, result = train(script, ranks, review_folder, tmp_path, flags)
     stock = transformers.BertForSequenceClassification.from_pretrained(pretrained).eval()
     for name, tensor in stock.state_dict().items():
         assert torch.allclose(weights[f"encoder.{name}"], tensor, atol=1e-20)
     assert result["model"] == "encoder"
-    texts, labels = reviews.read(folder / "test.tsv")
+    texts, labels = reviews.read(review_folder / "test.tsv")
     tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
     batch = tokenizer(texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
     with torch.no_grad():
@@ -162,18 +156,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("flags, words", MISTAKES.items())
-def test_mistakes(flags, words, folder, pretrained, tmp_path):
+def test_mistakes(flags, words, review_folder, pretrained, tmp_path):
     flags = flags.format(pretrained=pretrained)
-    command = f"python pytorch_SingleGPU.py --dataset reviews --data-dir {folder} {flags}"
+    command = f"python pytorch_SingleGPU.py --dataset reviews --data-dir {review_folder} {flags}"
     finished = launch(f"{command} --output-dir {tmp_path} --max-steps 1", timeout=60, forked=True)
     assert finished.code == 2
     assert len(finished.errors) == 1 and words in finished.errors[0]
     assert "Traceback" not in finished.stderr
 
 
-def test_memory_is_predicted(folder):
+@pytest.mark.full
+def test_memory_is_predicted(review_folder):
     """Of the encoder's shape, with labels of whole reviews."""
-    command = f"python estimate.py --dataset reviews --data-dir {folder} --only SingleGPU --json"
+    command = (
+        f"python estimate.py --dataset reviews --data-dir {review_folder} --only SingleGPU --json"
+    )
     command += " --model encoder-1x4x128"
     finished = succeed(command, forked=True)
     [row] = json.loads(finished.stdout)
