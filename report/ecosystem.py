@@ -7,24 +7,20 @@ from pathlib import Path
 
 from report import stale, tables
 from report.results import Unusable, read_results, speeds_of
-from report.theory import RAW, kept_bytes
+from report.theory import RAW
 
-AGAIN = "not measured yet: `python benchmark.py --suite ecosystem`"
 NAMES = ["pytorch_SingleGPU", *dict.fromkeys(RAW.values()), *RAW]
 
 
 def blocks(root: Path) -> dict[str, str]:
     """What stands on docs/ecosystem.md, by the name of its place."""
     path = root / "results" / "ecosystem.json"
-    found = read_results(path) if path.is_file() else None
-    drawn = {"ecosystem": AGAIN}
-    if found:
-        rows = [row for row in found["rows"] if row["table"] == "ecosystem"]
-        commands = [run["command"] for row in rows for run in row["runs"]]
-        where = tables.measured_where(found, rows)
-        since = stale.note(root, found["git_commit"], commands)
-        drawn["ecosystem"] = f"{ecosystem_table(root, rows)}\n\n{where}{since}"
-    return drawn
+    if not path.is_file():
+        return {"ecosystem": "not measured yet: `python benchmark.py --suite ecosystem`"}
+    found = read_results(path)
+    rows = [row for row in found["rows"] if row["table"] == "ecosystem"]
+    where = tables.measured_where(found, rows) + stale.note_of_rows(root, found, rows)
+    return {"ecosystem": f"{ecosystem_table(root, rows)}\n\n{where}"}
 
 
 def ecosystem_table(root: Path, rows: list[dict]) -> str:
@@ -38,8 +34,7 @@ def ecosystem_table(root: Path, rows: list[dict]) -> str:
             speeds[key] = statistics.median(speeds_of(row["runs"]))
             threads[key] = run["threads"]
             if run["state_bytes"]:
-                counted, expected = kept_bytes(run)
-                kept[key] = f"{tables.digits(counted)} ({tables.digits(expected)})"
+                kept[key] = tables.kept_cell(run, tables.digits)
 
     def share(ours: tuple[str, int], theirs: tuple[str, int]) -> str:
         if ours == theirs or ours not in speeds or theirs not in speeds:

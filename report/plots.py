@@ -30,14 +30,11 @@ def plot_data(results: dict) -> dict[str, dict]:
             epochs[title] = round(run["train_samples"] / speed, 2)
             if "offload" not in title:  # whose bytes are counted, but not on the device
                 memory[title] = memory_parts(run)
-        for name, unit, values in (
-            ("memory", "MiB per rank", memory),
-            ("epoch", "seconds per epoch", epochs),
-        ):
-            if values:
-                run = rows[0]["runs"][0]
-                job = f"{run['model']} at {run['image_size']}, {run['device']}"
-                plots[name] = {"unit": f"{unit} ({job})", "values": values}
+        if rows:
+            run = rows[0]["runs"][0]
+            job = f"{run['model']} at {run['image_size']}, {run['device']}"
+            plots["memory"] = {"unit": f"MiB per rank ({job})", "values": memory}
+            plots["epoch"] = {"unit": f"seconds per epoch ({job})", "values": epochs}
     plots |= relative(results.get("by_hand", {"rows": []})["rows"])
     plots |= loss_by_bytes(results.get("local_sgd", {"rows": []})["rows"])
     return plots | curves(results.get("shakespeare", {"rows": []})["rows"])
@@ -108,7 +105,7 @@ def bandwidths(sweep: dict) -> dict[str, dict]:
 
 def size_name(size: float) -> str:
     """In KiB or MiB."""
-    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
 
 
 def memory_parts(run: dict) -> dict[str, float]:
@@ -151,6 +148,7 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
         "font.size": 11, "text.color": GREY, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
         "xtick.color": GREY, "ytick.color": GREY, "axes.spines.top": False,
         "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
+        "legend.frameon": False, "legend.fontsize": 9,
     })  # fmt: skip
     values = data["values"]
     lines = {"scaling": draw_scaling, "loss": draw_curves, "collectives": draw_bandwidths}
@@ -158,7 +156,8 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
     kind = kind or path.stem
     if kind in lines:
         figure, axes = plt.subplots(figsize=(8, 4))
-        lines[kind](axes, values, data["unit"])
+        axes.set_ylabel(data["unit"])
+        lines[kind](axes, values)
     else:
         figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
         (draw_parts if kind == "memory" else draw_bars)(axes, values)
@@ -174,7 +173,7 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
     plt.close(figure)
 
 
-def draw_scaling(axes, values: dict[str, dict[str, dict]], unit: str) -> None:
+def draw_scaling(axes, values: dict[str, dict[str, dict]]) -> None:
     """By number of ranks: points are measured, lines are the model's."""
     for i, (title, lines) in enumerate(values.items()):
         style = {"color": COLOURS[i % len(COLOURS)]}
@@ -183,46 +182,50 @@ def draw_scaling(axes, values: dict[str, dict[str, dict]], unit: str) -> None:
         points = {int(n): 100 * share for n, share in lines["measured"].items()}
         axes.plot(list(points), list(points.values()), "o", **style)
     axes.plot([], [], "o", color=GREY, label="measured")
+    show_ranks(axes, ranks, highest=110)
+    axes.legend()
+
+
+def show_ranks(axes, ranks: list[int], highest: int) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
-    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, 110))
-    axes.legend(frameon=False, fontsize=9)
+    axes.set(xlabel="ranks", ylim=(0, highest))
 
 
-def draw_curves(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+def draw_curves(axes, values: dict[str, dict[str, float]]) -> None:
     """By tokens; thinner from one to the next, as they lie on top of each other."""
     for i, (title, losses) in enumerate(values.items()):
         tokens = [int(n) / 1e6 for n in losses]
         width = 1 + 2 * (len(values) - 1 - i)
         axes.plot(tokens, list(losses.values()), label=title, linewidth=width)
-    axes.set(xlabel="million tokens", ylabel=unit)
-    axes.legend(frameon=False, fontsize=9)
+    axes.set(xlabel="million tokens")
+    axes.legend()
 
 
-def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]]) -> None:
     """By MB that a rank has sent, in powers of ten."""
     for title, losses in values.items():
         axes.semilogx([int(n) / 1e6 for n in losses], list(losses.values()), label=title)
-    axes.set(xlabel="MB sent by a rank", ylabel=unit)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set(xlabel="MB sent by a rank")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]], unit: str) -> None:
+def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]]) -> None:
     """By size, both in powers; dashed what latency + size / bandwidth makes of it."""
     for i, (title, lines) in enumerate(values.items()):
         sizes = [int(size) for size in lines["measured"]]
         style = {"color": COLOURS[i % len(COLOURS)]}
         axes.loglog(sizes, list(lines["measured"].values()), "o-", ms=4, label=title, **style)
         axes.loglog(sizes, list(lines["fitted"].values()), "--", linewidth=0.9, **style)
-    axes.set(xlabel="message", ylabel=unit)
+    axes.set(xlabel="message")
     axes.set_xticks(sizes, [size_name(size) for size in sizes])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.plot([], [], "--", color=GREY, linewidth=0.9, label="latency + size / bandwidth")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend()
 
 
-def draw_shares(axes, values: dict[str, dict[str, list[float]]], unit: str) -> None:
+def draw_shares(axes, values: dict[str, dict[str, list[float]]]) -> None:
     """By number of ranks: a band from the least to the most."""
     for title, shares in values.items():
         ranks = [int(n) for n in shares]
@@ -230,10 +233,8 @@ def draw_shares(axes, values: dict[str, dict[str, list[float]]], unit: str) -> N
         [line] = axes.plot(ranks, most, label=title)
         axes.plot(ranks, least, "--", color=line.get_color(), linewidth=0.9)
         axes.fill_between(ranks, least, most, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
-    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, 100))
-    axes.legend(frameon=False, fontsize=9)
+    show_ranks(axes, ranks, highest=100)
+    axes.legend()
 
 
 def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
@@ -244,8 +245,7 @@ def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
         sizes = [parts.get(kind, 0) for parts in values.values()]
         axes.barh(list(values), sizes, left=left, label=kind, height=0.7)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.legend(frameon=False, fontsize=9, ncols=len(kinds), loc="lower left",
-                bbox_to_anchor=(0, 1))  # fmt: skip
+    axes.legend(ncols=len(kinds), loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def draw_bars(axes, values: dict[str, float]) -> None:

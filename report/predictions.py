@@ -26,22 +26,18 @@ def read(root: Path) -> dict:
 
 def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
     """The tables, by the name of their place."""
-    missing = f"not measured yet: `{AGAIN}`"
+    drawn = dict.fromkeys(("estimate", "scaling"), f"not measured yet: `{AGAIN}`")
     if not found:
-        return {"estimate": missing, "scaling": missing}
+        return drawn
     since = stale.note(root, found["git_commit"], ["estimator/published.py estimator"])
     about = f"torch {found['versions']['torch']}; [results/estimate.json](results/estimate.json)"
-    estimate = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
-    scaled = results.get("scaling")
-    if not scaled:
-        return {
-            "estimate": estimate,
-            "scaling": "not measured yet: `python benchmark.py --suite scaling`",
-        }
-    commands = [run["command"] for row in scaled["rows"] for run in row["runs"]]
-    since = stale.note(root, scaled["git_commit"], commands)
-    where = tables.measured_where(scaled, scaled["rows"])
-    return {"estimate": estimate, "scaling": f"{scaling_table(found, scaled)}\n\n{where}{since}"}
+    drawn["estimate"] = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
+    drawn["scaling"] = "not measured yet: `python benchmark.py --suite scaling`"
+    if scaled := results.get("scaling"):
+        rows = scaled["rows"]
+        where = tables.measured_where(scaled, rows) + stale.note_of_rows(root, scaled, rows)
+        drawn["scaling"] = f"{scaling_table(found, scaled)}\n\n{where}"
+    return drawn
 
 
 def published_table(found: dict, gpu: dict | None) -> str:
@@ -52,17 +48,10 @@ def published_table(found: dict, gpu: dict | None) -> str:
         ours = OURS.get(row["name"])
         runs = rows.get(ours, {"runs": []})["runs"]
         took = middle(of_all(runs, "peak_memory_gib", "allocated"))
-        lines.append(
-            [
-                f"`{row['name']}`",
-                row["gpus"],
-                f"{row['published_gb']:.2f}",
-                f"{row['predicted'] / 1e9:.2f}",
-                f"{row['predicted'] / 1e9 / row['published_gb']:.3f}",
-                tables.gib(found["suites"]["gpu"].get(ours)),
-                "" if took is None else f"{took:.2f}",
-            ]
-        )
+        published, predicted = row["published_gb"], row["predicted"] / 1e9
+        cells = [f"`{row['name']}`", row["gpus"], f"{published:.2f}", f"{predicted:.2f}"]
+        cells += [f"{predicted / published:.3f}", tables.gib(found["suites"]["gpu"].get(ours))]
+        lines.append([*cells, "" if took is None else f"{took:.2f}"])
     header = ["technique", "GPUs", "published GB", "predicted for that job", "ratio"]
     return tables.markdown([*header, "predicted for ours, GiB", "measured, GiB"], lines)
 

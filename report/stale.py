@@ -51,6 +51,11 @@ def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
     return said
 
 
+def note_of_rows(root: Path, found: dict, rows: Iterable[dict]) -> str:
+    """:func:`note` of some rows of a suite's results."""
+    return note(root, found["git_commit"], [run["command"] for row in rows for run in row["runs"]])
+
+
 def is_changed(root: Path, path: str, blob: str) -> bool:
     """Whether a file is gone, or is not what it was; of Python only code counts."""
     try:

@@ -62,16 +62,11 @@ GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers
 
 def share_of_gpt(words: list[str], run: dict) -> float:
     """Of a GPT's parameters, what the fullest rank has where they are not shared out evenly."""
-    layers, width = GPTS.get(run["model"]) or map(
-        int, re.findall(r"(\d+)x\d+x(\d+)", run["model"])[0]
-    )
+    shape = re.search(r"(\d+)x\d+x(\d+)", run["model"])
+    layers, width = map(int, shape.groups()) if shape else GPTS[run["model"]]
     script = next(Path(word).stem for word in words if word.endswith(".py"))
     n, whole = run["world_size"], run["parameters"]
     ends = whole - layers * (12 * width**2 + 4 * width)  # embeddings; norm and head
-    first, last = (
-        (ends + (run["context"] - 2) * width) / 2,
-        (ends - (run["context"] - 2) * width) / 2,
-    )
     flags = dict(zip(words, words[1:], strict=False))
     if script == "pytorch_TP":
         matrices = 12 * layers * width**2
@@ -82,7 +77,8 @@ def share_of_gpt(words: list[str], run: dict) -> float:
         rows, matrices = n // int(flags.get("--tp", 2)), 12 * layers * width**2
         return (matrices / n + (whole - matrices) / rows) / whole
     if script == "pytorch_PP":
-        held = ends if n == 1 or "zbv" in words else max(first, last)
+        apart = abs(run["context"] - 2) * width  # what the first has more than the last
+        held = ends if n == 1 or "zbv" in words else (ends + apart) / 2
         return ((whole - ends) / n + held) / whole
     if script == "pytorch_EP":
         experts = 8 * layers * width**2 * int(flags.get("--experts", 8))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from report.plots import COLOURS, GREY
+from report.plots import COLOURS, GREY, size_name
 from report.results import Unusable
 
 KINDS = ("phases", "compute", "communication", "overlap")
@@ -236,10 +236,7 @@ def draw_communication(bars: list[Bar], overlap: list[Bar], scale: float) -> lis
 
 def name_of(bar: Bar) -> str:
     """Of a collective, with its bytes."""
-    if bar.bytes is None:
-        return bar.name
-    power = 20 if bar.bytes >= 2**20 else 10
-    return f"{bar.name} {bar.bytes / 2**power:.3g} {'MiB' if power == 20 else 'KiB'}"
+    return bar.name if bar.bytes is None else f"{bar.name} {size_name(bar.bytes)}"
 
 
 def said(bar: Bar, word: str) -> str:
@@ -267,7 +264,6 @@ def boxes(parts: list[tuple[float, float]], y: float, height: float) -> str:
     return "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in parts)
 
 
-def text(x: float, y: float, words: str, size: int, weight: str = "", more: str = "") -> str:
-    attributes = f'x="{x:g}" y="{y:g}" font-size="{size}"'
-    attributes += f' font-weight="{weight}"' if weight else ""
-    return f"<text {attributes}{' ' + more if more else ''}>{escape(words)}</text>"
+def text(x: float, y: float, words: str, size: int, more: str = "") -> str:
+    more = f" {more}" if more else ""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{more}>{escape(words)}</text>'
