@@ -3,27 +3,21 @@
 Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one page.
 """
 
+import ast
 import json
 import os
 import re
 import textwrap
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
-from report import ecosystem, parallelism, plots, predictions, stale, tables, timeline_picture
+from report import ecosystem, plots, predictions, stale, tables, timeline_picture
 from report.results import ROOT, Unusable, read_figures, read_results, size_of
-from report.scripts import BEYOND, PARENTS
+from report.scripts import BEYOND, DEFINITIONS, PARENTS
 
-SUITES = (
-    "gpt",
-    "shakespeare",
-    "by_hand",
-    "cpu",
-    "gpu",
-    "reviews",
-    "parallel",
-    "local_sgd",
-)  # that are rendered
+# The suites that are rendered, and what the tests measured.
+SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews", "parallel", "local_sgd")
+PROOF = ("parity", "parity_gpt", "parity_shared", "bytes", "sent", "loss", "shared", "silent")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HEADS = {  # of the tables, in Chinese
     "technique": "技术", "ranks": "进程数", "precision": "精度",
@@ -148,43 +142,36 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     proof = json.loads((folder / "proof.json").read_text())
     inference = json.loads((folder / "inference.json").read_text())
     blocks = {name: getattr(tables, f"{name}_table")(proof[name]) + proof_note(root, proof, name)
-              for name in ("parity", "parity_gpt", "bytes", "sent", "loss")}  # fmt: skip
+              for name in PROOF}  # fmt: skip
     since = stale.note(root, inference["git_commit"], [inference["command"]])
     blocks["inference"] = tables.inference_table(inference) + since
     blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
+    blocks["bubble"] = bubble_block(root / "results" / "bubble.json")
     estimate = predictions.read(root)
     for name in SUITES:
-        suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
-        front = ["front" if name == "cpu" else f"front-{name}"] if "front" in suite else []
-        for table in [*suite["tables"], *front]:
-            predicted = estimate.get("suites", {}).get(name, {})
-            block = name in results and suite_block(
-                root, results[name], table, proof, suite, predicted
-            )
-            blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
-    # The rows of these stand together, on a page of their own.
-    apart = ("by_hand", "scaling", "reviews", "local_sgd")
-    others = {name: found for name, found in results.items() if name not in apart}
+        predicted = estimate.get("suites", {}).get(name, {})
+        blocks |= suite_blocks(root, name, results.get(name, {"rows": []}), proof, predicted)
     blocks |= predictions.blocks(root, estimate, results) | ecosystem.blocks(root)
-    blocks |= parallelism.blocks(root, proof, partial(proof_note, root, proof))
-    return blocks | {name: technique_block(root, name, others) for name in PARENTS}
+    return blocks | {name: technique_block(root, name, results) for name in PARENTS}
 
 
-def suite_block(
-    root: Path, found: dict, table: str, proof: dict, suite: dict, predicted: dict
-) -> str:
-    """One of a suite's tables, with what has changed since its rows were measured; empty if it has
-    none."""
-    if table.startswith("front"):
-        rows = [row for row in found["rows"] if row["name"] in suite["front"]]
-        drawn = tables.front_table(found, proof, suite["front"], predicted)
-    else:
-        rows = [row for row in found["rows"] if row["table"] == table]
-        drawn = tables.suite_table(found, table)
-    commands = [run["command"] for row in rows for run in row["runs"]]
-    return drawn + stale.note(root, found["git_commit"], commands) if rows else ""
+def suite_blocks(root: Path, name: str, found: dict, proof: dict, predicted: dict) -> dict:
+    """A suite's tables, each with what has changed since its rows were measured."""
+    suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
+    names, front = suite.get("front", ()), "front" if name == "cpu" else f"front-{name}"
+    drawn = dict.fromkeys([*suite["tables"], *([front] if names else [])])
+    for table in drawn:
+        key, wanted = ("name", names) if table == front else ("table", (table,))
+        if rows := [row for row in found["rows"] if row[key] in wanted]:
+            if table == front:
+                drawn[table] = tables.front_table(found, proof, names, predicted)
+            else:
+                drawn[table] = tables.suite_table(found, table)
+            drawn[table] += stale.note_of_rows(root, found, rows)
+    again = f"not measured yet: `python benchmark.py --suite {name}`"
+    return {table: text or again for table, text in drawn.items()}
 
 
 def proof_note(root: Path, proof: dict, name: str) -> str:
@@ -214,30 +201,48 @@ def sweep_block(root: Path, found: dict) -> str:
     return f"{tables.markdown(header, rows)}\n\n{about}{since}"
 
 
+def bubble_block(path: Path) -> str:
+    """The share of a step in which a rank computes nothing."""
+    found = json.loads(path.read_text())
+    lines = []
+    for row in found["rows"]:
+        shares = [f"{row[kind]:.1%}" for kind in ("formula", "order", "core", "clock")]
+        lines.append([f"`{row['schedule']}`", row["microbatches"], *shares])
+    head = ["schedule", "micro-batches", "formula", "order", "compute alone", "clock"]
+    where = f"{tables.machine_line(found['hardware'], True)}; torch {found['versions']['torch']}; "
+    where += f"[results/{path.name}](results/{path.name})"
+    return f"{tables.markdown(head, lines)}\n\n{where}"
+
+
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
-    """A technique's rows, the command that shows its lesson, and the lines that carry its tag."""
+    """A technique's rows, the command that shows its lesson, and the lines that make it."""
     script, parent = f"pytorch_{name}", f"pytorch_{PARENTS[name]}"
+    suites = ("parallel",) if name in BEYOND else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
-    for suite in results:
-        if (suite == "parallel") != (name in BEYOND):  # which have a suite of their own
-            continue
-        rows = [row for row in results[suite]["rows"] if row["table"] == suite and row["runs"]]
+    for suite in ("by_hand",) if name in DEFINITIONS else suites:
+        rows = results.get(suite, {"rows": []})["rows"]
+        rows = [row for row in rows if row["table"] == suite and row["runs"]]
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
         if rows:
             run = rows[0]["runs"][0]
             job = f"{run['model']}, {size_of(run)}, {run['device']}:"
             parts += [job, tables.techniques_table(rows)]
     parts.append(f"```bash\ndiff {parent}.py {script}.py\n```")
-    lines = tagged_lines(root / f"{script}.py")
+    lines = technique_lines((root / f"{script}.py").read_text(), DEFINITIONS.get(name, ()))
     if 0 < len(lines) <= MOST_LINES:
         parts.append("\n".join(["```python", *lines, "```"]))
     return "\n\n".join(parts)
 
 
-def tagged_lines(script: Path) -> list[str]:
-    """The lines of a script that make its technique: those with the tag in its docstring."""
-    _, doc, code = script.read_text().split('"""', 2)
-    tag = re.search(r'tagged\s+"(# \w+:)"', doc)
+def technique_lines(source: str, names: Iterable[str]) -> list[str]:
+    """The lines of a script that make its technique: some definitions, or those with the tag that
+    its docstring names."""
+    if names:
+        nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
+        parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
+        return "\n\n".join(map(textwrap.dedent, parts)).splitlines()
+    _, doc, code = source.split('"""', 2)
+    tag = re.search(r'tagged\s+"(# [\w-]+:)"', doc)
     lines = [line for line in code.splitlines() if tag and tag[1] in line]
     return textwrap.dedent("\n".join(lines)).splitlines()
 

@@ -19,67 +19,74 @@ def plot_data(results: dict) -> dict[str, dict]:
     Args:
         results: of the suites, by name.
     """
+    rows = {name: [r for r in found["rows"] if r["runs"]] for name, found in results.items()}
     plots = {}
     for suite in ("cpu", "gpu"):  # the latter wins
-        rows = results.get(suite, {"rows": []})["rows"]
-        rows = [row for row in rows if row["table"] == suite and row["runs"]]
-        memory, epochs = {}, {}
-        for row in rows:
-            run, title = row["runs"][0], row["name"]
-            speed = middle(speeds_of(row["runs"]))
-            epochs[title] = round(run["train_samples"] / speed, 2)
-            if "offload" not in title:  # whose bytes are counted, but not on the device
-                memory[title] = memory_parts(run)
-        if rows:
-            run = rows[0]["runs"][0]
-            job = f"{run['model']} at {run['image_size']}, {run['device']}"
-            plots["memory"] = {"unit": f"MiB per rank ({job})", "values": memory}
-            plots["epoch"] = {"unit": f"seconds per epoch ({job})", "values": epochs}
-    plots |= relative(results.get("by_hand", {"rows": []})["rows"])
-    plots |= loss_by_bytes(results.get("local_sgd", {"rows": []})["rows"])
-    return plots | curves(results.get("shakespeare", {"rows": []})["rows"])
+        plots |= bars([row for row in rows.get(suite, ()) if row["table"] == suite])
+    for suite, name, make in (
+        ("by_hand", "by_hand", relative),
+        ("local_sgd", "local_sgd", loss_by_bytes),
+        ("shakespeare", "loss", curves),
+    ):
+        if rows.get(suite):
+            plots[name] = make(rows[suite])
+    return plots
 
 
-def relative(rows: list[dict]) -> dict[str, dict]:
+def bars(rows: list[dict]) -> dict[str, dict]:
+    """Memory and seconds of an epoch, row by row."""
+    if not rows:
+        return {}
+    first = rows[0]["runs"][0]
+    job = f"{first['model']} at {first['image_size']}, {first['device']}"
+    memory, epochs = {}, {}
+    for row in rows:
+        run, title = row["runs"][0], row["name"]
+        epochs[title] = round(run["train_samples"] / middle(speeds_of(row["runs"])), 2)
+        if "offload" not in title:  # whose bytes are counted, but not on the device
+            memory[title] = memory_parts(run)
+    return {
+        "memory": {"unit": f"MiB per rank ({job})", "values": memory},
+        "epoch": {"unit": f"seconds per epoch ({job})", "values": epochs},
+    }
+
+
+def relative(rows: list[dict]) -> dict:
     """Speeds relative to the first row of each table, the library's DDP."""
     values, first = {}, {}
-    for row in (row for row in rows if row["runs"]):
+    for row in rows:
         speed = middle(speeds_of(row["runs"]))
         unit = first.setdefault(row["table"], speed)
-        values[f"{name_of(row)}, {row['runs'][0]['model']}".replace(", GPT", "")] = speed / unit
-    if not values:
-        return {}
+        title = f"{name_of(row)}, {row['runs'][0]['model']}".replace(", GPT", "")
+        values[title] = round(speed / unit, 2)
     run = rows[0]["runs"][0]
     unit = f"speed relative to {run['technique']}.py ({run['world_size']} ranks, {run['device']})"
-    return {"by_hand": {"unit": unit, "values": {k: round(v, 2) for k, v in values.items()}}}
+    return {"unit": unit, "values": values}
 
 
-def curves(rows: list[dict]) -> dict[str, dict]:
+def curves(rows: list[dict]) -> dict:
     """The loss of a text against the tokens seen."""
     values = {}
     for row in rows:
-        for run in row["runs"][:1]:
-            tokens = run["global_batch_size"] * run.get("context", 0)
+        run = row["runs"][0]
+        tokens = run["global_batch_size"] * run["context"]
+        if run["curve"]:
             values[row["name"]] = {str(step * tokens): loss for step, loss in run["curve"]}
-    values = {title: points for title, points in values.items() if points}
-    model = rows[0]["runs"][0]["model"] if values else ""
-    return {"loss": {"unit": f"training loss ({model})", "values": values}} if values else {}
+    return {"unit": f"training loss ({rows[0]['runs'][0]['model']})", "values": values}
 
 
-def loss_by_bytes(rows: list[dict]) -> dict[str, dict]:
+def loss_by_bytes(rows: list[dict]) -> dict:
     """The loss of a text against what a rank has sent: gradients at every step, by the theory of
     docs/proof.md, or weights at every H-th."""
-    values, run = {}, {}
-    for row in (row for row in rows if row["runs"] and row["runs"][0]["world_size"] > 1):
+    values = {}
+    for row in rows:
         run = row["runs"][0]
+        ranks = run["world_size"]
         every = re.search(r"--sync-every (\d+)", run["command"])
-        sent = 8 * run["parameters"] * (run["world_size"] - 1) / run["world_size"]
-        sent /= int(every[1]) if every else 1
-        values[name_of(row)] = {str(round(step * sent)): loss for step, loss in run["curve"]}
-    if not values:
-        return {}
-    job = f"{run['model']}, {run['world_size']} ranks"
-    return {"local_sgd": {"unit": f"training loss ({job})", "values": values}}
+        sent = 8 * run["parameters"] * (ranks - 1) / ranks / (int(every[1]) if every else 1)
+        if ranks > 1:
+            values[name_of(row)] = {str(round(step * sent)): loss for step, loss in run["curve"]}
+    return {"unit": f"training loss ({run['model']}, {ranks} ranks)", "values": values}
 
 
 def bandwidths(sweep: dict) -> dict[str, dict]:

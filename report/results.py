@@ -87,22 +87,6 @@ def middle(values: list) -> float | None:
     return statistics.median(values) if values else None
 
 
-# What is said of memory on a GPU, on a CPU with --profile-memory, and without it: first, and in
-# brackets.
-MEMORY = {
-    "reserved": ("allocated", "reserved"),
-    "allocated": ("process", "allocated"),
-    "process": ("process",),
-}
-
-
-def kind_of_memory(runs: Iterable[dict]) -> str:
-    """Which of ``MEMORY`` these runs measured."""
-    found = [run["peak_memory_gib"] for run in runs]
-    known = {kind for memory in found for kind, gib in memory.items() if gib is not None}
-    return next((kind for kind in MEMORY if kind in known), "process")
-
-
 def devices_of(run: dict) -> int:
     """That it computed on: DP uses all GPUs from one process. Older results do not say it."""
     return run.get("devices", run["world_size"])

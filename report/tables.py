@@ -5,19 +5,17 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from report.results import (
-    MEMORY,
-    Unusable,
-    devices_of,
-    kind_of_memory,
-    middle,
-    name_of,
-    of_all,
-    speeds_of,
-    unit_of,
-)
+from report.results import Unusable, devices_of, middle, name_of, of_all, speeds_of, unit_of
 from report.scripts import PARENTS
 from report.theory import kept_bytes
+
+# What is said of memory on a GPU, on a CPU with --profile-memory, and without it: first, and in
+# brackets.
+MEMORY = {
+    "reserved": ("allocated", "reserved"),
+    "allocated": ("process", "allocated"),
+    "process": ("process",),
+}
 
 
 def markdown(header: list[str], rows: list[list]) -> str:
@@ -199,6 +197,13 @@ def precision_cell(run: dict) -> str:
     return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
 
 
+def kind_of_memory(runs: list[dict]) -> str:
+    """Which of ``MEMORY`` these runs measured."""
+    found = [run["peak_memory_gib"] for run in runs]
+    known = {kind for memory in found for kind, gib in memory.items() if gib is not None}
+    return next((kind for kind in MEMORY if kind in known), "process")
+
+
 def memory_cell(runs: list[dict]) -> str:
     kinds = MEMORY[kind_of_memory(runs)]
     first, *more = [f"{middle(of_all(runs, 'peak_memory_gib', kind)):.2f}" for kind in kinds]
@@ -311,7 +316,7 @@ def parity_table(rows: list[dict]) -> str:
     return markdown(["script", "ranks", "SGD with momentum", "AdamW"], lines)
 
 
-parity_gpt_table = parity_table  # of the language model
+parity_gpt_table = parity_shared_table = parity_table  # of the language model
 
 
 def digits(value: float) -> str:
@@ -360,6 +365,27 @@ def loss_table(rows: list[dict]) -> str:
             figures = [row["ranks"], f"{row['fp32']:.4f}", f"{row['value']:.4f}", change]
             lines.append([script, *figures])
     return markdown(["script", "ranks", "loss in fp32", "its loss", "difference"], lines)
+
+
+def shared_table(rows: list[dict]) -> str:
+    """What a rank keeps and sends, counted, and in brackets by theory."""
+    lines = []
+    for script, group in by_script(rows).items():
+        for row in sorted(group, key=lambda row: row["ranks"]):
+            kept = f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"
+            sent = f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"
+            how = ", ".join(kind.replace("_", "-") for kind in sorted(row["how"]))
+            lines.append([script, row["ranks"], kept, sent, how])
+    return markdown(["script", "ranks", "kept (theory)", "sent kB (theory)", "in"], lines)
+
+
+def silent_table(rows: list[dict]) -> str:
+    """Mistakes that no error tells of, by how far the weights are off after twelve steps."""
+    lines = [
+        [row["mistake"], f"`{row['script'].removeprefix('pytorch_')}`", f"{row['value']:.2f}"]
+        for row in sorted(rows, key=lambda row: -row["value"])
+    ]
+    return markdown(["mistake", "script", "off by"], lines)
 
 
 TRIAL = re.compile(

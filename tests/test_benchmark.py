@@ -488,5 +488,5 @@ def test_a_suite_of_text(checkout):
     assert measured["peak_memory_gib"] == memory and 0 < memory["allocated"] < memory["process"]
     assert "| peak GiB (allocated) |" in finished.stdout
     assert [step for step, _ in measured["curve"]] == [2, 4]
-    drawn = plots.curves(found["rows"])["loss"]
+    drawn = plots.curves(found["rows"])
     assert list(drawn["values"]["SingleGPU"]) == ["128", "256"]
