@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from report.results import middle, name_of, speeds_of
+from report.results import name_of
 
 GREY = "#7d8590"  # which light and dark pages can bear
 COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d288bd", "#8d8d8d"]
@@ -19,49 +19,26 @@ def plot_data(results: dict) -> dict[str, dict]:
     Args:
         results: of the suites, by name.
     """
-    rows = {name: [r for r in found["rows"] if r["runs"]] for name, found in results.items()}
     plots = {}
-    for suite in ("cpu", "gpu"):  # the latter wins
-        plots |= bars([row for row in rows.get(suite, ()) if row["table"] == suite])
     for suite, name, make in (
-        ("by_hand", "by_hand", relative),
+        ("cpu", "memory", memory),
+        ("gpu", "memory", memory),  # in place of the CPU's
         ("local_sgd", "local_sgd", loss_by_bytes),
         ("shakespeare", "loss", curves),
     ):
-        if rows.get(suite):
-            plots[name] = make(rows[suite])
+        rows = [row for row in results.get(suite, {"rows": []})["rows"] if row["runs"]]
+        if rows := [row for row in rows if row["table"] == suite]:
+            plots[name] = make(rows)
     return plots
 
 
-def bars(rows: list[dict]) -> dict[str, dict]:
-    """Memory and seconds of an epoch, row by row."""
-    if not rows:
-        return {}
-    first = rows[0]["runs"][0]
-    job = f"{first['model']} at {first['image_size']}, {first['device']}"
-    memory, epochs = {}, {}
-    for row in rows:
-        run, title = row["runs"][0], row["name"]
-        epochs[title] = round(run["train_samples"] / middle(speeds_of(row["runs"])), 2)
-        if "offload" not in title:  # whose bytes are counted, but not on the device
-            memory[title] = memory_parts(run)
-    return {
-        "memory": {"unit": f"MiB per rank ({job})", "values": memory},
-        "epoch": {"unit": f"seconds per epoch ({job})", "values": epochs},
-    }
-
-
-def relative(rows: list[dict]) -> dict:
-    """Speeds relative to the first row of each table, the library's DDP."""
-    values, first = {}, {}
-    for row in rows:
-        speed = middle(speeds_of(row["runs"]))
-        unit = first.setdefault(row["table"], speed)
-        title = f"{name_of(row)}, {row['runs'][0]['model']}".replace(", GPT", "")
-        values[title] = round(speed / unit, 2)
+def memory(rows: list[dict]) -> dict:
+    """MiB that a rank keeps, by what for; of offload the bytes are not on the device."""
     run = rows[0]["runs"][0]
-    unit = f"speed relative to {run['technique']}.py ({run['world_size']} ranks, {run['device']})"
-    return {"unit": unit, "values": values}
+    job = f"{run['model']} at {run['image_size']}, {run['device']}"
+    rows = [row for row in rows if "offload" not in row["name"]]
+    values = {row["name"]: memory_parts(row["runs"][0]) for row in rows}
+    return {"unit": f"MiB per rank ({job})", "values": values}
 
 
 def curves(rows: list[dict]) -> dict:
@@ -90,11 +67,8 @@ def loss_by_bytes(rows: list[dict]) -> dict:
 
 
 def bandwidths(sweep: dict) -> dict[str, dict]:
-    """The bus bandwidth of each collective by the size of the message, as measured and as fitted.
-
-    Args:
-        sweep: of pytorch_collectives.py; may be empty.
-    """
+    """The bus bandwidth of each collective by the size of the message, as measured and as fitted,
+    if pytorch_collectives.py has swept."""
     values = {}
     for name, operation in sweep.get("operations", {}).items():
         measured, fitted = {}, {}
@@ -161,16 +135,14 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
     lines = {"scaling": draw_scaling, "loss": draw_curves, "collectives": draw_bandwidths}
     lines |= {"shares": draw_shares, "local_sgd": draw_loss_by_bytes}
     kind = kind or path.stem
-    if kind in lines:
-        figure, axes = plt.subplots(figsize=(8, 4))
-        axes.set_ylabel(data["unit"])
-        lines[kind](axes, values)
-    else:
+    if kind == "memory":
         figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
-        (draw_parts if kind == "memory" else draw_bars)(axes, values)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
+        draw_parts(axes, values)
         axes.set_xlabel(data["unit"])
+    else:
+        figure, axes = plt.subplots(figsize=(8, 4))
+        lines[kind](axes, values)
+        axes.set_ylabel(data["unit"])
     metadata = {"Date": None, "Creator": "benchmark.py", "Description": digest(data)}
     temporary = path.with_name(f".{path.name}.part")
     figure.savefig(
@@ -253,9 +225,5 @@ def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
         axes.barh(list(values), sizes, left=left, label=kind, height=0.7)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.legend(ncols=len(kinds), loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def draw_bars(axes, values: dict[str, float]) -> None:
-    axes.barh(list(values), list(values.values()), height=0.7)
-    for i, seconds in enumerate(values.values()):
-        axes.text(seconds, i, f" {seconds:g}", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)

@@ -6,12 +6,9 @@ from report import stale, tables
 from report.results import middle, of_all, read_figures
 
 AGAIN = "python benchmark.py --suite estimate"
-# Rows of the suite gpu that are the published techniques.
-OURS = {
-    "SingleGPU": "SingleGPU",
+OURS = {  # rows of the suite gpu that are published techniques, where the names differ
     "auto_mixed_precision": "auto_mixed_precision --dtype float16",
     "half_precision": "half_precision --dtype float16",
-    "DP": "DP",
     "torchrun_DDP": "torchrun_DDP x4",
     "DDP_ZeRO": "DDP_ZeRO --use_zero x4",
     "FSDP": "FSDP x4",
@@ -45,7 +42,7 @@ def published_table(found: dict, gpu: dict | None) -> str:
     rows = {row["name"]: row for row in gpu["rows"]} if gpu else {}
     lines = []
     for row in found["published"]:
-        ours = OURS.get(row["name"])
+        ours = OURS.get(row["name"], row["name"])
         runs = rows.get(ours, {"runs": []})["runs"]
         took = middle(of_all(runs, "peak_memory_gib", "allocated"))
         published, predicted = row["published_gb"], row["predicted"] / 1e9
@@ -90,8 +87,6 @@ def scaling_plot(found: dict, scaled: dict | None) -> dict[str, dict]:
             model[int(ranks)] = round(took[1] / (took[1] + 1e3 * seconds), 3)
         measured = {ranks: round(took[1] / step, 3) for ranks, step in took.items()}
         values[name] = {"measured": measured, "model": model}
-    if not values:
-        return {}
     run = next(run for row in scaled["rows"] for run in row["runs"])
     job = f"{run['model']} at {run['image_size']}, {run['device']}, gloo"
     return {"scaling": {"unit": f"% of one rank's speed ({job})", "values": values}}

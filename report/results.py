@@ -1,5 +1,6 @@
 """Read what benchmark.py left in results/, and take a figure of several runs."""
 
+import functools
 import json
 import re
 import statistics
@@ -53,6 +54,12 @@ def read_json(path: Path, keys: Iterable[str], cure: str) -> dict:
     if missing:
         raise Unusable(f"{path} has no {missing[0]}; {cure}")
     return found
+
+
+@functools.cache
+def read_words() -> dict[str, dict[str, str]]:
+    """What tables and pictures say in Chinese, by the English words."""
+    return json.loads(Path(__file__).with_name("chinese.json").read_text())
 
 
 def of_all(runs: list[dict], *keys: str) -> list:

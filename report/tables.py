@@ -2,7 +2,6 @@
 
 import re
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
 from report.results import Unusable, devices_of, middle, name_of, of_all, speeds_of, unit_of
@@ -29,11 +28,7 @@ def markdown(header: list[str], rows: list[list]) -> str:
 def suite_table(found: dict, table: str) -> str:
     """One of a suite's tables: medians over the repeats, and where they are from."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    draw = techniques_table
-    if table.endswith("-peers"):
-        draw = peers_table
-    if table.endswith("-amp"):
-        draw = amp_table
+    draw = {"peers": peers_table, "amp": amp_table}.get(table.rpartition("-")[2], techniques_table)
     return f"{draw(rows)}\n\n{measured_where(found, rows)}"
 
 
@@ -60,7 +55,7 @@ def techniques_table(rows: list[dict]) -> str:
     columns += ["first step s" if text else "epoch s", "memory"]  # a text has no epoch to speak of
     columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []
     columns += ["kept (theory)", "weights", "loss" if text else "accuracy"]
-    return draw_rows(columns, map(technique_cells, rows), runs)
+    return draw_rows(columns, [technique_cells(row) for row in rows])
 
 
 def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> str:
@@ -74,7 +69,7 @@ def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> 
         predicted: bytes that a row would take on a GPU, by its name.
     """
     rows = {row["name"]: row for row in found["rows"]}
-    runs = [run for row in found["rows"] for run in row["runs"]]
+    unit = unit_of(next(run for row in found["rows"] for run in row["runs"]))
     lines = []
     for name in names:
         row = rows.get(name, {"name": name, "runs": [], "failed": "not measured yet"})
@@ -83,23 +78,19 @@ def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> 
         if row["runs"]:
             cells["kept (theory)"] = kept_cell(row["runs"][0], digits)
             cells["predicted on a GPU"] = gib(predicted.get(name))
-            cells["against one process"] = against_one_process(
-                f"pytorch_{title}", proof, unit_of(runs[0])
-            )
+            cells["against one process"] = against_one_process(f"pytorch_{title}", proof, unit)
         lines.append(cells)
     columns = ["technique", "ranks", "speed", "memory", "predicted on a GPU", "kept (theory)"]
-    shown = [run for name in names for run in rows.get(name, {"runs": []})["runs"]] or runs
-    table = draw_rows([*columns, "against one process"], lines, shown)
+    table = draw_rows([*columns, "against one process"], lines)
     return f"{table}\n\n{measured_where(found, found['rows'])}"
 
 
 def peers_table(rows: list[dict]) -> str:
     """Loops on the same work, against the bare one of the same precision."""
-    lines = []
-    for row in rows:
-        cells = technique_cells(row) | {"loop": row["name"]}
-        lines.append((cells.get("precision"), row["name"].startswith("bare loop"), cells))
-    return relative_table(["loop", "speed"], "of the bare loop", lines, rows)
+    lines = [technique_cells(row) | {"loop": row["name"]} for row in rows]
+    units = [line for line in lines if line["loop"].startswith("bare loop")]
+    columns = ["loop", "speed", "of the bare loop", "memory"]
+    return relative_table(columns, lines, units, same=("precision",))
 
 
 def amp_table(rows: list[dict]) -> str:
@@ -108,27 +99,24 @@ def amp_table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         technique, precision = name_of(row).split(", ")
-        cells = technique_cells(row) | {"technique": technique, "precision": precision}
-        lines.append(((technique, cells["ranks"]), precision == "fp32", cells))
-    return relative_table(["technique", "precision", "ranks", "speed"], "of fp32", lines, rows)
+        lines.append(technique_cells(row) | {"technique": technique, "precision": precision})
+    units = [line for line in lines if line["precision"] == "fp32"]
+    columns = ["technique", "precision", "ranks", "speed", "of fp32", "memory"]
+    return relative_table(columns, lines, units, same=("technique", "ranks"))
 
 
-def relative_table(columns: list[str], column: str, lines: list[tuple], rows: list[dict]) -> str:
-    """Some columns, and a further one with speeds relative to another row's, and memory.
-
-    Args:
-        lines: a row's kind, whether those of its kind are relative to it, and its cells.
-    """
-    units = {kind: cells["median"] for kind, first, cells in lines if first and "median" in cells}
-    for kind, _, cells in lines:
-        if kind in units and "median" in cells:
-            cells[column] = f"{cells['median'] / units[kind]:.2f}"
-    runs = [run for row in rows for run in row["runs"]]
-    return draw_rows([*columns, column, "memory"], [cells for *_, cells in lines], runs)
+def relative_table(columns: list[str], lines: list[dict], units: list[dict], same: tuple) -> str:
+    """Some columns, the last but one of speeds relative to the unit that has the same cells."""
+    speeds = {tuple(map(unit.get, same)): unit["median"] for unit in units if unit["runs"]}
+    for line in lines:
+        if line["runs"] and (key := tuple(map(line.get, same))) in speeds:
+            line[columns[-2]] = f"{line['median'] / speeds[key]:.2f}"
+    return draw_rows(columns, lines)
 
 
-def draw_rows(columns: list[str], lines: Iterable[dict], runs: list[dict]) -> str:
+def draw_rows(columns: list[str], lines: list[dict]) -> str:
     """Some columns of :func:`technique_cells`. What some figures are is said in the head."""
+    runs = [run for line in lines for run in line["runs"]]
     kind = kind_of_memory(runs)
     apart = any(devices_of(run) != run["world_size"] for run in runs)
     heads = {
@@ -141,10 +129,10 @@ def draw_rows(columns: list[str], lines: Iterable[dict], runs: list[dict]) -> st
 
 
 def technique_cells(row: dict) -> dict:
-    """A row's cells by column; of one without runs why it has none, and nothing where a figure
-    was not measured."""
+    """A row's runs, and its cells by column; of one without runs why it has none, and nothing where
+    a figure was not measured."""
     runs, ranks = row["runs"], re.search(r" x(\d+)$", row["name"])
-    cells = {"technique": f"`{name_of(row)}`", "ranks": ranks[1] if ranks else ""}
+    cells = {"technique": f"`{name_of(row)}`", "ranks": ranks[1] if ranks else "", "runs": runs}
     if not runs:
         return cells | {"speed": row["failed"] or f"left out: {row['left_out']}"}
     if row["failed"]:
@@ -228,22 +216,18 @@ def spread(values: list[float]) -> str:
 
 
 def hardware_table(suites: dict[str, dict], inference: dict) -> str:
-    """What has been run where and what has not, as far as results/ knows.
-
-    Args:
-        suites: their results, by name.
-    """
-    groups = {f"training on {where}": [] for where in ("a CPU", "one GPU", "several GPUs")}
+    """What has been run where and what has not, as far as the suites' results know, by name."""
+    places = {f"training on {where}": [] for where in ("a CPU", "one GPU", "several GPUs")}
     for found in suites.values():
         for run in (run for row in found["rows"] for run in row["runs"]):
             where = "several GPUs" if devices_of(run) > 1 else "one GPU"
             where = "a CPU" if run["device"] == "cpu" else where
-            groups[f"training on {where}"].append((run["technique"], found))
+            places[f"training on {where}"].append((run["technique"], found))
     lines = []
-    for what, group in groups.items():
-        scripts = {technique for technique, _ in group if technique.startswith("pytorch_")}
-        found = group[0][1] if group else None
-        lines.append([what, f"{len(scripts)} / {len(PARENTS) + 1}", *run_where(found, what)])
+    for what, runs in places.items():
+        scripts = {technique for technique, _ in runs if technique.startswith("pytorch_")}
+        where = run_where(runs[0][1] if runs else None, what)
+        lines.append([what, f"{len(scripts)} / {len(PARENTS) + 1}", *where])
     for what, on_cpu in {"inference on a CPU": True, "inference on a GPU": False}.items():
         found = inference if (inference["device"] == "cpu") == on_cpu else None
         lines.append([what, "", *run_where(found, what)])
@@ -330,19 +314,14 @@ def bytes_table(rows: list[dict]) -> str:
     for script, group in by_script(rows).items():
         cells = [script]
         for ranks in (1, 2, 4):
-            at = {row["optimizer"]: row for row in group if row["ranks"] == ranks}
-            if not at:
-                cells.append("")
-                continue
-            kept = at.get("sgd", at.get("adamw"))["kept"]
-            words = " + ".join(digits(kept[kind]) for kind in kinds[:2]) + " +"
-            if "sgd" in at:
-                words += f" {digits(kept['optimizer'])}"
-            if "adamw" in at:
-                words += f" ({digits(at['adamw']['kept']['optimizer'])})"
-            for extra in sorted(kind for kind in kept if kept[kind] and kind not in kinds):
-                words += f" + {digits(kept[extra])} {extra.replace('_', ' ')}"
-            cells.append(words)
+            at = {row["optimizer"]: row["kept"] for row in group if row["ranks"] == ranks}
+            kept = at.get("sgd", at.get("adamw", {}))
+            own = [digits(at["sgd"]["optimizer"])] if "sgd" in at else []
+            own += [f"({digits(at['adamw']['optimizer'])})"] if "adamw" in at else []
+            parts = [digits(kept[kind]) for kind in kinds[:2] if kept] + [" ".join(own)]
+            parts += [f"{digits(kept[kind])} {kind.replace('_', ' ')}" for kind in sorted(kept)
+                      if kept[kind] and kind not in kinds]  # fmt: skip
+            cells.append(" + ".join(parts))
         lines.append(cells)
     return markdown(["script", "1 rank", "2 ranks", "4 ranks"], lines)
 
@@ -404,11 +383,9 @@ def outcomes_table(path: Path, what: str) -> str:
         raise Unusable(f"{path} is not what it was written as; run {again} again")
     outcomes = ["clean", "wrong", "hung"] if what == "fault" else ["fallback", "silent", "failed"]
     lines = []
-    for kind in sorted({match["kind"] for match in found}):
-        ends = [match["end"] for match in found if match["kind"] == kind]
-        lines.append([kind, len(ends), *(ends.count(outcome) for outcome in outcomes)])
-    ends = [match["end"] for match in found]
-    lines.append(["all", len(ends), *(ends.count(outcome) for outcome in outcomes)])
+    for kind in [*sorted({match["kind"] for match in found}), "all"]:
+        ends = [match["end"] for match in found if kind in (match["kind"], "all")]
+        lines.append([kind, len(ends), *map(ends.count, outcomes)])
     table = markdown([what, "trials", *outcomes], lines)
     link = f"[results/{path.name}](results/{path.name})"
     return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary} ({where}; {link})"

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from report import ecosystem, pages, predictions, stale, tables
 from report.results import Unusable, read_results
-from report.scripts import PARENTS
+from report.scripts import DEFINITIONS, PARENTS
 
 # ----------------------------------------------------------------------------------------- tables
 
@@ -56,6 +56,12 @@ def test_what_was_run_on_which_hardware():
     )
     assert "| inference on a GPU |  | 4 × A100 |" in drawn
     assert f"| 在多个 GPU 上训练 | 1 / {all_scripts} |" in pages.translate(drawn)
+
+
+@pytest.mark.parametrize("name", PARENTS)
+def test_a_page_shows_the_lines_that_make_its_technique(name):
+    lines = pages.technique_lines((ROOT / f"pytorch_{name}.py").read_text(), DEFINITIONS.get(name))
+    assert 0 < len(lines) <= 25
 
 
 # ------------------------------------------------------------------------------ what is out of date
