@@ -59,9 +59,11 @@ def test_what_was_run_on_which_hardware():
 
 
 @pytest.mark.parametrize("name", PARENTS)
-def test_a_page_shows_the_lines_that_make_its_technique(name):
+def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(name):
     lines = pages.technique_lines((ROOT / f"pytorch_{name}.py").read_text(), DEFINITIONS.get(name))
     assert 0 < len(lines) <= 25
+    page = (ROOT / f"docs/techniques/{name}.md").read_text()
+    assert all(f"\n## {heading}\n" in page for heading in ("When not", "Traps", "Sources"))
 
 
 # ------------------------------------------------------------------------------ what is out of date
