@@ -66,6 +66,12 @@ def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(name):
     assert all(f"\n## {heading}\n" in page for heading in ("When not", "Traps", "Sources"))
 
 
+@pytest.mark.parametrize("chinese", [False, True])
+def test_no_page_is_long(chinese):
+    lines = {page: len(page.read_text().splitlines()) for page in pages.list_pages(ROOT, chinese)}
+    assert max(lines.values()) <= 250, max(lines, key=lines.get)
+
+
 # ------------------------------------------------------------------------------ what is out of date
 
 
