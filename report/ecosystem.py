@@ -5,58 +5,37 @@ import re
 import statistics
 from pathlib import Path
 
-from report import stale, tables
-from report.results import Unusable, read_results, speeds_of
-from report.theory import RAW, kept_bytes
+from report import tables
+from report.results import Unusable, speeds_of
+from report.theory import RAW
 
-AGAIN = "not measured yet: `python benchmark.py --suite ecosystem`"
 NAMES = ["pytorch_SingleGPU", *dict.fromkeys(RAW.values()), *RAW]
-
-
-def blocks(root: Path) -> dict[str, str]:
-    """What stands on docs/ecosystem.md, by the name of its place."""
-    path = root / "results" / "ecosystem.json"
-    found = read_results(path) if path.is_file() else None
-    drawn = {"ecosystem": AGAIN}
-    if found:
-        rows = [row for row in found["rows"] if row["table"] == "ecosystem"]
-        commands = [run["command"] for row in rows for run in row["runs"]]
-        where = tables.measured_where(found, rows)
-        since = stale.note(root, found["git_commit"], commands)
-        drawn["ecosystem"] = f"{ecosystem_table(root, rows)}\n\n{where}{since}"
-    return drawn
 
 
 def ecosystem_table(root: Path, rows: list[dict]) -> str:
     """A row for each script. Speeds are shares: of the bare loop, and of the raw script's with as
     many ranks."""
-    speeds, threads, kept = {}, {}, {}
-    for row in rows:
-        if row["runs"]:
-            run = row["runs"][0]
-            key = run["technique"], run["world_size"]
-            speeds[key] = statistics.median(speeds_of(row["runs"]))
-            threads[key] = run["threads"]
-            if run["state_bytes"]:
-                counted, expected = kept_bytes(run)
-                kept[key] = f"{tables.digits(counted)} ({tables.digits(expected)})"
+    measured = [row["runs"] for row in rows if row["runs"]]
+    runs = {(run[0]["technique"], run[0]["world_size"]): run for run in measured}
 
     def share(ours: tuple[str, int], theirs: tuple[str, int]) -> str:
-        if ours == theirs or ours not in speeds or theirs not in speeds:
+        if ours == theirs or not {ours, theirs} <= set(runs):
             return ""
-        if threads[ours] != threads[theirs]:  # no comparison
-            raise Unusable(f"{ours} had {threads[ours]} threads, {theirs} {threads[theirs]}")
-        return f"{speeds[ours] / speeds[theirs]:.2f}"
+        threads = [runs[key][0]["threads"] for key in (ours, theirs)]
+        if len(set(threads)) > 1:  # no comparison
+            raise Unusable(f"{ours} had {threads[0]} threads, {theirs} {threads[1]}")
+        speeds = [statistics.median(speeds_of(runs[key])) for key in (ours, theirs)]
+        return f"{speeds[0] / speeds[1]:.2f}"
 
     lines = []
     for name in NAMES:
-        raw = RAW.get(name, name)
+        raw, own = RAW.get(name, name), runs.get((name, 2), runs.get((name, 1), [{}]))[0]
         cells = [f"`{name}`", len(code_of(root, name))]
-        cells.append(count_new(root, "pytorch_SingleGPU", name) or "")
-        cells.append(count_new(root, raw, name) or "")
+        cells += [count_new(root, old, name) or "" for old in ("pytorch_SingleGPU", raw)]
         cells.append(share((name, 1), ("peer: bare", 1)))
         cells += [share((name, ranks), (raw, ranks)) for ranks in (1, 2)]
-        lines.append([*cells, kept.get((name, 2), kept.get((name, 1), ""))])
+        cells.append(tables.kept_cell(own, tables.digits) if own.get("state_bytes") else "")
+        lines.append(cells)
     header = ["script", "lines", "not in SingleGPU", "not in the raw script"]
     header += ["of the bare loop, 1 rank", "of the raw script, 1 rank"]
     header += ["of the raw script, 2 ranks", "kept (theory)"]

@@ -3,78 +3,26 @@
 Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one page.
 """
 
+import ast
 import json
 import os
 import re
 import textwrap
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from report import ecosystem, parallelism, plots, predictions, stale, tables, timeline_picture
-from report.results import ROOT, Unusable, read_figures, read_results, size_of
-from report.scripts import BEYOND, PARENTS
+from report import ecosystem, plots, predictions, stale, tables, timeline_picture
+from report.results import ROOT, Unusable, read_figures, read_results, read_words, size_of
+from report.scripts import BEYOND, DEFINITIONS, PARENTS
 
-SUITES = (
-    "gpt",
-    "shakespeare",
-    "by_hand",
-    "cpu",
-    "gpu",
-    "reviews",
-    "parallel",
-    "local_sgd",
-)  # that are rendered
+# The suites that are rendered, and what the tests measured.
+SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews", "parallel", "local_sgd")
+SUITES += ("ecosystem",)
+PROOF = ("parity", "parity_gpt", "parity_shared", "bytes", "sent", "loss", "shared", "silent")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
-HEADS = {  # of the tables, in Chinese
-    "technique": "技术", "ranks": "进程数", "precision": "精度",
-    "images/s (min–max)": "图像/秒（最小–最大）", "tokens/s (min–max)": "token/秒（最小–最大）",
-    "first step s": "首步秒数",
-    "step ms (p95)": "每步毫秒（p95）", "epoch s": "每轮秒数", "peak GiB": "峰值内存 GiB",
-    "peak GiB (reserved)": "峰值显存 GiB（保留）", "GPU %": "GPU %",
-    "peak GiB (allocated)": "峰值内存 GiB（已分配）",
-    "weights": "权重差", "accuracy": "准确率",
-    "loss": "损失",
-    "predicted on a GPU": "GPU 上的预测值",
-    "published GB": "公布值 GB", "predicted for that job": "对该任务的预测",
-    "ratio": "比值", "GPUs": "GPU 数", "predicted for ours, GiB": "对我们任务的预测 GiB",
-    "measured, GiB": "实测 GiB", "step ms, 1 rank": "每步毫秒，1 进程",
-    "2 ranks, predicted": "2 进程，预测", "2 ranks, measured": "2 进程，实测",
-    "against one process": "与单进程相比", "loop": "训练循环", "of the bare loop": "相对裸循环",
-    "script": "脚本", "lines": "行数", "not in SingleGPU": "SingleGPU 没有的行",
-    "not in the raw script": "原生脚本没有的行", "of the bare loop, 1 rank": "相对裸循环，1 进程",
-    "of the raw script, 1 rank": "相对原生脚本，1 进程",
-    "of the raw script, 2 ranks": "相对原生脚本，2 进程",
-    "reviews/s (min–max)": "影评/秒（最小–最大）",
-    "loss in fp32": "fp32 损失", "its loss": "它的损失", "difference": "差",
-    "SGD with momentum": "带动量的 SGD", "1 rank": "1 进程", "2 ranks": "2 进程",
-    "4 ranks": "4 进程", "runtime": "运行时", "batch 1": "批 1", "batch 8": "批 8",
-    "batch 32": "批 32", "batch 128": "批 128", "memory GiB": "内存 GiB",
-    "first call s": "首次调用 s", "fault": "故障", "damage": "损坏", "trials": "次数",
-    "clean": "完好", "wrong": "有误", "hung": "挂起", "fallback": "退回上一个",
-    "silent": "未察觉", "failed": "失败", "ranks (GPUs)": "进程数（GPU）", "of fp32": "相对 fp32",
-    "collective": "集合通信", "latency µs": "延迟 µs",
-    "bandwidth GB/s (fitted)": "带宽 GB/s（拟合）",
-    "bus GB/s (largest message)": "总线带宽 GB/s（最大的消息）",
-    "kept (theory)": "每参数字节（理论）", "sent kB (theory)": "发送 kB（理论）", "in": "方式",
-    "mistake": "错误", "off by": "偏差", "schedule": "调度", "micro-batches": "微批次",
-    "formula": "公式", "order": "顺序", "compute alone": "只算计算", "clock": "时钟",
-    "what": "内容", "scripts": "脚本数", "hardware": "硬件", "date": "日期",
-}  # fmt: skip
-CELLS = {
-    "not run yet": "尚未运行", "training on a CPU": "在 CPU 上训练",
-    "training on one GPU": "在一个 GPU 上训练", "training on several GPUs": "在多个 GPU 上训练",
-    "inference on a CPU": "在 CPU 上推理", "inference on a GPU": "在 GPU 上推理",
-    "autocast with GradScaler": "autocast 加 GradScaler",
-    "left out: this CPU has no float16 arithmetic": "未测：这个 CPU 没有 float16 运算",
-}  # fmt: skip
-PHRASES = {  # in lines with a link, and where nothing was measured
-    "not measured yet": "尚未测量", " cores": " 核", "runs of each": "次重复",
-    "1 run of each": "各运行一次", " ranks, messages up to ": " 个进程, 消息最大 ",
-    "median (least–most)": "中位数（最小–最大）", "| weights ": "| 权重 ", "| loss ": "| 损失 ",
-    "measured on uncommitted changes": "在未提交的改动上测得",
-    "since then changed": "此后改动过", " files)": " 个文件)",
-}  # fmt: skip
-MOST_LINES = 25  # of code on a page
+# Of tables, in Chinese: whole cells, and phrases below them and where nothing was measured.
+CELLS, PHRASES = (read_words()[kind] for kind in ("cells", "phrases"))
 NOTE = re.compile(r"; (?:measured on|since then|在未提交|此后)[^\n]*")  # of stale.py, on a page
 
 
@@ -148,43 +96,37 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     proof = json.loads((folder / "proof.json").read_text())
     inference = json.loads((folder / "inference.json").read_text())
     blocks = {name: getattr(tables, f"{name}_table")(proof[name]) + proof_note(root, proof, name)
-              for name in ("parity", "parity_gpt", "bytes", "sent", "loss")}  # fmt: skip
+              for name in PROOF}  # fmt: skip
     since = stale.note(root, inference["git_commit"], [inference["command"]])
     blocks["inference"] = tables.inference_table(inference) + since
     blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
+    blocks["bubble"] = bubble_block(root / "results" / "bubble.json")
     estimate = predictions.read(root)
     for name in SUITES:
-        suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
-        front = ["front" if name == "cpu" else f"front-{name}"] if "front" in suite else []
-        for table in [*suite["tables"], *front]:
-            predicted = estimate.get("suites", {}).get(name, {})
-            block = name in results and suite_block(
-                root, results[name], table, proof, suite, predicted
-            )
-            blocks[table] = block or f"not measured yet: `python benchmark.py --suite {name}`"
-    # The rows of these stand together, on a page of their own.
-    apart = ("by_hand", "scaling", "reviews", "local_sgd")
-    others = {name: found for name, found in results.items() if name not in apart}
-    blocks |= predictions.blocks(root, estimate, results) | ecosystem.blocks(root)
-    blocks |= parallelism.blocks(root, proof, partial(proof_note, root, proof))
-    return blocks | {name: technique_block(root, name, others) for name in PARENTS}
+        predicted = estimate.get("suites", {}).get(name, {})
+        blocks |= suite_blocks(root, name, results.get(name, {"rows": []}), proof, predicted)
+    blocks |= predictions.blocks(root, estimate, results)
+    return blocks | {name: technique_block(root, name, results) for name in PARENTS}
 
 
-def suite_block(
-    root: Path, found: dict, table: str, proof: dict, suite: dict, predicted: dict
-) -> str:
-    """One of a suite's tables, with what has changed since its rows were measured; empty if it has
-    none."""
-    if table.startswith("front"):
-        rows = [row for row in found["rows"] if row["name"] in suite["front"]]
-        drawn = tables.front_table(found, proof, suite["front"], predicted)
-    else:
+def suite_blocks(root: Path, name: str, found: dict, proof: dict, predicted: dict) -> dict:
+    """A suite's tables, each with what has changed since its rows were measured."""
+    suite = json.loads((root / "config" / f"suite_{name}.json").read_text())
+    drawn, since = {}, partial(stale.note_of_rows, root, found)
+    for table in suite["tables"]:
         rows = [row for row in found["rows"] if row["table"] == table]
-        drawn = tables.suite_table(found, table)
-    commands = [run["command"] for row in rows for run in row["runs"]]
-    return drawn + stale.note(root, found["git_commit"], commands) if rows else ""
+        drawn[table] = rows and tables.suite_table(found, table) + since(rows)
+    if drawn.get("ecosystem"):
+        where = tables.measured_where(found, rows) + since(rows)
+        drawn["ecosystem"] = f"{ecosystem.ecosystem_table(root, rows)}\n\n{where}"
+    if "front" in suite:
+        rows = [row for row in found["rows"] if row["name"] in suite["front"]]
+        text = rows and tables.front_table(found, proof, suite["front"], predicted) + since(rows)
+        drawn["front" if name == "cpu" else f"front-{name}"] = text
+    again = f"not measured yet: `python benchmark.py --suite {name}`"
+    return {table: text or again for table, text in drawn.items()}
 
 
 def proof_note(root: Path, proof: dict, name: str) -> str:
@@ -214,30 +156,46 @@ def sweep_block(root: Path, found: dict) -> str:
     return f"{tables.markdown(header, rows)}\n\n{about}{since}"
 
 
+def bubble_block(path: Path) -> str:
+    """The share of a step in which a rank computes nothing."""
+    found = json.loads(path.read_text())
+    lines = []
+    for row in found["rows"]:
+        shares = [f"{row[kind]:.1%}" for kind in ("formula", "order", "core", "clock")]
+        lines.append([f"`{row['schedule']}`", row["microbatches"], *shares])
+    head = ["schedule", "micro-batches", "formula", "order", "compute alone", "clock"]
+    where = f"{tables.machine_line(found['hardware'], True)}; torch {found['versions']['torch']}; "
+    where += f"[results/{path.name}](results/{path.name})"
+    return f"{tables.markdown(head, lines)}\n\n{where}"
+
+
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
-    """A technique's rows, the command that shows its lesson, and the lines that carry its tag."""
+    """A technique's rows, the command that shows its lesson, and the lines that make it."""
     script, parent = f"pytorch_{name}", f"pytorch_{PARENTS[name]}"
+    suites = ("parallel",) if name in BEYOND else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
-    for suite in results:
-        if (suite == "parallel") != (name in BEYOND):  # which have a suite of their own
-            continue
-        rows = [row for row in results[suite]["rows"] if row["table"] == suite and row["runs"]]
+    for suite in ("by_hand",) if name in DEFINITIONS else suites:
+        rows = results.get(suite, {"rows": []})["rows"]
+        rows = [row for row in rows if row["table"] == suite and row["runs"]]
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
         if rows:
             run = rows[0]["runs"][0]
             job = f"{run['model']}, {size_of(run)}, {run['device']}:"
             parts += [job, tables.techniques_table(rows)]
     parts.append(f"```bash\ndiff {parent}.py {script}.py\n```")
-    lines = tagged_lines(root / f"{script}.py")
-    if 0 < len(lines) <= MOST_LINES:
-        parts.append("\n".join(["```python", *lines, "```"]))
-    return "\n\n".join(parts)
+    lines = technique_lines((root / f"{script}.py").read_text(), DEFINITIONS.get(name, ()))
+    return "\n\n".join([*parts, "\n".join(["```python", *lines, "```"])])
 
 
-def tagged_lines(script: Path) -> list[str]:
-    """The lines of a script that make its technique: those with the tag in its docstring."""
-    _, doc, code = script.read_text().split('"""', 2)
-    tag = re.search(r'tagged\s+"(# \w+:)"', doc)
+def technique_lines(source: str, names: Iterable[str]) -> list[str]:
+    """The lines of a script that make its technique: some definitions, or those with the tag that
+    its docstring names."""
+    if names:
+        nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
+        parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
+        return "\n\n\n".join(map(textwrap.dedent, parts)).splitlines()
+    _, doc, code = source.split('"""', 2)
+    tag = re.search(r'tagged\s+"(# [\w-]+:)"', doc)
     lines = [line for line in code.splitlines() if tag and tag[1] in line]
     return textwrap.dedent("\n".join(lines)).splitlines()
 
@@ -273,10 +231,7 @@ def translate(lines: str) -> str:
     """In Chinese: the heads of tables, what stands below, and in the rows what is no name."""
     lines = lines.splitlines()
     for i, line in enumerate(lines):
-        if lines[i + 1 : i + 2] and lines[i + 1].startswith("| --- "):
-            cells = [HEADS.get(cell.strip(), cell.strip()) for cell in line.strip("|").split("|")]
-            lines[i] = "| " + " | ".join(cells) + " |"
-        elif line.startswith("| "):
+        if line.startswith("| "):
             cells = [CELLS.get(cell, cell) for cell in line[2:-2].split(" | ")]
             lines[i] = "| " + " | ".join(cells) + " |"
         if "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from report.results import middle, name_of, speeds_of
+from report.results import name_of
 
 GREY = "#7d8590"  # which light and dark pages can bear
 COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d288bd", "#8d8d8d"]
@@ -20,77 +20,55 @@ def plot_data(results: dict) -> dict[str, dict]:
         results: of the suites, by name.
     """
     plots = {}
-    for suite in ("cpu", "gpu"):  # the latter wins
-        rows = results.get(suite, {"rows": []})["rows"]
-        rows = [row for row in rows if row["table"] == suite and row["runs"]]
-        memory, epochs = {}, {}
-        for row in rows:
-            run, title = row["runs"][0], row["name"]
-            speed = middle(speeds_of(row["runs"]))
-            epochs[title] = round(run["train_samples"] / speed, 2)
-            if "offload" not in title:  # whose bytes are counted, but not on the device
-                memory[title] = memory_parts(run)
-        for name, unit, values in (
-            ("memory", "MiB per rank", memory),
-            ("epoch", "seconds per epoch", epochs),
-        ):
-            if values:
-                run = rows[0]["runs"][0]
-                job = f"{run['model']} at {run['image_size']}, {run['device']}"
-                plots[name] = {"unit": f"{unit} ({job})", "values": values}
-    plots |= relative(results.get("by_hand", {"rows": []})["rows"])
-    plots |= loss_by_bytes(results.get("local_sgd", {"rows": []})["rows"])
-    return plots | curves(results.get("shakespeare", {"rows": []})["rows"])
+    for suite, name, make in (
+        ("cpu", "memory", memory),
+        ("gpu", "memory", memory),  # in place of the CPU's
+        ("local_sgd", "local_sgd", loss_by_bytes),
+        ("shakespeare", "loss", curves),
+    ):
+        rows = [row for row in results.get(suite, {"rows": []})["rows"] if row["runs"]]
+        if rows := [row for row in rows if row["table"] == suite]:
+            plots[name] = make(rows)
+    return plots
 
 
-def relative(rows: list[dict]) -> dict[str, dict]:
-    """Speeds relative to the first row of each table, the library's DDP."""
-    values, first = {}, {}
-    for row in (row for row in rows if row["runs"]):
-        speed = middle(speeds_of(row["runs"]))
-        unit = first.setdefault(row["table"], speed)
-        values[f"{name_of(row)}, {row['runs'][0]['model']}".replace(", GPT", "")] = speed / unit
-    if not values:
-        return {}
+def memory(rows: list[dict]) -> dict:
+    """MiB that a rank keeps, by what for; of offload the bytes are not on the device."""
     run = rows[0]["runs"][0]
-    unit = f"speed relative to {run['technique']}.py ({run['world_size']} ranks, {run['device']})"
-    return {"by_hand": {"unit": unit, "values": {k: round(v, 2) for k, v in values.items()}}}
+    job = f"{run['model']} at {run['image_size']}, {run['device']}"
+    rows = [row for row in rows if "offload" not in row["name"]]
+    values = {row["name"]: memory_parts(row["runs"][0]) for row in rows}
+    return {"unit": f"MiB per rank ({job})", "values": values}
 
 
-def curves(rows: list[dict]) -> dict[str, dict]:
+def curves(rows: list[dict]) -> dict:
     """The loss of a text against the tokens seen."""
     values = {}
     for row in rows:
-        for run in row["runs"][:1]:
-            tokens = run["global_batch_size"] * run.get("context", 0)
+        run = row["runs"][0]
+        tokens = run["global_batch_size"] * run["context"]
+        if run["curve"]:
             values[row["name"]] = {str(step * tokens): loss for step, loss in run["curve"]}
-    values = {title: points for title, points in values.items() if points}
-    model = rows[0]["runs"][0]["model"] if values else ""
-    return {"loss": {"unit": f"training loss ({model})", "values": values}} if values else {}
+    return {"unit": f"training loss ({rows[0]['runs'][0]['model']})", "values": values}
 
 
-def loss_by_bytes(rows: list[dict]) -> dict[str, dict]:
+def loss_by_bytes(rows: list[dict]) -> dict:
     """The loss of a text against what a rank has sent: gradients at every step, by the theory of
     docs/proof.md, or weights at every H-th."""
-    values, run = {}, {}
-    for row in (row for row in rows if row["runs"] and row["runs"][0]["world_size"] > 1):
+    values = {}
+    for row in rows:
         run = row["runs"][0]
+        ranks = run["world_size"]
         every = re.search(r"--sync-every (\d+)", run["command"])
-        sent = 8 * run["parameters"] * (run["world_size"] - 1) / run["world_size"]
-        sent /= int(every[1]) if every else 1
-        values[name_of(row)] = {str(round(step * sent)): loss for step, loss in run["curve"]}
-    if not values:
-        return {}
-    job = f"{run['model']}, {run['world_size']} ranks"
-    return {"local_sgd": {"unit": f"training loss ({job})", "values": values}}
+        sent = 8 * run["parameters"] * (ranks - 1) / ranks / (int(every[1]) if every else 1)
+        if ranks > 1:
+            values[name_of(row)] = {str(round(step * sent)): loss for step, loss in run["curve"]}
+    return {"unit": f"training loss ({run['model']}, {ranks} ranks)", "values": values}
 
 
 def bandwidths(sweep: dict) -> dict[str, dict]:
-    """The bus bandwidth of each collective by the size of the message, as measured and as fitted.
-
-    Args:
-        sweep: of pytorch_collectives.py; may be empty.
-    """
+    """The bus bandwidth of each collective by the size of the message, as measured and as fitted,
+    if pytorch_collectives.py has swept."""
     values = {}
     for name, operation in sweep.get("operations", {}).items():
         measured, fitted = {}, {}
@@ -108,7 +86,7 @@ def bandwidths(sweep: dict) -> dict[str, dict]:
 
 def size_name(size: float) -> str:
     """In KiB or MiB."""
-    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
 
 
 def memory_parts(run: dict) -> dict[str, float]:
@@ -151,20 +129,20 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
         "font.size": 11, "text.color": GREY, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
         "xtick.color": GREY, "ytick.color": GREY, "axes.spines.top": False,
         "axes.spines.right": False, "axes.prop_cycle": plt.cycler(color=COLOURS),
+        "legend.frameon": False, "legend.fontsize": 9,
     })  # fmt: skip
     values = data["values"]
     lines = {"scaling": draw_scaling, "loss": draw_curves, "collectives": draw_bandwidths}
     lines |= {"shares": draw_shares, "local_sgd": draw_loss_by_bytes}
     kind = kind or path.stem
-    if kind in lines:
-        figure, axes = plt.subplots(figsize=(8, 4))
-        lines[kind](axes, values, data["unit"])
-    else:
+    if kind == "memory":
         figure, axes = plt.subplots(figsize=(8, 0.28 * len(values) + 1))
-        (draw_parts if kind == "memory" else draw_bars)(axes, values)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
+        draw_parts(axes, values)
         axes.set_xlabel(data["unit"])
+    else:
+        figure, axes = plt.subplots(figsize=(8, 4))
+        lines[kind](axes, values)
+        axes.set_ylabel(data["unit"])
     metadata = {"Date": None, "Creator": "benchmark.py", "Description": digest(data)}
     temporary = path.with_name(f".{path.name}.part")
     figure.savefig(
@@ -174,7 +152,7 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
     plt.close(figure)
 
 
-def draw_scaling(axes, values: dict[str, dict[str, dict]], unit: str) -> None:
+def draw_scaling(axes, values: dict[str, dict[str, dict]]) -> None:
     """By number of ranks: points are measured, lines are the model's."""
     for i, (title, lines) in enumerate(values.items()):
         style = {"color": COLOURS[i % len(COLOURS)]}
@@ -183,46 +161,50 @@ def draw_scaling(axes, values: dict[str, dict[str, dict]], unit: str) -> None:
         points = {int(n): 100 * share for n, share in lines["measured"].items()}
         axes.plot(list(points), list(points.values()), "o", **style)
     axes.plot([], [], "o", color=GREY, label="measured")
+    show_ranks(axes, ranks, highest=110)
+    axes.legend()
+
+
+def show_ranks(axes, ranks: list[int], highest: int) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
-    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, 110))
-    axes.legend(frameon=False, fontsize=9)
+    axes.set(xlabel="ranks", ylim=(0, highest))
 
 
-def draw_curves(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+def draw_curves(axes, values: dict[str, dict[str, float]]) -> None:
     """By tokens; thinner from one to the next, as they lie on top of each other."""
     for i, (title, losses) in enumerate(values.items()):
         tokens = [int(n) / 1e6 for n in losses]
         width = 1 + 2 * (len(values) - 1 - i)
         axes.plot(tokens, list(losses.values()), label=title, linewidth=width)
-    axes.set(xlabel="million tokens", ylabel=unit)
-    axes.legend(frameon=False, fontsize=9)
+    axes.set(xlabel="million tokens")
+    axes.legend()
 
 
-def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]], unit: str) -> None:
+def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]]) -> None:
     """By MB that a rank has sent, in powers of ten."""
     for title, losses in values.items():
         axes.semilogx([int(n) / 1e6 for n in losses], list(losses.values()), label=title)
-    axes.set(xlabel="MB sent by a rank", ylabel=unit)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set(xlabel="MB sent by a rank")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]], unit: str) -> None:
+def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]]) -> None:
     """By size, both in powers; dashed what latency + size / bandwidth makes of it."""
     for i, (title, lines) in enumerate(values.items()):
         sizes = [int(size) for size in lines["measured"]]
         style = {"color": COLOURS[i % len(COLOURS)]}
         axes.loglog(sizes, list(lines["measured"].values()), "o-", ms=4, label=title, **style)
         axes.loglog(sizes, list(lines["fitted"].values()), "--", linewidth=0.9, **style)
-    axes.set(xlabel="message", ylabel=unit)
+    axes.set(xlabel="message")
     axes.set_xticks(sizes, [size_name(size) for size in sizes])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.plot([], [], "--", color=GREY, linewidth=0.9, label="latency + size / bandwidth")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend()
 
 
-def draw_shares(axes, values: dict[str, dict[str, list[float]]], unit: str) -> None:
+def draw_shares(axes, values: dict[str, dict[str, list[float]]]) -> None:
     """By number of ranks: a band from the least to the most."""
     for title, shares in values.items():
         ranks = [int(n) for n in shares]
@@ -230,10 +212,8 @@ def draw_shares(axes, values: dict[str, dict[str, list[float]]], unit: str) -> N
         [line] = axes.plot(ranks, most, label=title)
         axes.plot(ranks, least, "--", color=line.get_color(), linewidth=0.9)
         axes.fill_between(ranks, least, most, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
-    axes.set(xlabel="ranks", ylabel=unit, ylim=(0, 100))
-    axes.legend(frameon=False, fontsize=9)
+    show_ranks(axes, ranks, highest=100)
+    axes.legend()
 
 
 def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
@@ -244,11 +224,6 @@ def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
         sizes = [parts.get(kind, 0) for parts in values.values()]
         axes.barh(list(values), sizes, left=left, label=kind, height=0.7)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.legend(frameon=False, fontsize=9, ncols=len(kinds), loc="lower left",
-                bbox_to_anchor=(0, 1))  # fmt: skip
-
-
-def draw_bars(axes, values: dict[str, float]) -> None:
-    axes.barh(list(values), list(values.values()), height=0.7)
-    for i, seconds in enumerate(values.values()):
-        axes.text(seconds, i, f" {seconds:g}", va="center", fontsize=9)
+    axes.legend(ncols=len(kinds), loc="lower left", bbox_to_anchor=(0, 1))
+    axes.invert_yaxis()
+    axes.margins(y=0.01)

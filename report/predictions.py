@@ -6,12 +6,9 @@ from report import stale, tables
 from report.results import middle, of_all, read_figures
 
 AGAIN = "python benchmark.py --suite estimate"
-# Rows of the suite gpu that are the published techniques.
-OURS = {
-    "SingleGPU": "SingleGPU",
+OURS = {  # rows of the suite gpu that are published techniques, where the names differ
     "auto_mixed_precision": "auto_mixed_precision --dtype float16",
     "half_precision": "half_precision --dtype float16",
-    "DP": "DP",
     "torchrun_DDP": "torchrun_DDP x4",
     "DDP_ZeRO": "DDP_ZeRO --use_zero x4",
     "FSDP": "FSDP x4",
@@ -26,22 +23,18 @@ def read(root: Path) -> dict:
 
 def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
     """The tables, by the name of their place."""
-    missing = f"not measured yet: `{AGAIN}`"
+    drawn = dict.fromkeys(("estimate", "scaling"), f"not measured yet: `{AGAIN}`")
     if not found:
-        return {"estimate": missing, "scaling": missing}
+        return drawn
     since = stale.note(root, found["git_commit"], ["estimator/published.py estimator"])
     about = f"torch {found['versions']['torch']}; [results/estimate.json](results/estimate.json)"
-    estimate = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
-    scaled = results.get("scaling")
-    if not scaled:
-        return {
-            "estimate": estimate,
-            "scaling": "not measured yet: `python benchmark.py --suite scaling`",
-        }
-    commands = [run["command"] for row in scaled["rows"] for run in row["runs"]]
-    since = stale.note(root, scaled["git_commit"], commands)
-    where = tables.measured_where(scaled, scaled["rows"])
-    return {"estimate": estimate, "scaling": f"{scaling_table(found, scaled)}\n\n{where}{since}"}
+    drawn["estimate"] = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
+    drawn["scaling"] = "not measured yet: `python benchmark.py --suite scaling`"
+    if scaled := results.get("scaling"):
+        rows = scaled["rows"]
+        where = tables.measured_where(scaled, rows) + stale.note_of_rows(root, scaled, rows)
+        drawn["scaling"] = f"{scaling_table(found, scaled)}\n\n{where}"
+    return drawn
 
 
 def published_table(found: dict, gpu: dict | None) -> str:
@@ -49,20 +42,13 @@ def published_table(found: dict, gpu: dict | None) -> str:
     rows = {row["name"]: row for row in gpu["rows"]} if gpu else {}
     lines = []
     for row in found["published"]:
-        ours = OURS.get(row["name"])
+        ours = OURS.get(row["name"], row["name"])
         runs = rows.get(ours, {"runs": []})["runs"]
         took = middle(of_all(runs, "peak_memory_gib", "allocated"))
-        lines.append(
-            [
-                f"`{row['name']}`",
-                row["gpus"],
-                f"{row['published_gb']:.2f}",
-                f"{row['predicted'] / 1e9:.2f}",
-                f"{row['predicted'] / 1e9 / row['published_gb']:.3f}",
-                tables.gib(found["suites"]["gpu"].get(ours)),
-                "" if took is None else f"{took:.2f}",
-            ]
-        )
+        published, predicted = row["published_gb"], row["predicted"] / 1e9
+        cells = [f"`{row['name']}`", row["gpus"], f"{published:.2f}", f"{predicted:.2f}"]
+        cells += [f"{predicted / published:.3f}", tables.gib(found["suites"]["gpu"].get(ours))]
+        lines.append([*cells, "" if took is None else f"{took:.2f}"])
     header = ["technique", "GPUs", "published GB", "predicted for that job", "ratio"]
     return tables.markdown([*header, "predicted for ours, GiB", "measured, GiB"], lines)
 
@@ -101,8 +87,6 @@ def scaling_plot(found: dict, scaled: dict | None) -> dict[str, dict]:
             model[int(ranks)] = round(took[1] / (took[1] + 1e3 * seconds), 3)
         measured = {ranks: round(took[1] / step, 3) for ranks, step in took.items()}
         values[name] = {"measured": measured, "model": model}
-    if not values:
-        return {}
     run = next(run for row in scaled["rows"] for run in row["runs"])
     job = f"{run['model']} at {run['image_size']}, {run['device']}, gloo"
     return {"scaling": {"unit": f"% of one rank's speed ({job})", "values": values}}

@@ -1,5 +1,6 @@
 """Read what benchmark.py left in results/, and take a figure of several runs."""
 
+import functools
 import json
 import re
 import statistics
@@ -21,40 +22,44 @@ def read_results(path: Path) -> dict:
         FileNotFoundError: there is none.
         Unusable: it is damaged, or of another version of this program.
     """
-    try:
-        found = json.loads(path.read_text())
-        known = found["schema"] == SCHEMA and isinstance(found["rows"], list)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise Unusable(f"{path} cannot be used ({why}); measure it again") from None
-    if not known:
+    found = read_json(path, ("schema", "rows"), "measure it again")
+    if found["schema"] != SCHEMA:
         theirs = found["schema"]
         raise Unusable(f"{path} is of schema {theirs}, and this is {SCHEMA}; measure it again")
     return found
 
 
 def read_figures(path: Path, keys: Iterable[str], again: str) -> dict:
-    """A file that a suite of steps leaves; empty if there is none.
-
-    Args:
-        keys: that it has to have.
-        again: what makes it.
+    """A file that a suite of steps leaves, and ``again`` makes; empty if there is none.
 
     Raises:
-        Unusable: it is damaged, or lacks one of them.
+        Unusable: it is damaged, or lacks one of the keys.
     """
     try:
-        found = json.loads(path.read_text())
+        return read_json(path, keys, f"measure it again: {again}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{path} cannot be used ({error}); measure it again: {again}") from None
-    for key in keys:
-        if key not in found:
-            raise Unusable(f"{path} has no {key}; measure it again: {again}")
+
+
+def read_json(path: Path, keys: Iterable[str], cure: str) -> dict:
+    """See :func:`read_results`."""
+    try:
+        found = json.loads(path.read_text())
+        missing = [key for key in keys if key not in found]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise Unusable(f"{path} cannot be used ({why}); {cure}") from None
+    if missing:
+        raise Unusable(f"{path} has no {missing[0]}; {cure}")
     return found
+
+
+@functools.cache
+def read_words() -> dict[str, dict[str, str]]:
+    """What tables and pictures say in Chinese, by the English words."""
+    return json.loads(Path(__file__).with_name("chinese.json").read_text())
 
 
 def of_all(runs: list[dict], *keys: str) -> list:
@@ -87,27 +92,6 @@ def middle(values: list) -> float | None:
     """The median of those that there are."""
     values = [value for value in values if value is not None]
     return statistics.median(values) if values else None
-
-
-# What is said of memory on a GPU, on a CPU with --profile-memory, and without it: first, and in
-# brackets.
-MEMORY = {
-    "reserved": ("allocated", "reserved"),
-    "allocated": ("process", "allocated"),
-    "process": ("process",),
-}
-
-
-def kind_of_memory(runs: Iterable[dict]) -> str:
-    """Which of ``MEMORY`` these runs measured."""
-    found = [run["peak_memory_gib"] for run in runs]
-    known = {kind for memory in found for kind, gib in memory.items() if gib is not None}
-    return next((kind for kind in MEMORY if kind in known), "process")
-
-
-def peak_memory(runs: list[dict]) -> float:
-    """GiB: what PyTorch handed out on a GPU, or else the process."""
-    return middle(of_all(runs, "peak_memory_gib", MEMORY[kind_of_memory(runs)][0]))
 
 
 def devices_of(run: dict) -> int:

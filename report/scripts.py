@@ -26,4 +26,9 @@ PARENTS = {  # each script, and the one that it is a diff against
     "EP": "torchrun_DDP",
     "LocalSGD": "torchrun_DDP",
 }
+DEFINITIONS = {  # that a page shows instead of the lines that carry a tag
+    "DDP_by_hand": ("Bucket",),
+    "ZeRO_by_hand": ("send", "gather"),
+    "FSDP_by_hand": ("gather", "free", "after_forward"),
+}
 BEYOND = ("TP", "FSDP_TP", "PP", "CP", "EP", "LocalSGD")  # which are on docs/parallelism.md

@@ -44,11 +44,16 @@ def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
         if counts and is_changed(root, path, blob=about.split()[2]):
             changed.append(path)
     said = "; measured on uncommitted changes" if dirty else ""
-    if changed:
-        count = f" ({len(changed)} files)" if len(changed) > SHOWN else ""
-        said += f"; since then changed{count}: {', '.join(changed[:SHOWN])}"
-        said += ", …" if len(changed) > SHOWN else ""
+    if len(changed) > SHOWN:
+        said += f"; since then changed ({len(changed)} files): {', '.join(changed[:SHOWN])}, …"
+    elif changed:
+        said += f"; since then changed: {', '.join(changed)}"
     return said
+
+
+def note_of_rows(root: Path, found: dict, rows: Iterable[dict]) -> str:
+    """:func:`note` of some rows of a suite's results."""
+    return note(root, found["git_commit"], [run["command"] for row in rows for run in row["runs"]])
 
 
 def is_changed(root: Path, path: str, blob: str) -> bool:

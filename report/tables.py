@@ -2,23 +2,19 @@
 
 import re
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
-from report.results import (
-    MEMORY,
-    Unusable,
-    devices_of,
-    kind_of_memory,
-    middle,
-    name_of,
-    of_all,
-    peak_memory,
-    speeds_of,
-    unit_of,
-)
+from report.results import Unusable, devices_of, middle, name_of, of_all, speeds_of, unit_of
 from report.scripts import PARENTS
 from report.theory import kept_bytes
+
+# What is said of memory on a GPU, on a CPU with --profile-memory, and without it: first, and in
+# brackets.
+MEMORY = {
+    "reserved": ("allocated", "reserved"),
+    "allocated": ("process", "allocated"),
+    "process": ("process",),
+}
 
 
 def markdown(header: list[str], rows: list[list]) -> str:
@@ -32,11 +28,7 @@ def markdown(header: list[str], rows: list[list]) -> str:
 def suite_table(found: dict, table: str) -> str:
     """One of a suite's tables: medians over the repeats, and where they are from."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    draw = techniques_table
-    if table.endswith("-peers"):
-        draw = peers_table
-    if table.endswith("-amp"):
-        draw = amp_table
+    draw = {"peers": peers_table, "amp": amp_table}.get(table.rpartition("-")[2], techniques_table)
     return f"{draw(rows)}\n\n{measured_where(found, rows)}"
 
 
@@ -55,6 +47,17 @@ def machine_line(machine: dict, on_cpu: bool) -> str:
     return ", ".join(machine["gpus"] + machine.get("power_limits", []))
 
 
+def techniques_table(rows: list[dict]) -> str:
+    """Every figure that the rows have."""
+    runs = [run for row in rows for run in row["runs"]]
+    text = bool(runs) and unit_of(runs[0]) == "tokens/s"
+    columns = ["technique", "ranks", "precision", "speed", "step ms (p95)"]
+    columns += ["first step s" if text else "epoch s", "memory"]  # a text has no epoch to speak of
+    columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []
+    columns += ["kept (theory)", "weights", "loss" if text else "accuracy"]
+    return draw_rows(columns, [technique_cells(row) for row in rows])
+
+
 def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> str:
     """A row a technique, with links to docs/techniques/: what it costs, and how far its result
     is from one process's, as the tests measured it.
@@ -66,33 +69,98 @@ def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> 
         predicted: bytes that a row would take on a GPU, by its name.
     """
     rows = {row["name"]: row for row in found["rows"]}
-    lines, unit = [], unit_of(next(run for row in found["rows"] for run in row["runs"]))
+    unit = unit_of(next(run for row in found["rows"] for run in row["runs"]))
+    lines = []
     for name in names:
-        title = name_of({"name": name})
-        section = title.split()[0]
-        link = f"[`{title}`](docs/techniques/{section}.md)"
-        row = rows.get(name, {"runs": [], "failed": "not measured yet"})
-        if not row["runs"]:
-            lines.append([link, "", why_empty(row), "", "", "", ""])
-            continue
-        run = row["runs"][0]
-        kept, expected = kept_bytes(run)
-        lines.append(
-            [
-                link,
-                ranks_cell(run),
-                spread(speeds_of(row["runs"])),
-                memory_cell(row["runs"]),
-                gib(predicted.get(name)),
-                f"{digits(kept)} ({digits(expected)})",
-                against_one_process(f"pytorch_{title}", proof, unit),
-            ]
-        )
-    shown = [rows[name] for name in names if name in rows]
-    header = ["technique", ranks_head(shown), f"{unit} (min–max)", memory_head(shown)]
-    header += ["predicted on a GPU", "kept (theory)", "against one process"]
-    table = markdown(header, lines)
-    return f"{table}\n\n{measured_where(found, list(rows.values()))}"
+        row = rows.get(name, {"name": name, "runs": [], "failed": "not measured yet"})
+        title, cells = name_of(row), technique_cells(row)
+        cells["technique"] = f"[`{title}`](docs/techniques/{title.split()[0]}.md)"
+        if row["runs"]:
+            cells["kept (theory)"] = kept_cell(row["runs"][0], digits)
+            cells["predicted on a GPU"] = gib(predicted.get(name))
+            cells["against one process"] = against_one_process(f"pytorch_{title}", proof, unit)
+        lines.append(cells)
+    columns = ["technique", "ranks", "speed", "memory", "predicted on a GPU", "kept (theory)"]
+    table = draw_rows([*columns, "against one process"], lines)
+    return f"{table}\n\n{measured_where(found, found['rows'])}"
+
+
+def peers_table(rows: list[dict]) -> str:
+    """Loops on the same work, against the bare one of the same precision."""
+    lines = [technique_cells(row) | {"loop": row["name"]} for row in rows]
+    units = [line for line in lines if line["loop"].startswith("bare loop")]
+    columns = ["loop", "speed", "of the bare loop", "memory"]
+    return relative_table(columns, lines, units, same=("precision",))
+
+
+def amp_table(rows: list[dict]) -> str:
+    """One model in SingleGPU, DP and DDP, each in fp32, under autocast and with a GradScaler; both
+    are in the rows' names. Speed also relative to the same technique in fp32."""
+    lines = []
+    for row in rows:
+        technique, precision = name_of(row).split(", ")
+        lines.append(technique_cells(row) | {"technique": technique, "precision": precision})
+    units = [line for line in lines if line["precision"] == "fp32"]
+    columns = ["technique", "precision", "ranks", "speed", "of fp32", "memory"]
+    return relative_table(columns, lines, units, same=("technique", "ranks"))
+
+
+def relative_table(columns: list[str], lines: list[dict], units: list[dict], same: tuple) -> str:
+    """Some columns, the last but one of speeds relative to the unit that has the same cells."""
+    speeds = {tuple(map(unit.get, same)): unit["median"] for unit in units if unit["runs"]}
+    for line in lines:
+        if line["runs"] and (key := tuple(map(line.get, same))) in speeds:
+            line[columns[-2]] = f"{line['median'] / speeds[key]:.2f}"
+    return draw_rows(columns, lines)
+
+
+def draw_rows(columns: list[str], lines: list[dict]) -> str:
+    """Some columns of :func:`technique_cells`. What some figures are is said in the head."""
+    runs = [run for line in lines for run in line["runs"]]
+    kind = kind_of_memory(runs)
+    apart = any(devices_of(run) != run["world_size"] for run in runs)
+    heads = {
+        "ranks": "ranks (GPUs)" if apart else "ranks",
+        "speed": f"{unit_of(next(iter(runs), {}))} (min–max)",
+        "memory": "peak GiB" if kind == "process" else f"peak GiB ({kind})",
+    }
+    cells = [[line.get(column, "") for column in columns] for line in lines]
+    return markdown([heads.get(column, column) for column in columns], cells)
+
+
+def technique_cells(row: dict) -> dict:
+    """A row's runs, and its cells by column; of one without runs why it has none, and nothing where
+    a figure was not measured."""
+    runs, ranks = row["runs"], re.search(r" x(\d+)$", row["name"])
+    cells = {"technique": f"`{name_of(row)}`", "ranks": ranks[1] if ranks else "", "runs": runs}
+    if not runs:
+        return cells | {"speed": row["failed"] or f"left out: {row['left_out']}"}
+    if row["failed"]:
+        cells["technique"] += f" ({len(runs)} runs; then {row['failed']})"
+    run, speeds = runs[0], speeds_of(runs)
+    cells |= {"median": statistics.median(speeds), "speed": spread(speeds)}
+    cells |= {"ranks": ranks_cell(run), "precision": precision_cell(run)}
+    cells["memory"] = memory_cell(runs)
+    if run["state_bytes"]:  # a peer has none
+        cells["kept (theory)"] = kept_cell(run)
+    p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
+    cells["step ms (p95)"] = f"{p50:.0f} ({p95:.0f})"
+    for column, value, form in (
+        ("first step s", middle([run.get("first_step_seconds") for run in runs]), ",.1f"),
+        ("epoch s", run["train_samples"] / cells["median"], ",.1f"),
+        ("GPU %", middle(of_all(runs, "gpu", "utilization_percent")), ".0f"),
+        ("weights", middle(of_all(runs, "weights_difference")), ".0e"),
+        ("loss", middle(of_all(runs, "eval_loss")), ".4f"),
+        ("accuracy", middle(of_all(runs, "eval_accuracy")), ".1%"),
+    ):
+        cells[column] = "" if value is None else f"{value:{form}}"
+    return cells
+
+
+def kept_cell(run: dict, number=lambda value: f"{value:.2f}") -> str:
+    """Bytes per parameter, and in brackets by theory."""
+    kept, expected = kept_bytes(run)
+    return f"{number(kept)} ({number(expected)})"
 
 
 def against_one_process(script: str, proof: dict, unit: str) -> str:
@@ -102,14 +170,7 @@ def against_one_process(script: str, proof: dict, unit: str) -> str:
     if weights:
         return f"weights {max(weights):.0e}".replace(" 0e+00", " 0")
     losses = [row["value"] / row["fp32"] - 1 for row in proof["loss"] if row["script"] == script]
-    losses = losses if unit == "images/s" else []
-    return f"loss {max(losses, key=abs):+.2%}" if losses else ""
-
-
-def ranks_head(rows: Iterable[dict]) -> str:
-    """Of a column of :func:`ranks_cell`."""
-    apart = (devices_of(run) != run["world_size"] for row in rows for run in row["runs"])
-    return "ranks (GPUs)" if any(apart) else "ranks"
+    return f"loss {max(losses, key=abs):+.2%}" if losses and unit == "images/s" else ""
 
 
 def ranks_cell(run: dict) -> str:
@@ -124,9 +185,11 @@ def precision_cell(run: dict) -> str:
     return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
 
 
-def memory_head(rows: Iterable[dict]) -> str:
-    kind = kind_of_memory(run for row in rows for run in row["runs"])
-    return "peak GiB" if kind == "process" else f"peak GiB ({kind})"
+def kind_of_memory(runs: list[dict]) -> str:
+    """Which of ``MEMORY`` these runs measured."""
+    found = [run["peak_memory_gib"] for run in runs]
+    known = {kind for memory in found for kind, gib in memory.items() if gib is not None}
+    return next((kind for kind in MEMORY if kind in known), "process")
 
 
 def memory_cell(runs: list[dict]) -> str:
@@ -140,11 +203,6 @@ def gib(size: float | None) -> str:
     return f"{size / 2**30:.2f}" if size else ""
 
 
-def why_empty(row: dict) -> str:
-    """Of a row without figures."""
-    return row["failed"] or f"left out: {row['left_out']}"
-
-
 def spread(values: list[float]) -> str:
     """Median, and least and most; as many digits as three repeats are worth."""
     low, mid, high = min(values), statistics.median(values), max(values)
@@ -154,124 +212,22 @@ def spread(values: list[float]) -> str:
     return f"{mid:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
 
 
-def techniques_table(rows: list[dict]) -> str:
-    unit = unit_of(next((run for row in rows for run in row["runs"]), {}))
-    gpu = any(run["device"] != "cpu" for row in rows for run in row["runs"])
-    header = [
-        "technique",
-        ranks_head(rows),
-        "precision",
-        f"{unit} (min–max)",
-        "step ms (p95)",
-        "first step s" if unit == "tokens/s" else "epoch s",
-    ]
-    header += [memory_head(rows), "GPU %"] if gpu else [memory_head(rows)]
-    header += ["kept (theory)", "weights", "loss" if unit == "tokens/s" else "accuracy"]
-    lines = []
-    for row in rows:
-        if row["runs"]:
-            lines.append(technique_cells(row, gpu))
-        else:
-            ranks = re.search(r" x(\d+)$", row["name"])
-            cells = [f"`{name_of(row)}`", ranks[1] if ranks else "", "", why_empty(row)]
-            lines.append(cells + [""] * (len(header) - len(cells)))
-    return markdown(header, lines)
-
-
-def technique_cells(row: dict, gpu: bool) -> list:
-    """Of a row that has runs."""
-    runs, run = row["runs"], row["runs"][0]
-    name = f"`{name_of(row)}`"
-    if row["failed"]:
-        name += f" ({len(runs)} runs; then {row['failed']})"
-    speeds = speeds_of(runs)
-    p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
-    cells = [name, ranks_cell(run), precision_cell(run), spread(speeds)]
-    cells.append(f"{p50:.0f} ({p95:.0f})")
-    if unit_of(run) == "tokens/s":  # a text has no epoch to speak of, but may be compiled
-        first = middle([run.get("first_step_seconds") for run in runs])  # a peer's has none
-        cells.append("" if first is None else f"{first:,.1f}")
-    else:
-        cells.append(f"{run['train_samples'] / statistics.median(speeds):,.1f}")
-    cells.append(memory_cell(runs))
-    if gpu:
-        used = middle(of_all(runs, "gpu", "utilization_percent"))
-        cells.append("" if used is None else f"{used:.0f}")
-    if run["state_bytes"]:
-        kept, expected = kept_bytes(run)
-        cells.append(f"{kept:.2f} ({expected:.2f})")
-    else:  # a peer's
-        cells.append("")
-    apart = middle(of_all(runs, "weights_difference"))
-    cells.append("" if apart is None else f"{apart:.0e}")
-    if unit_of(run) == "tokens/s":
-        loss = middle(of_all(runs, "eval_loss"))
-        return [*cells, "" if loss is None else f"{loss:.4f}"]
-    accuracy = middle(of_all(runs, "eval_accuracy"))
-    return [*cells, "" if accuracy is None else f"{accuracy:.1%}"]
-
-
-def peers_table(rows: list[dict]) -> str:
-    """Loops on the same work, against the bare one of the same precision."""
-    bare, lines = {}, []
-    for row in rows:
-        if not row["runs"]:
-            lines.append([row["name"], why_empty(row), "", ""])
-            continue
-        speeds, precision = speeds_of(row["runs"]), row["runs"][0]["precision"]
-        if row["name"].startswith("bare loop"):
-            bare[precision] = statistics.median(speeds)
-        part = f"{statistics.median(speeds) / bare[precision]:.2f}" if precision in bare else ""
-        lines.append([row["name"], spread(speeds), part, f"{peak_memory(row['runs']):.2f}"])
-    return markdown(["loop", "images/s (min–max)", "of the bare loop", "peak GiB"], lines)
-
-
-def amp_table(rows: list[dict]) -> str:
-    """One model in SingleGPU, DP and DDP, each in fp32, under autocast and with a GradScaler; both
-    are in the rows' names. Speed also relative to the same technique in fp32."""
-    lines, full = [], {}
-    for row in rows:
-        technique, precision = name_of(row).split(", ")
-        if not row["runs"]:
-            ranks = re.search(r" x(\d+)$", row["name"])
-            lines.append([technique, precision, ranks[1] if ranks else "", why_empty(row), "", ""])
-            continue
-        ranks, speeds = ranks_cell(row["runs"][0]), speeds_of(row["runs"])
-        if precision == "fp32":
-            full[technique, ranks] = statistics.median(speeds)
-        part = ""
-        if (technique, ranks) in full:
-            part = f"{statistics.median(speeds) / full[technique, ranks]:.2f}"
-        memory = f"{peak_memory(row['runs']):.2f}"
-        lines.append([technique, precision, ranks, spread(speeds), part, memory])
-    header = ["technique", "precision", ranks_head(rows), "images/s (min–max)", "of fp32"]
-    return markdown([*header, "peak GiB"], lines)
-
-
 # ---------------------------------------------------------------- what was run on which hardware
 
 
 def hardware_table(suites: dict[str, dict], inference: dict) -> str:
-    """What has been run where and what has not, as far as results/ knows.
-
-    Args:
-        suites: their results, by name.
-    """
-    on_cpu, on_one, on_several = [], [], []
+    """What has been run where and what has not, as far as the suites' results know, by name."""
+    places = {f"training on {where}": [] for where in ("a CPU", "one GPU", "several GPUs")}
     for found in suites.values():
         for run in (run for row in found["rows"] for run in row["runs"]):
-            several = devices_of(run) > 1
-            group = on_cpu if run["device"] == "cpu" else on_several if several else on_one
-            group.append((run["technique"], found))
+            where = "several GPUs" if devices_of(run) > 1 else "one GPU"
+            where = "a CPU" if run["device"] == "cpu" else where
+            places[f"training on {where}"].append((run["technique"], found))
     lines = []
-    for what, group in {
-        "training on a CPU": on_cpu,
-        "training on one GPU": on_one,
-        "training on several GPUs": on_several,
-    }.items():
-        scripts = {technique for technique, _ in group if technique.startswith("pytorch_")}
-        found = group[0][1] if group else None
-        lines.append([what, f"{len(scripts)} / {len(PARENTS) + 1}", *run_where(found, what)])
+    for what, runs in places.items():
+        scripts = {technique for technique, _ in runs if technique.startswith("pytorch_")}
+        where = run_where(runs[0][1] if runs else None, what)
+        lines.append([what, f"{len(scripts)} / {len(PARENTS) + 1}", *where])
     for what, on_cpu in {"inference on a CPU": True, "inference on a GPU": False}.items():
         found = inference if (inference["device"] == "cpu") == on_cpu else None
         lines.append([what, "", *run_where(found, what)])
@@ -344,7 +300,7 @@ def parity_table(rows: list[dict]) -> str:
     return markdown(["script", "ranks", "SGD with momentum", "AdamW"], lines)
 
 
-parity_gpt_table = parity_table  # of the language model
+parity_gpt_table = parity_shared_table = parity_table  # of the language model
 
 
 def digits(value: float) -> str:
@@ -358,19 +314,14 @@ def bytes_table(rows: list[dict]) -> str:
     for script, group in by_script(rows).items():
         cells = [script]
         for ranks in (1, 2, 4):
-            at = {row["optimizer"]: row for row in group if row["ranks"] == ranks}
-            if not at:
-                cells.append("")
-                continue
-            kept = at.get("sgd", at.get("adamw"))["kept"]
-            words = " + ".join(digits(kept[kind]) for kind in kinds[:2]) + " +"
-            if "sgd" in at:
-                words += f" {digits(kept['optimizer'])}"
-            if "adamw" in at:
-                words += f" ({digits(at['adamw']['kept']['optimizer'])})"
-            for extra in sorted(kind for kind in kept if kept[kind] and kind not in kinds):
-                words += f" + {digits(kept[extra])} {extra.replace('_', ' ')}"
-            cells.append(words)
+            at = {row["optimizer"]: row["kept"] for row in group if row["ranks"] == ranks}
+            kept = at.get("sgd", at.get("adamw", {}))
+            own = [digits(at["sgd"]["optimizer"])] if "sgd" in at else []
+            own += [f"({digits(at['adamw']['optimizer'])})"] if "adamw" in at else []
+            parts = [digits(kept[kind]) for kind in kinds[:2] if kept] + [" ".join(own)]
+            parts += [f"{digits(kept[kind])} {kind.replace('_', ' ')}" for kind in sorted(kept)
+                      if kept[kind] and kind not in kinds]  # fmt: skip
+            cells.append(" + ".join(parts))
         lines.append(cells)
     return markdown(["script", "1 rank", "2 ranks", "4 ranks"], lines)
 
@@ -378,15 +329,10 @@ def bytes_table(rows: list[dict]) -> str:
 def sent_table(rows: list[dict]) -> str:
     lines = []
     for script, group in by_script(rows).items():
-        cells = [script]
-        for ranks in (2, 4):
-            parts = []
-            for row in group:
-                if row["ranks"] == ranks:
-                    sent = sorted(row["sent"].items())
-                    parts = [f"{digits(size)} {kind.replace('_', '-')}" for kind, size in sent]
-            cells.append(", ".join(part for part in parts if not part.startswith("0 ")))
-        lines.append(cells)
+        sent = {row["ranks"]: sorted(row["sent"].items()) for row in group}
+        cells = [[f"{digits(size)} {kind.replace('_', '-')}" for kind, size in sent.get(n, ())
+                  if digits(size) != "0"] for n in (2, 4)]  # fmt: skip
+        lines.append([script, *map(", ".join, cells)])
     return markdown(["script", "2 ranks", "4 ranks"], lines)
 
 
@@ -398,6 +344,27 @@ def loss_table(rows: list[dict]) -> str:
             figures = [row["ranks"], f"{row['fp32']:.4f}", f"{row['value']:.4f}", change]
             lines.append([script, *figures])
     return markdown(["script", "ranks", "loss in fp32", "its loss", "difference"], lines)
+
+
+def shared_table(rows: list[dict]) -> str:
+    """What a rank keeps and sends, counted, and in brackets by theory."""
+    lines = []
+    for script, group in by_script(rows).items():
+        for row in sorted(group, key=lambda row: row["ranks"]):
+            kept = f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"
+            sent = f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"
+            how = ", ".join(kind.replace("_", "-") for kind in sorted(row["how"]))
+            lines.append([script, row["ranks"], kept, sent, how])
+    return markdown(["script", "ranks", "kept (theory)", "sent kB (theory)", "in"], lines)
+
+
+def silent_table(rows: list[dict]) -> str:
+    """Mistakes that no error tells of, by how far the weights are off after twelve steps."""
+    lines = [
+        [row["mistake"], f"`{row['script'].removeprefix('pytorch_')}`", f"{row['value']:.2f}"]
+        for row in sorted(rows, key=lambda row: -row["value"])
+    ]
+    return markdown(["mistake", "script", "off by"], lines)
 
 
 TRIAL = re.compile(
@@ -416,11 +383,9 @@ def outcomes_table(path: Path, what: str) -> str:
         raise Unusable(f"{path} is not what it was written as; run {again} again")
     outcomes = ["clean", "wrong", "hung"] if what == "fault" else ["fallback", "silent", "failed"]
     lines = []
-    for kind in sorted({match["kind"] for match in found}):
-        ends = [match["end"] for match in found if match["kind"] == kind]
-        lines.append([kind, len(ends), *(ends.count(outcome) for outcome in outcomes)])
-    ends = [match["end"] for match in found]
-    lines.append(["all", len(ends), *(ends.count(outcome) for outcome in outcomes)])
+    for kind in [*sorted({match["kind"] for match in found}), "all"]:
+        ends = [match["end"] for match in found if kind in (match["kind"], "all")]
+        lines.append([kind, len(ends), *map(ends.count, outcomes)])
     table = markdown([what, "trials", *outcomes], lines)
     link = f"[results/{path.name}](results/{path.name})"
     return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary} ({where}; {link})"

@@ -1,5 +1,6 @@
 """Bytes per parameter that a rank keeps, by theory (docs/proof.md) and as a run counted them."""
 
+import itertools
 import json
 import re
 import shlex
@@ -18,13 +19,10 @@ RAW = {  # a library's script, and the one that does the same without the librar
 
 
 def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
-    """Bytes per parameter that a rank keeps after a step.
+    """Bytes per parameter that a rank keeps after a step of a command.
 
     DeepSpeed's copies are counted where its script counts them, besides parameters, gradients and
     optimizer.
-
-    Args:
-        words: of the command.
     """
     script = next(Path(word).stem for word in words if word.endswith(".py"))
     script = RAW.get(script, script)
@@ -44,9 +42,8 @@ def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
         if "--stage 2" in " ".join(words):
             kept["gradients"] /= ranks
     if script == "pytorch_DeepSpeed":
-        config = words[words.index("--deepspeed_config") + 1]
-        settings = json.loads((ROOT / config).read_text())
-        stage = settings["zero_optimization"]["stage"]
+        config = ROOT / words[words.index("--deepspeed_config") + 1]
+        stage = json.loads(config.read_text())["zero_optimization"]["stage"]
         if stage >= 1:
             kept["optimizer"] /= ranks
             kept["gradients"] /= ranks
@@ -62,27 +59,22 @@ GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers
 
 def share_of_gpt(words: list[str], run: dict) -> float:
     """Of a GPT's parameters, what the fullest rank has where they are not shared out evenly."""
-    layers, width = GPTS.get(run["model"]) or map(
-        int, re.findall(r"(\d+)x\d+x(\d+)", run["model"])[0]
-    )
+    shape = re.search(r"(\d+)x\d+x(\d+)", run["model"])
+    layers, width = map(int, shape.groups()) if shape else GPTS[run["model"]]
     script = next(Path(word).stem for word in words if word.endswith(".py"))
     n, whole = run["world_size"], run["parameters"]
     ends = whole - layers * (12 * width**2 + 4 * width)  # embeddings; norm and head
-    first, last = (
-        (ends + (run["context"] - 2) * width) / 2,
-        (ends - (run["context"] - 2) * width) / 2,
-    )
-    flags = dict(zip(words, words[1:], strict=False))
+    flags, matrices = dict(itertools.pairwise(words)), 12 * layers * width**2
     if script == "pytorch_TP":
-        matrices = 12 * layers * width**2
         if "--sequence-parallel" in words:
             matrices += ends - 2 * width
         return (matrices / n + whole - matrices) / whole
     if script == "pytorch_FSDP_TP":
-        rows, matrices = n // int(flags.get("--tp", 2)), 12 * layers * width**2
+        rows = n // int(flags.get("--tp", 2))
         return (matrices / n + (whole - matrices) / rows) / whole
     if script == "pytorch_PP":
-        held = ends if n == 1 or "zbv" in words else max(first, last)
+        apart = abs(run["context"] - 2) * width  # what the first has more than the last
+        held = ends if n == 1 or "zbv" in words else (ends + apart) / 2
         return ((whole - ends) / n + held) / whole
     if script == "pytorch_EP":
         experts = 8 * layers * width**2 * int(flags.get("--experts", 8))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from report.plots import COLOURS, GREY
-from report.results import Unusable
+from report.plots import COLOURS, GREY, size_name
+from report.results import Unusable, read_words
 
 KINDS = ("phases", "compute", "communication", "overlap")
 PHASES = {  # their colours
@@ -29,14 +29,7 @@ UNSEEN = 20  # microseconds
 MIDDLE = 'text-anchor="middle"'
 DAMAGED = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
 PAPER, INK, PALE = "#ffffff", "#1f2328", 0.3  # an opaque page; phases where nothing computes
-WORDS = {  # in English and in Chinese
-    "data": ("data", "数据"),
-    "forward": ("forward", "前向"), "backward": ("backward", "反向"),
-    "forward and backward": ("forward and backward", "前向和反向"),
-    "optimizer": ("optimizer", "优化器"), "rest": ("rest", "其余"),
-    "idle": ("pale: it does not compute", "浅色：没有计算"),
-    "overlap": ("dark: communication under compute", "深色：与计算重叠的通信"),
-}  # fmt: skip
+IDLE, OVERLAP = "pale: it does not compute", "dark: communication under compute"
 WIDTH, LEFT, RIGHT, TOP = 900, 74, 12, 50
 PHASE, COMM, RANK = 34, 30, 88  # heights: of bars above and below, and from rank to rank
 
@@ -61,15 +54,11 @@ def read_traces(folder: Path) -> list[Rank]:
     Raises:
         Unusable: there is no trace, or one cannot be read, or has not got the rows.
     """
-    files = list_traces(folder)
-    ranks = [read_rows(path) for path in files]
-    first = min(row["ts"] for rows in ranks for row in rows)
     found = []
-    for rows in ranks:
+    for rows in read_ranks(list_traces(folder)):
         kinds = {kind: [] for kind in KINDS}
-        for row in sorted(rows, key=lambda row: row["ts"]):
-            begin = (row["ts"] - first) / 1e3
-            size = row.get("args", {}).get("bytes")
+        for row in rows:
+            begin, size = row["ts"] / 1e3, row.get("args", {}).get("bytes")
             kinds[row["cat"]].append(Bar(row["name"], begin, begin + row["dur"] / 1e3, size))
         found.append(kinds)
     return found
@@ -104,16 +93,22 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+def read_ranks(paths: list[Path]) -> list[list[dict]]:
+    """The rows of all ranks in the order of their beginnings, in microseconds from the first."""
+    ranks = [read_rows(path) for path in paths]
+    first = min(row["ts"] for rows in ranks for row in rows)
+    ranks = [[row | {"ts": row["ts"] - first} for row in rows] for rows in ranks]
+    return [sorted(rows, key=lambda row: row["ts"]) for rows in ranks]
+
+
 def slim(source: Path, target: Path) -> None:
     """Copy traces with the rows alone, without gaps in compute that nobody sees."""
     target.mkdir(parents=True, exist_ok=True)
     paths = list_traces(source)
-    ranks = [read_rows(path) for path in paths]
-    first = min(row["ts"] for rows in ranks for row in rows)
-    for path, rows in zip(paths, ranks, strict=True):
+    for path, rows in zip(paths, read_ranks(paths), strict=True):
         kept, last = [], {}  # the last row of a kind
-        for row in sorted(rows, key=lambda row: row["ts"]):
-            kind, begin, end = row["cat"], row["ts"] - first, row["ts"] - first + row["dur"]
+        for row in rows:
+            kind, begin, end = row["cat"], row["ts"], row["ts"] + row["dur"]
             before = last.get(kind) if kind in ("compute", "overlap") else None
             if before and begin - before["ts"] - before["dur"] < UNSEEN:
                 before["dur"] = round(end - before["ts"], 1)
@@ -133,17 +128,15 @@ def pictures(root: Path) -> dict[str, str]:
     found = {}
     for folder in sorted((root / "results" / "traces").glob("*/")):
         ranks = read_traces(folder)
-        for language, suffix in enumerate(("", ".zh-CN")):
-            found[f"timeline-{folder.name}{suffix}.svg"] = draw(ranks, language)
+        found[f"timeline-{folder.name}.svg"] = draw(ranks)
+        found[f"timeline-{folder.name}.zh-CN.svg"] = draw(ranks, read_words()["pictures"])
     return found
 
 
-def draw(ranks: list[Rank], language: int = 0) -> str:
-    """All ranks below each other, with an axis in milliseconds and a legend.
-
-    Args:
-        language: 0 for English, 1 for Chinese.
-    """
+def draw(ranks: list[Rank], words: dict[str, str] | None = None) -> str:
+    """All ranks below each other, with an axis in milliseconds and a legend; in another language
+    by its words for the English ones."""
+    words = words or {}
     longest = max(bar.end for rank in ranks for bars in rank.values() for bar in bars)
     scale = (WIDTH - LEFT - RIGHT) / longest  # pixels per millisecond
     bottom = TOP + RANK * len(ranks)
@@ -152,32 +145,31 @@ def draw(ranks: list[Rank], language: int = 0) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" font-family="sans-serif" fill="{INK}">',
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>',
-        *draw_legend(ranks, language),
+        *draw_legend(ranks, words),
         *draw_axis(longest, scale, bottom),
     ]
     for i, rank in enumerate(ranks):
         lines += [
             f'<g transform="translate({LEFT} {TOP + i * RANK})">',
             text(12 - LEFT, PHASE / 2 + 5, f"rank {i}", 14),
-            *draw_phases(rank, scale, language),
+            *draw_phases(rank, scale, words),
             *draw_communication(rank["communication"], rank["overlap"], scale),
             "</g>",
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def draw_legend(ranks: list[Rank], language: int) -> list[str]:
+def draw_legend(ranks: list[Rank], words: dict) -> list[str]:
     seen = {bar.name for rank in ranks for bar in rank["phases"]}
     above = [(colour, 1, name) for name, colour in PHASES.items() if name in seen]
-    above.append((GREY, PALE, "idle"))
     sent = {bar.name for rank in ranks for bar in rank["communication"]}
     below = [(COLLECTIVES.get(name, GREY), 1, name) for name in sorted(sent)]
-    below.append(("#000000", 0.42, "overlap"))
+    overlap = ("#000000", 0.42, OVERLAP)
     lines = []
-    for y, entries in ((8, above), (28, below)):
+    for y, entries in ((8, [*above, (GREY, PALE, IDLE)]), (28, [*below, overlap])):
         x = LEFT
         for colour, opacity, word in entries:
-            named = WORDS.get(word, (word,) * 2)[language]
+            named = words.get(word, word)
             box = f'<rect x="{x:g}" y="{y}" width="14" height="14" rx="3"'
             lines.append(f'{box} fill="{colour}" fill-opacity="{opacity}"/>')
             lines.append(text(x + 19, y + 12, named, 13))
@@ -197,11 +189,11 @@ def draw_axis(longest: float, scale: float, bottom: float) -> list[str]:
     return lines
 
 
-def draw_phases(rank: Rank, scale: float, language: int) -> list[str]:
+def draw_phases(rank: Rank, scale: float, words: dict) -> list[str]:
     """Pale bars, and solid where the rank computes; a name where there is room."""
     lines = []
     for bar in rank["phases"]:
-        colour, word = PHASES.get(bar.name, GREY), WORDS.get(bar.name, (bar.name,) * 2)[language]
+        colour, word = PHASES.get(bar.name, GREY), words.get(bar.name, bar.name)
         x, width = bar.begin * scale, (bar.end - bar.begin) * scale
         place = f'x="{x:.1f}" width="{max(width, 0.3):.1f}" height="{PHASE}"'
         lines += [f'<rect {place} fill="{colour}" fill-opacity="{PALE}">', said(bar, word)]
@@ -236,10 +228,7 @@ def draw_communication(bars: list[Bar], overlap: list[Bar], scale: float) -> lis
 
 def name_of(bar: Bar) -> str:
     """Of a collective, with its bytes."""
-    if bar.bytes is None:
-        return bar.name
-    power = 20 if bar.bytes >= 2**20 else 10
-    return f"{bar.name} {bar.bytes / 2**power:.3g} {'MiB' if power == 20 else 'KiB'}"
+    return bar.name if bar.bytes is None else f"{bar.name} {size_name(bar.bytes)}"
 
 
 def said(bar: Bar, word: str) -> str:
@@ -267,7 +256,6 @@ def boxes(parts: list[tuple[float, float]], y: float, height: float) -> str:
     return "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in parts)
 
 
-def text(x: float, y: float, words: str, size: int, weight: str = "", more: str = "") -> str:
-    attributes = f'x="{x:g}" y="{y:g}" font-size="{size}"'
-    attributes += f' font-weight="{weight}"' if weight else ""
-    return f"<text {attributes}{' ' + more if more else ''}>{escape(words)}</text>"
+def text(x: float, y: float, words: str, size: int, more: str = "") -> str:
+    more = f" {more}" if more else ""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{more}>{escape(words)}</text>'

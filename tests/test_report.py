@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from report import ecosystem, pages, predictions, stale, tables
 from report.results import Unusable, read_results
-from report.scripts import PARENTS
+from report.scripts import DEFINITIONS, PARENTS
 
 # ----------------------------------------------------------------------------------------- tables
 
@@ -56,6 +56,20 @@ def test_what_was_run_on_which_hardware():
     )
     assert "| inference on a GPU |  | 4 × A100 |" in drawn
     assert f"| 在多个 GPU 上训练 | 1 / {all_scripts} |" in pages.translate(drawn)
+
+
+@pytest.mark.parametrize("name", PARENTS)
+def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(name):
+    lines = pages.technique_lines((ROOT / f"pytorch_{name}.py").read_text(), DEFINITIONS.get(name))
+    assert 0 < len(lines) <= 25
+    page = (ROOT / f"docs/techniques/{name}.md").read_text()
+    assert all(f"\n## {heading}\n" in page for heading in ("When not", "Traps", "Sources"))
+
+
+@pytest.mark.parametrize("chinese", [False, True])
+def test_no_page_is_long(chinese):
+    lines = {page: len(page.read_text().splitlines()) for page in pages.list_pages(ROOT, chinese)}
+    assert max(lines.values()) <= 250, max(lines, key=lines.get)
 
 
 # ------------------------------------------------------------------------------ what is out of date
