@@ -244,7 +244,7 @@ ONE_EACH = {script.split()[0]: script for script in ON_SEVERAL}.values()
     "script, world_size",
     cases(
         [*((script, 4) for script in ON_SEVERAL), *((script, 6) for script in SHARDED)],
-        lambda script, n: n == 6 or (script in ONE_EACH and script not in SHARDED),
+        lambda script, n: n == 6 or (script in ONE_EACH and script not in (*SHARDED, *MORE)),
     ),
 )
 def test_whole_steps_at_any_number_of_ranks(script, world_size, tmp_path):
