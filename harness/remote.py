@@ -6,17 +6,19 @@ import errno
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from harness.command_line import fail, import_optional, trim_url
 from harness.ranks import Failed, is_first_here, print0, together
 
-SILENCE = 60  # seconds without a sign of life
-# The libraries' own patience with a server that does not answer is minutes:
-ONCE = {"connect_timeout": 10, "retries": {"max_attempts": 1, "mode": "standard"}}
-LIMITS = {"s3": {"config_kwargs": ONCE}}
+ANSWER = 15  # seconds for the first answer of a server
+SILENCE = 60  # seconds without a sign of life, later
+# The libraries' own patience is minutes:
+LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
 
 RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded, and downloaded
@@ -85,6 +87,23 @@ def or_fail(advice: str) -> Iterator[None]:
         fail(f"--output-dir {error}; {advice}")
 
 
+def answer_within(seconds: float, question: Callable):
+    """What a server answers. A thread asks, because not every library has a timeout, and looking up
+    a host obeys none; it may be left behind."""
+    answer = Future()
+
+    def ask():
+        try:
+            answer.set_result(question())
+        except Exception as error:  # of any library
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    if not wait([answer], seconds).done:
+        raise TimeoutError(f"no answer within {seconds} s")
+    return answer.result()
+
+
 class Remote:
     """A folder or a file elsewhere. Names are relative to it; ``""`` is the place itself."""
 
@@ -99,7 +118,7 @@ class Remote:
             doing: what could not be done, if that raises.
         """
         try:
-            self.fs = self.fs or self.connect()
+            self.fs = self.fs or answer_within(ANSWER, self.connect)
             self.fs.invalidate_cache()
             yield self.fs
         except Exception as error:  # of fsspec, botocore, paramiko, sockets: they share no class
@@ -117,6 +136,7 @@ class Remote:
         fs, root = fsspec.url_to_fs(self.url, skip_instance_cache=True, **limits)
         if hasattr(fs, "ftp"):  # of paramiko, which would wait for ever
             fs.ftp.get_channel().settimeout(SILENCE)
+        fs.exists(root)  # an object store is asked only now
         return DirFileSystem(root, fs, skip_instance_cache=True)
 
     def list_files(self, below: str = "") -> dict[str, int]:

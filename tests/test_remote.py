@@ -295,13 +295,16 @@ def test_no_server_at_all(s3, tmp_path):
     assert "--output-dir s3://bucket/x cannot be written" in line and "give another" in line
 
 
-def test_a_server_that_never_answers(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("protocol", ["s3", "sftp"])
+def test_a_server_that_never_answers(protocol, s3, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(remote.LIMITS, "sftp", dict.fromkeys(remote.LIMITS["sftp"], 1))
+    monkeypatch.setattr(remote, "ANSWER", 1)
     with create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        line = fails(f"--output-dir sftp://127.0.0.1:{port}/x", monkeypatch, capsys)
-    assert "cannot be written" in line and "give another" in line
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
+        host = "bucket" if protocol == "s3" else place
+        line = fails(f"--output-dir {protocol}://{host}/x", monkeypatch, capsys)
+    assert "no answer within 1 s" in line
 
 
 @pytest.mark.full
