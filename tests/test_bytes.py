@@ -71,7 +71,6 @@ SENT = [
     ("pytorch_FSDP", 4, {"allgather": 8, "reduce_scatter": 4}),
     ("pytorch_FSDP --dtype bfloat16", 2, {"allgather": 4, "reduce_scatter": 4}),
     ("pytorch_FSDP_offload", 2, {"allgather": 8, "reduce_scatter": 4}),
-    ("pytorch_HSDP --shard 2", 2, {"allgather": 8, "reduce_scatter": 4}),
     # two rows of two ranks: 4 and 2 within a row, and 2 between them
     (
         "pytorch_HSDP --shard 2",
