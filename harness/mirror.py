@@ -136,6 +136,10 @@ class RemoteStore(SnapshotStore):
                 self.remote.remove(place)  # of an attempt that came to nothing
                 names = [f"{place}/{file}" for file in list_files(self.folder / name)]
                 self.remote.upload(self.output_dir, names)
+                arrived = self.remote.list_files(place)
+                for file in names:  # not every protocol tells that a copy was cut off
+                    if arrived.get(file) != (self.output_dir / file).stat().st_size:
+                        raise RemoteError(f"{self.remote.url}/{file} is cut off there")
                 self.remote.upload(self.output_dir, [f"{place}/{SUMS}"])
             self.behind.remove(name)
         there = by_snapshot(self.remote.list_files())

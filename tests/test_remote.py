@@ -375,6 +375,17 @@ def test_the_last_two_stay_and_a_failed_copy_is_made_up_for(on, monkeypatch):
         broken.setattr(store.remote.fs, "put", None)
         assert "cannot be written" in write(store, 4)
         assert store.behind == ["step-00000004"]
+    upload = store.remote.upload
+
+    def cut_off(folder, names):
+        upload(folder, names)
+        for name in names:
+            store.remote.fs.pipe_file(name, b"st")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store.remote, "upload", cut_off)
+        assert "state.pt is cut off there" in write(store, 4)
+        assert 2 in steps(store.remote.list_files()), "a good one is not dropped for it"
     write(store, 5)
     assert steps(store.remote.list_files()) == {5: True, 4: True}
 
