@@ -1,7 +1,6 @@
-"""Stand-ins for what a script needs that is not there: other ranks, a GPU's ways, numbers."""
+"""Stand-ins for what a script needs that is not there: other ranks, and numbers."""
 
 import contextlib
-import importlib
 import os
 from types import SimpleNamespace
 
@@ -15,11 +14,6 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-# What autocast computes in fp32 on GPUs and leaves as it is on CPUs, of what networks are made of
-# (ATen/autocast_mode.h). They keep their input for backward, twice as large as in half precision.
-FP32_ON_GPUS = """layer_norm rms_norm group_norm softmax.int log_softmax.int exp log rsqrt
-    reciprocal pow.Tensor_Scalar softplus cumsum sum sum.dim_IntList""".split()
-AUTOCAST = torch.library.Library("aten", "IMPL", "AutocastCPU")
 SHAPES = torch.library.Library("aten", "IMPL", "Meta")
 
 
@@ -85,28 +79,6 @@ def stand_in_for_meshes() -> None:
 
 def first(future):
     return future.value()[0]
-
-
-def stand_in_for_a_gpu() -> None:
-    """The CPU's tensors have the bytes of a GPU's if the CPU does as a GPU does by default."""
-    for name in FP32_ON_GPUS:
-        AUTOCAST.impl(name, in_fp32(name))
-    for name in ("sgd", "adam"):  # whose steps without a choice would be single tensors' on a CPU
-        module = importlib.import_module(f"torch.optim.{name}")  # torch.optim hides it
-        module._default_to_fused_or_foreach = lambda *_, **__: (False, True)
-
-
-def in_fp32(name: str):
-    name, _, overload = name.partition(".")
-    operation = getattr(getattr(torch.ops.aten, name), overload or "default")
-    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-    def compute(*args, **kwargs):
-        args = [a.float() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            return operation(*args, **kwargs)
-
-    return compute
 
 
 def stand_in_for_numbers() -> None:

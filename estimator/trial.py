@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
-from estimator import fakes
+from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 
 STEPS = 2
@@ -222,7 +222,7 @@ def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
         rank: which one it becomes.
     """
     if as_on_a_gpu:
-        fakes.stand_in_for_a_gpu()
+        gpu_rules.stand_in_for_a_gpu()
     if ranks is not None:
         become_rank(rank, ranks)
         fakes.stand_in_for_ranks()

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, cases, launch, launcher, succeed
 from torch import nn
 
-from estimator import network, published
+from estimator import gpu_rules, network, published
 from estimator.fit import LargestBatch
 from estimator.live_bytes import LiveBytes
 from estimator.sent import Message
@@ -135,6 +135,22 @@ def test_another_tracker_agrees():
     peak(ours, lambda m, _, x: ours.mark([*m.parameters(), x], "parameters"), lambda: None)
     [expected] = [at["Total"] for at in theirs.get_tracker_snapshot("peak").values()]
     assert sum(ours.peak().values()) == pytest.approx(expected, rel=0.01)
+
+
+def test_operations_keep_what_a_gpus_keep():
+    """Models and single operations, in fp32, in half precision and with autocast."""
+    found = json.loads(succeed("python tests/compare_gpu.py", forked=True).stdout)
+    assert len(found) > 150
+    differ = {name: sides for name, sides in found.items() if sides["gpu"] != sides["told"]}
+    assert not differ
+
+
+def test_all_that_cudas_autocast_casts_is_known():
+    """But for cuDNN's own, which nobody calls by name, one that it refuses, and a rare one."""
+    listed = {f"aten::{name}" for names in gpu_rules.autocast_lists().values() for name in names}
+    on_gpus = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    others = {n for n in set(on_gpus) - listed if n.startswith("aten::") and "cudnn" not in n}
+    assert others - {"aten::linalg_matrix_sqrth"} == {"aten::binary_cross_entropy"}
 
 
 def test_the_largest_batch():

@@ -1,0 +1,160 @@
+"""Compare, without a GPU, what operations return and keep for backward on a GPU and on a CPU that
+has been told a GPU's rules (estimator/gpu_rules.py).
+
+On the GPU's side are fake tensors of device ``cuda``, which take the branches of PyTorch's own code
+for it. Only which attention it chooses needs a driver: there the kernel is named. Prints JSON: by
+case, what each side returned and kept.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch._subclasses import fake_tensor
+
+from estimator import fakes, gpu_rules
+from jobs.gpt import GPT
+
+
+class OnFakes(fake_tensor.FakeTensorMode):
+    avoid_device_init = True
+
+
+def on_gpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
+    if q.dtype == torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    return kernel(q, k, v, dropout_p, is_causal)[0]
+
+
+class UNet(nn.Module):
+    """Of three levels, with what such networks are made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(n, 2 * n, 3, padding=1) for n in (8, 16))
+        self.norm = nn.ModuleList(nn.GroupNorm(4, n) for n in (16, 32))
+        self.up = nn.ModuleList(nn.Conv2d(3 * n, n, 3, padding=1) for n in (16, 8))
+        self.begin, self.end = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x):
+        x, passed = self.begin(x), []
+        for conv, norm in zip(self.down, self.norm, strict=True):
+            passed.append(x)
+            x = F.silu(norm(conv(F.max_pool2d(x, 2))))
+        for conv in self.up:
+            x = F.interpolate(x, scale_factor=2.0, mode="bilinear")
+            x = F.relu(conv(torch.cat([passed.pop(), x], 1)))
+        return F.dropout2d(self.end(x), 0.1)
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+IMAGES, VOLUME, VECTORS = torch.zeros(2, 3, 32, 32), torch.zeros(2, 3, 8, 8, 8), torch.zeros(4, 16)
+MODELS = {
+    "resnet18": (torchvision.models.resnet18, IMAGES),
+    "vit": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, 0.1, 0.1), IMAGES),
+    "gpt": (lambda: GPT([chr(i) for i in range(65)], 16, 2, 2, 32, dropout=0.1), TOKENS),
+    "encoder": (encoder, torch.zeros(2, 16, 32)),
+    "unet": (UNet, IMAGES),
+}
+OPERATIONS = {
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), IMAGES),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), IMAGES),
+    "bicubic": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), IMAGES),
+    "trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), VOLUME),
+    "norm": (lambda x: x.norm(), VECTORS),
+    "norm of rows": (lambda x: x.norm(dim=1), VECTORS),
+    "normalize": (lambda x: F.normalize(x), VECTORS),
+    "logsumexp": (lambda x: x.logsumexp(1), VECTORS),
+    "log1p": (lambda x: x.log1p(), VECTORS),
+    "expm1": (lambda x: x.expm1(), VECTORS),
+    "pow": (lambda x: x.pow(x), VECTORS),
+    "cumprod": (lambda x: x.cumprod(1), VECTORS),
+    "dist": (lambda x: torch.dist(x, x), VECTORS),
+    "sum": (lambda x: x.sum(1), VECTORS),
+    "softmax": (lambda x: x.softmax(1), VECTORS),
+    "cross_entropy": (lambda x: F.cross_entropy(x, torch.zeros_like(x[:, 0], dtype=int)), VECTORS),
+    "binary_cross_entropy": (lambda x: F.binary_cross_entropy_with_logits(x, x), VECTORS),
+    "prelu": (lambda x: F.prelu(x, x[0, :1]), VECTORS),
+    "rms_norm": (lambda x: F.rms_norm(x, (16,)), VECTORS),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), VOLUME),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), VOLUME),
+    "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, 2), VOLUME),
+    "reflection_pad": (lambda x: F.pad(x, [1] * 4, "reflect"), IMAGES),
+    "replication_pad": (lambda x: F.pad(x, [1] * 4, "replicate"), IMAGES),
+    "grid_sample": (lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)), IMAGES),
+    "dropout": (lambda x: F.dropout(x, 0.1), VECTORS),
+}
+
+
+def run(make, example, device: str, dtype: torch.dtype, autocast: bool):
+    """What a model or an operation returns, and the tensors that it keeps for backward."""
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.device(device):
+        model = make() if make in [made for made, _ in MODELS.values()] else None
+    if model and not autocast:
+        model = model.to(dtype)
+    own = {p.untyped_storage()._cdata for p in model.parameters()} if model else set()
+    x = torch.empty_like(example, device=device, requires_grad=example.is_floating_point())
+    if example.is_floating_point() and not (model and autocast):
+        x = x.to(dtype)
+    torch.set_autocast_enabled(device, autocast)  # torch.autocast does not without a GPU
+    torch.set_autocast_dtype(device, dtype)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = (model or make)(x)
+    torch.set_autocast_enabled(device, False)
+    torch.clear_autocast_cache()
+    kept = [
+        [str(tensor.dtype), size]
+        for address, (tensor, size) in kept.items()
+        if address not in own and tensor.ndim > 1 and tensor.shape[-1] > 1  # seeds, statistics
+    ]
+    return [str(out.dtype), list(out.shape), sorted(kept)]
+
+
+def main():
+    warnings.simplefilter("ignore")
+    fakes.stand_in_for_numbers()
+    fake_tensor.init_gpu_context = lambda device: None
+    cases = [
+        (f"{name} {dtype} {'autocast' * autocast}", make, example, dtype, autocast)
+        for name, (make, example) in (MODELS | OPERATIONS).items()
+        for autocast in (False, True)
+        for dtype in [torch.bfloat16, torch.float16] + [torch.float32] * (not autocast)
+    ]
+    found = {name: {} for name, *_ in cases}
+    plain = F.scaled_dot_product_attention
+    for side, device in (("gpu", "cuda"), ("told", "cpu")):
+        if side == "told":
+            gpu_rules.stand_in_for_a_gpu()
+        F.scaled_dot_product_attention = on_gpu_attention if side == "gpu" else plain
+        with OnFakes(allow_non_fake_inputs=True):
+            for name, *case in cases:
+                make, example, *how = case
+                found[name][side] = run(make, example, device, *how)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
