@@ -14,8 +14,6 @@ Other flags are the training scripts' own: --optimizer adamw, --norm group, --cl
 """
 
 import argparse
-import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -24,31 +22,34 @@ from pathlib import Path
 
 from estimator import network
 from estimator.network import LINKS, link_of
+from estimator.tables import (
+    GIB,
+    describe,
+    fits,
+    gpus_of,
+    print_fit,
+    print_json,
+    print_meshes,
+    print_table,
+    say_what_fits,
+)
 from harness.command_line import check_writable, fail, make_parser, number
 from report import plots
 
-GIB = 2**30
-# MiB, as nvidia-smi shows them (github.com/modal-labs/modal-client/pull/2797; of the RTX 3090
-# github.com/noonghunna/club-3090/issues/747).
+# As CUDA reports them, which is less than nvidia-smi's: out of errors in GitHub's issues,
+# Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is taken to be as large),
+# stepfun-ai/Step-Video-T2V#8, GaoLii/DSP#10, TianheWu/CoSeR#10, HiDream-ai/VAREdit#6 and
+# vllm-project/vllm#27508.
 GPUS = {
-    "T4": 15360, "L4": 23034, "A10": 23028, "L40S": 46068, "RTX3090": 24576,
-    "A100-40GB": 40960, "A100-80GB": 81920, "H100": 81559,
+    "T4": 14.56, "L4": 21.99, "A10": 21.99, "L40S": 44.42, "RTX3090": 23.70,
+    "A100-40GB": 39.50, "A100-80GB": 79.25, "H100": 79.11,
 }  # fmt: skip
-NAME = 37  # the width of a technique's
-PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # and what is made
-COLUMNS = {  # of a table, and the kinds of memory in each
-    "weights": ["parameters"],
-    "gradients": ["gradients"],
-    "optimizer": ["optimizer"],
-    "activations": ["activations"],
-    "input": ["input"],
-    "temporary": ["temporary", "update"],
-}
+SPARE = 1.5, 0.07  # GiB, or that part of --memory: fragmentation grows with what there is
 
 
 def gib_of(text: str) -> float:
     """``--memory``: a number, or the name of a GPU."""
-    names = {name.lower(): mib / 1024 for name, mib in GPUS.items()}
+    names = {name.lower(): size for name, size in GPUS.items()}
     if text.lower() in names:
         return names[text.lower()]
     try:
@@ -67,8 +68,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--model", default="resnet50", metavar="NAME",
          help="any torchvision classifier, or a GPT, as the scripts have it (default: resnet50)")
     flag("--module", metavar="FILE:FUNCTION",
-         help="your own model instead: the function returns a module that takes images, or a "
-         "module and a batch for it; its output is what cross_entropy takes, classes second")
+         help="your own model instead: the function returns a module that takes images; or a "
+         "module and a batch for it, a tensor, tuple or dict; or these and a function of output "
+         "and batch that computes the loss, else cross_entropy of logits with classes second")
     flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
          help="GLOBAL batch, divided among the GPUs (default: 128)")
     flag("--gpus", type=number(int, 1), default=4, metavar="N", help="(default: 4)")
@@ -76,8 +78,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
          help="of images, or tokens of a vocabulary (default: 10; of a GPT 65)")
     flag("--memory", type=gib_of, metavar="GIB|NAME",
          help=f"of one GPU: say what fits. A number, or one of {', '.join(GPUS)}")
-    flag("--spare", type=number(float, 0), default=1.5, metavar="GIB",
-         help="of --memory, for what is not in the figures (default: 1.5)")
+    flag("--spare", type=number(float, 0), metavar="GIB",
+         help="of --memory, for what is not in the figures (default: 1.5, or 7 %% if that is more)")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
     flag("--only", metavar="NAME,...", help="techniques, instead of all: FSDP,DDP_ZeRO")
     flag("--meshes", nargs="*", metavar="DP,TP,PP,CP",
@@ -106,10 +108,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check(args: argparse.Namespace) -> None:
-    if args.memory is not None and args.memory <= args.spare:
-        fail(
-            f"--memory {args.memory:g} is no more than --spare {args.spare:g}; use a lower --spare"
-        )
+    if args.memory is not None:
+        least, part = SPARE
+        args.spare = max(least, part * args.memory) if args.spare is None else args.spare
+        if args.memory <= args.spare:
+            fail(
+                f"--memory {args.memory:g} is no more than --spare {args.spare:g}; "
+                "use a lower --spare"
+            )
     if args.scale and (args.fit or args.memory):
         fail("--scale is about messages, --memory and --fit are about memory; give one of the two")
     if args.plot and (args.json or not args.scale):
@@ -122,12 +128,6 @@ def check(args: argparse.Namespace) -> None:
         if args.module or args.only or args.scale:
             fail("--meshes takes a GPT apart; leave out --module, --only and --scale")
         check_meshes(args)
-    elif args.batch_size % args.gpus:
-        near = max(args.batch_size // args.gpus, 1) * args.gpus
-        fail(
-            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
-            f"{args.gpus} GPUs; use --batch-size {near}"
-        )
 
 
 def check_meshes(args: argparse.Namespace) -> None:
@@ -160,20 +160,14 @@ def step_of(path: Path | None) -> float:
     return milliseconds
 
 
-def load_function(given: str):
-    """``--module``. A mistake of its own keeps its traceback."""
-    path, _, name = given.rpartition(":")
-    if not Path(path).is_file() or not name:
-        fail(f"--module {given}: no such file; give FILE:FUNCTION, such as my_model.py:make_model")
-    spec = importlib.util.spec_from_file_location("module_to_estimate", path)
-    if spec is None:
-        fail(f"--module {given}: {path} is no Python file; give one that ends in .py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.path.append(str(Path(path).parent.absolute()))
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        fail(f"--module {given}: {path} has no function {name}; give the one that makes the model")
-    return getattr(module, name)
+def check_batch(args: argparse.Namespace, chosen: list) -> None:
+    """Whether it can be divided, if one of the techniques divides it."""
+    if args.batch_size % args.gpus and any(gpus_of(technique) > 1 for technique in chosen):
+        near = max(args.batch_size // args.gpus, 1) * args.gpus
+        fail(
+            f"--batch-size {args.batch_size} is the global batch and is not divisible by "
+            f"{args.gpus} GPUs; use --batch-size {near}"
+        )
 
 
 def choose(name: str, techniques: list):
@@ -198,66 +192,9 @@ def checked(predictions):
 def without_bugs(predictions):
     for prediction in predictions:
         if prediction.error:
-            print(prediction.error, file=sys.stderr)
+            print(prediction.error, end="", file=sys.stderr)
             raise SystemExit(1)
         yield prediction
-
-
-def describe(args: argparse.Namespace, flags: list[str]) -> str:
-    return args.module or " ".join(flags).removeprefix("--model ")
-
-
-def fits(args: argparse.Namespace, prediction) -> bool:
-    return bool(prediction.kinds) and prediction.peak <= (args.memory - args.spare) * GIB
-
-
-def gpus_of(technique) -> int:
-    return max(technique.ranks, technique.gpus, 1)
-
-
-def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    """A row as soon as it is known."""
-    each = f" = {args.gpus} x {args.batch_size // args.gpus}" if args.gpus > 1 else ""
-    batch = f"global batch {args.batch_size}{each}"
-    print(f"{describe(args, flags)}, {batch}: predicted peak of one GPU, GiB\n")
-    heads = ["GPUs", "peak", *COLUMNS, "sent MB"] + (["fits"] if args.memory else [])
-    print(f"{'':{NAME}}" + "".join(f"  {head:>6}" for head in heads))
-    shown = []
-    for found in predictions:
-        shown.append(found)
-        cells = [gpus_of(found.technique)] + ([] if found.mistake else figures_of(args, found))
-        line = f"{found.technique.name:{NAME}}{row_of(cells, heads)}  {found.mistake}"
-        print(line.rstrip(), flush=True)
-    return shown
-
-
-def figures_of(args: argparse.Namespace, found) -> list[str]:
-    """The cells from the peak on."""
-    parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
-    cells = [f"{size / GIB:.2f}" for size in (found.peak, *parts)] + [f"{found.sent / 1e6:,.0f}"]
-    return cells + (["yes" if fits(args, found) else "no"] if args.memory else [])
-
-
-def row_of(cells: list, heads: list[str]) -> str:
-    widths = [max(6, len(head)) for head in heads]
-    return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
-
-
-def print_meshes(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    """A row for each; with ``--fit`` they are in order."""
-    batch = f"global batch {args.batch_size} on {args.gpus} GPUs"
-    order = "; least sent first" if args.fit else ""
-    print(f"{describe(args, flags)}, {batch}: predicted peak of the fullest GPU, GiB{order}\n")
-    heads = ["peak", *COLUMNS, "sent MB"] + (["fits"] if args.memory else [])
-    print("  dp  tp  pp  cp" + row_of(heads, heads))
-    shown = []
-    for found in predictions:
-        shown.append(found)
-        sizes = "".join(f"{size:>4}" for size in dataclasses.astuple(found.technique.mesh))
-        print(sizes + row_of(figures_of(args, found), heads), flush=True)
-    if args.impossible:
-        print(f"\n{args.impossible} of {len(args.meshes)} meshes cannot divide this model or batch")
-    return shown
 
 
 def possible(args: argparse.Namespace, predictions):
@@ -269,62 +206,6 @@ def possible(args: argparse.Namespace, predictions):
             fail(found.mistake)
         if not found.mistake:
             yield found
-
-
-def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    where = f"{args.gpus} GPUs of {args.memory:.1f} GiB"
-    print(f"{describe(args, flags)}, {where}: the largest global batch\n")
-    print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
-    shown = list(predictions)
-    for found in shown:
-        name, gpus = found.technique.name, gpus_of(found.technique)
-        batch, peak = found.batch_size or "none", f"{found.peak / GIB:.2f}"
-        figures = f"  {found.mistake}" if found.mistake else f"{batch:>12}{peak:>12}"
-        print(f"{name:{NAME}}{gpus:>6}{figures}")
-    return shown
-
-
-def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    """All in bytes."""
-    shown = list(predictions)
-    rows = []
-    for found in shown:
-        row = dataclasses.asdict(found) | {"peak": found.peak, "sent": found.sent}
-        row["technique"] = found.technique.name
-        row["sent_in"] = {
-            name: sum(message.sent for message in found.messages if message.phase == kind)
-            for name, kind in PHASES.items()
-        }
-        row["command"] = [*found.technique.command, *flags]
-        row["gpus"] = gpus_of(found.technique)
-        if args.meshes:
-            row |= dataclasses.asdict(found.technique.mesh)
-        if args.memory:
-            row["fits"] = fits(args, found)
-        rows.append({k: v for k, v in row.items() if k not in ("error", "messages")})
-    print(json.dumps(rows, indent=2))
-    return shown
-
-
-def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
-    """The answer in a line; exit code 2 if it is that nothing fits."""
-    good = [found.technique.name for found in predictions if fits(args, found)]
-    if good:
-        if not args.json and not args.fit and not args.meshes:
-            print(f"\nfits {args.memory:.1f} GiB, {args.spare} GiB to spare: {', '.join(good)}")
-        return
-    if args.fit and not args.meshes:
-        fail(
-            f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
-            "use more --gpus, or a smaller model"
-        )
-    closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
-    short = closest.peak / GIB + args.spare - args.memory
-    fail(
-        f"nothing fits {args.memory:g} GiB with {args.spare} GiB to spare; "
-        f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
-        f"--gpus or a smaller --batch-size{'' if args.meshes else ' (--fit finds the largest)'}"
-    )
 
 
 # ------------------------------------------------------------------------------- communication
@@ -354,7 +235,7 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     if args.json:
         return print(json.dumps(shares, indent=2))
     print(
-        f"{describe(args, flags)}, {each} samples each: % of a step in which a rank waits for "
+        f"{describe(args, flags)}, {found.inputs}, {each} samples each: % of a step in which a rank waits for "
         f"messages,\nif they overlap with {args.step_ms:g} ms of computing as much as they can, "
         "and if not at all\n"
     )
@@ -405,6 +286,7 @@ def main() -> None:
 
 def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
     from estimator import meshes, techniques
+    from estimator.own_model import OwnModel, load_function
 
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.meshes:
@@ -417,15 +299,14 @@ def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
         show = print_json if args.json else print_meshes
         predictions = show(args, flags, found)
         return say_what_fits(args, predictions) if args.memory else None
-    make_module = load_function(args.module) if args.module else None
+    own = OwnModel(load_function(args.module), args.module) if args.module else None
     chosen = techniques.techniques_for(args.gpus, not args.module and args.model.startswith("gpt"))
     if args.scale:
         chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:
         chosen = [technique for name in args.only.split(",") for technique in choose(name, chosen)]
-    predict = partial(
-        techniques.predict, flags=flags, classes=args.classes, make_module=make_module
-    )
+    check_batch(args, chosen)
+    predict = partial(techniques.predict, flags=flags, classes=args.classes, own=own)
     if args.scale:
         return scale(args, flags, chosen, predict, at_once)
     if args.fit:

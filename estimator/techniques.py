@@ -6,7 +6,6 @@ import io
 import multiprocessing
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 
@@ -15,6 +14,7 @@ import torchvision
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from estimator import trial
+from estimator.own_model import own_traceback, place_of
 from estimator.sent import Message
 
 ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
@@ -87,6 +87,7 @@ class Prediction:
     Args:
         kinds: bytes at the moment of the peak, by what they are for.
         messages: of a step.
+        inputs: what a sample is.
         mistake: what the script reported, instead.
         error: a traceback, instead.
     """
@@ -95,6 +96,7 @@ class Prediction:
     batch_size: int
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
     messages: list[Message] = dataclasses.field(default_factory=list)
+    inputs: str = ""
     mistake: str = ""
     error: str = ""
 
@@ -109,32 +111,33 @@ class Prediction:
 
 
 def predict(
-    technique: Technique, batch_size: int, flags: Iterable[str], classes, make_module
+    technique: Technique, batch_size: int, flags: Iterable[str], classes, own
 ) -> Prediction:
     """In this process, which is of no other use afterwards."""
     found, complaint = Prediction(technique, batch_size), io.StringIO()
-    own = batch_size // technique.gpus
-    words = [*technique.command, *flags, "--batch-size", str(own)]
+    share = batch_size // technique.gpus
+    words = [*technique.command, *flags, "--batch-size", str(share)]
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                live = trial.run_script(
+                live, found.inputs = trial.run_script(
                     words,
                     technique.ranks,
                     classes,
-                    make_module,
+                    own,
                     steps=technique.steps,
                     rank=technique.rank,
                 )
     except trial.NEEDS_NUMBERS as error:
-        found.mistake = f"{error.func}: its result depends on numbers, which are not there"
+        found.mistake = f"{place_of(error)}{error.func}: its result depends on numbers, which are "
+        found.mistake += "not there"
     except NotImplementedError as error:
         found.mistake = str(error)
     except SystemExit:
         _, _, said = complaint.getvalue().strip().rpartition(": error: ")
         found.mistake = said.splitlines()[0] if said else "it ended before its first step"
-    except Exception:
-        found.error = traceback.format_exc()
+    except Exception as error:
+        found.error = own_traceback(error)
     else:
         found.kinds, found.messages = live.peak(technique.on_host), live.messages
         # nn.DataParallel's first GPU holds the whole batch, of which it deals out the parts.

@@ -9,7 +9,7 @@ import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch._subclasses import fake_tensor
 
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
+from estimator.own_model import OwnModel, let_losses_pass
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,15 +38,14 @@ class Job:
 
     Args:
         classes: how many, or tokens of a vocabulary.
-        make_module: see :func:`run_script`.
+        own: a model of the user's, in the place of ``--model``.
         order: of images and, where the script lets it be, of a model's weights in memory.
     """
 
     unit, units = "sample", "samples"
 
-    def __init__(self, classes: int | None, make_module: Callable | None, order):
-        self.n_classes, self.make_module, self.order = classes, make_module, order
-        self.example = None
+    def __init__(self, classes: int | None, own: OwnModel | None, order):
+        self.n_classes, self.own, self.order = classes, own, order
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
         self.args, self.is_gpt = args, args.model.startswith("gpt")
@@ -61,23 +61,20 @@ class Job:
     def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
         """``--model``, its weights in the order that they have on a GPU; or the user's own, of
         which the answer to a batch of two tells what labels look like."""
-        if not self.make_module:
+        if not self.own:
             import jobs.choice
 
             model = jobs.choice.models_of(args).make_model(args, classes)
             return model.to(memory_format=self.order) if channels_last else model
-        made = self.make_module()
-        model, self.example = made if isinstance(made, tuple) else (made, None)
+        model = self.own.build()
         with torch.no_grad():
             logits = model(self.inputs(2, None))
         self.label_shape = (*logits.shape[:1], *logits.shape[2:])
         return model
 
     def inputs(self, n: int, dtype: torch.dtype | None) -> Tensor:
-        if self.example is not None:
-            own = self.example.dtype
-            dtype = (dtype or own) if own.is_floating_point else own
-            return torch.zeros(n, *self.example.shape[1:], dtype=dtype)
+        if self.own and self.own.batch is not None:
+            return self.own.make_batch(n, dtype)
         if self.args.context is not None:
             return torch.zeros(n, self.args.context, dtype=torch.int64)
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
@@ -86,9 +83,17 @@ class Job:
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         inputs = self.inputs(n, dtype)
         shape = (n, *inputs.shape[1:]) if self.is_gpt else (n,)
-        if self.make_module:
+        if self.own:
             shape = (n, *self.label_shape[1:])
         return inputs, torch.zeros(shape, dtype=torch.int64)
+
+    def describe(self) -> str:
+        """What a sample is: of the sizes, also those that nobody gave."""
+        if self.own and self.own.batch is not None:
+            return f"inputs of {self.own.describe_sample()}"
+        if self.args.context is not None:
+            return f"{self.args.context} tokens"
+        return f"images of {self.args.image_size}x{self.args.image_size}"
 
 
 class Loader:
@@ -166,20 +171,19 @@ def run_script(
     words: list[str],
     ranks: int | None,
     classes: int | None = None,
-    make_module: Callable | None = None,
+    own: OwnModel | None = None,
     block: int = 512,
     steps: int = STEPS,
     as_on_a_gpu: bool = True,
     rank: int = 0,
-) -> LiveBytes:
-    """Take steps of a script and return what was counted in the last one.
+) -> tuple[LiveBytes, str]:
+    """Take steps of a script and return what was counted in the last one, and what a sample was.
 
     Args:
         words: the script and its flags.
         ranks: see :func:`prepare`.
         classes: of the data, or tokens of the vocabulary.
-        make_module: makes the model that takes the place of ``--model``. It returns a module, which
-            then gets images, or a module and a batch for it.
+        own: makes the model that takes the place of ``--model``.
         block: see :class:`LiveBytes`.
         steps: of which the last one counts. Of one, the optimizer has made what lasts before it.
         as_on_a_gpu: see :func:`prepare`; and images with their channels last.
@@ -195,11 +199,13 @@ def run_script(
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
-    job, live = Job(classes, make_module, order), LiveBytes(block)
+    job, live = Job(classes, own, order), LiveBytes(block)
     common.Run, ShortRun.live, ShortRun.total_steps = ShortRun, live, steps
     common.make_datasets, common.make_loader = job.make_datasets, Loader
     common.make_model = job.make_model
     deepspeed_engine.load_snapshot = ShortRun.load_engine
+    if own:
+        let_losses_pass()
     if ranks is not None:
         common.make_store = lambda args: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
@@ -208,7 +214,7 @@ def run_script(
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    return live
+    return live, job.describe()
 
 
 def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:

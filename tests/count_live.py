@@ -31,7 +31,7 @@ def main():
         del words[where : where + 2]
     folder = Path(words[words.index("--output-dir") + 1])
     # In the second step DDP makes its buckets anew.
-    live = trial.run_script(words, ranks, block=1, steps=3, as_on_a_gpu=False)
+    live, _ = trial.run_script(words, ranks, block=1, steps=3, as_on_a_gpu=False)
     folder.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
     (folder / f"rank{rank}.json").write_text(json.dumps(live.peak()))

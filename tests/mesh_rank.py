@@ -92,7 +92,7 @@ def main():
         found = compare(["estimator/mesh_step.py", *words[1:]])
     else:
         options = {"block": 1, "as_on_a_gpu": False, "rank": rank, "steps": steps}
-        live = trial.run_script(["estimator/mesh_step.py", *words], ranks, **options)
+        live, _ = trial.run_script(["estimator/mesh_step.py", *words], ranks, **options)
         found = live.peak() | {"sent": sum(message.sent for message in live.messages)}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{os.environ.get('RANK', '0')}.json"

@@ -12,6 +12,7 @@ from torch import nn
 from estimator import gpu_rules, network, published
 from estimator.fit import LargestBatch
 from estimator.live_bytes import LiveBytes
+from estimator.own_model import OwnModel, load_function
 from estimator.sent import Message
 
 IMAGES = "--model resnet18 --batch-size 32"
@@ -86,6 +87,22 @@ def test_a_row_for_each_technique():
     assert fsdp["kinds"]["parameters"] == pytest.approx(2 * parameters, rel=0.01)
     assert single["sent"] == 0 and fsdp["sent"] == pytest.approx(6 * parameters, rel=0.1)
     assert half["kinds"]["activations"] < 0.6 * fsdp["kinds"]["activations"]
+
+
+def test_what_a_table_says():
+    """Sizes that nobody gave, and what is spared; no column of zeros; a batch that four GPUs cannot
+    divide, but one need not."""
+    flags = "--model resnet18 -b 10 --gpus 4 --only SingleGPU,auto_mixed_precision --memory H100"
+    first, _, _, heads, *rows, _, fits = estimate(flags).stdout.splitlines()
+    assert first == "resnet18, images of 32x32, global batch 10:"
+    assert heads.split() == "GPUs peak weights grads optim activ fits".split()
+    assert len(rows) == 2 and re.search(r"  1 +0\.\d\d +\d+M .* yes$", rows[0])
+    assert fits.startswith("fits 79.1 GiB with 5.5 GiB to spare: SingleGPU, auto_mixed_precision")
+    [ddp] = re.findall(
+        r"plain DDP\(model\) [^.]*\.",
+        estimate(f"{TEXT} --gpus 2 --only torchrun_DDP,FSDP --memory 24").stdout,
+    )
+    assert "twice, which is" in ddp
 
 
 @pytest.mark.full
@@ -194,36 +211,125 @@ def grey():
     layers = nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
     return nn.Sequential(*layers), torch.zeros(1, 1, 28, 28)
 
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(1000, 3000), nn.Linear(500, 3000)
+
+    def forward(self, x, y):
+        return self.a(x) + self.b(y), "and more"
+
+def two():
+    return Both(), (torch.zeros(4, 1000), torch.zeros(4, 500))
+
+def regression():
+    batch = {"x": torch.zeros(4, 1000), "y": torch.zeros(4, 500)}
+    return Both(), batch, lambda out, batch: (out[0][:, :500] - batch["y"]).square().mean()
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+    model = BertForSequenceClassification(BertConfig(**sizes, intermediate_size=64))
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
 class Chooses(nn.Linear):
     def forward(self, x):
-        return super().forward(x.flatten(1)) if x.sum().item() > 0 else x
+        if x.sum() > 0:  # line 36
+            x = 2 * x
+        return super().forward(x.flatten(1))
 
 def chooses():
     return Chooses(3 * 32 * 32, 10)
 
+class Broken(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(7))
+
 def broken():
-    raise RuntimeError("a bug of my own")
+    return Broken(3, 3)
 """
 
 
-def test_a_module_of_ones_own(tmp_path):
-    """That takes images, or whatever its example is; one that cannot be followed is named."""
+@pytest.fixture
+def mine(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
-    flags = f"--module {tmp_path}/mine.py:images --gpus 1 --only SingleGPU --json"
-    [row] = json.loads(estimate(flags).stdout)
-    assert 4 * (8 * 28 + 45) <= row["kinds"]["parameters"] <= 4 * (8 * 28 + 45) + 4096
-    flags = f"--module {tmp_path}/mine.py:grey --gpus 1 --only half_precision --json"
-    [row] = json.loads(estimate(flags).stdout)
-    assert row["kinds"]["input"] == pytest.approx(128 * 28 * 28 * 2, abs=4096)
-    for function, code, words in (
-        ("chooses", 2, "aten._local_scalar_dense.default"),
-        ("broken", 1, "a bug of my own"),
-        ("nothing", 2, "has no function nothing"),
-    ):
-        flags = f"--module {tmp_path}/mine.py:{function} --gpus 1 --only SingleGPU"
-        failed = estimate(flags, code=code)
-        assert words in failed.stderr
-        assert ("Traceback" in failed.stderr) == (code == 1)
+    return tmp_path / "mine.py"
+
+
+ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are called
+    ("images", 8 * 28 + 45, 3 * 32 * 32, "images of 32x32"),
+    ("grey", 8 * 10 + 45, 28 * 28, "inputs of 1x28x28"),
+    ("two", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500"),
+    ("regression", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500"),
+    ("bert", 37_154, 2 * 128 * 2, "inputs of 128"),  # of eight bytes
+]
+
+
+@pytest.mark.parametrize("name, parameters, inputs, called", ESTIMATED)
+def test_a_module_of_ones_own(name, parameters, inputs, called, mine):
+    """That takes images or what its example is, and returns logits, more than that, or a loss."""
+    flags = f"--module {mine}:{name} -b 64 --gpus 2 --only SingleGPU,half_precision,torchrun_DDP"
+    single, half, ddp = json.loads(estimate(f"{flags} --json").stdout)
+    kept = single["kinds"]
+    assert kept["parameters"] == pytest.approx(4 * parameters, rel=0.01, abs=25_000)
+    assert 64 * inputs * 4 <= kept["input"] <= 64 * inputs * 4 + 4096
+    whole_numbers = name == "bert"
+    assert half["kinds"]["input"] == pytest.approx(
+        kept["input"] / (1 if whole_numbers else 2), abs=4096
+    )
+    assert ddp["kinds"]["input"] == pytest.approx(kept["input"] / 2, abs=4096)
+    assert single["inputs"] == called and kept["activations"] > 0
+
+
+@pytest.mark.parametrize("only", ["SingleGPU", pytest.param("DeepSpeed", marks=pytest.mark.full)])
+def test_a_branch_on_numbers_is_named(only, mine):
+    """Also where DeepSpeed's own questions are answered."""
+    failed = estimate(f"--module {mine}:chooses --gpus 2 --only {only}", code=2)
+    assert failed.stderr.startswith(f"estimate: error: {mine}:36: aten._local_scalar_dense")
+    assert failed.stderr.count("\n") == 1
+
+
+def test_an_error_of_ones_own_ends_at_ones_own_line(mine):
+    failed = estimate(f"--module {mine}:broken --gpus 1 --only SingleGPU", code=1)
+    first, place, *_, last = failed.stderr.splitlines()
+    assert first == "Traceback (most recent call last):" and place.startswith(f'  File "{mine}"')
+    assert failed.stderr.count("  File ") == 1 and last.startswith("RuntimeError: shape '[7]'")
+
+
+def linear(*others):
+    return nn.Sequential(nn.Linear(3, 3), *others)
+
+
+WRONG = {  # what the function returns, or what is wrong with it
+    "returned None": lambda: None,
+    "returned int 3": lambda: 3,
+    "returned ReLU, which has no parameters": nn.ReLU,
+    "returned a batch without a tensor, str hi": lambda: (linear(), "hi"),
+    "does not take (missing a required argument: 'input')": lambda: (
+        linear(),
+        {"x": torch.ones(2)},
+    ),
+    "as the loss": lambda: (linear(), torch.ones(2, 3), 5),
+    "loss function that returns a tensor of [2, 3]": lambda: (
+        linear(),
+        torch.ones(2, 3),
+        lambda out, _: out,
+    ),
+    "a module that returns a tensor of [6]": lambda: (linear(nn.Flatten(0)), torch.ones(2, 3)),
+    "needs size; give a function without arguments": lambda size: linear(),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_a_function_returns_wrongly_is_one_line(words, tmp_path, capsys):
+    given = f"{tmp_path}/mine.py:make"
+    (tmp_path / "mine.py").write_text(f"from test_estimate import WRONG\nmake = WRONG[{words!r}]\n")
+    with pytest.raises(SystemExit, match="2"):
+        own = OwnModel(load_function(given), given)
+        own.build()(own.make_batch(2, None))
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"error: --module {given} " in line and words in line
 
 
 MISTAKES = {

@@ -1,0 +1,171 @@
+"""What estimate.py prints of its predictions: tables, JSON, and the line of what fits."""
+
+import argparse
+import dataclasses
+import json
+import textwrap
+
+from tqdm import tqdm
+
+from harness.command_line import fail
+
+GIB = 2**30
+WIDTH = 100  # of what is printed
+NAME = 37  # the width of a technique's
+PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # and what is made
+COLUMNS = {  # of a table, and the kinds of memory in each
+    "weights": ["parameters"],
+    "grads": ["gradients"],
+    "optim": ["optimizer"],
+    "activ": ["activations"],
+    "input": ["input"],
+    "temp": ["temporary", "update"],
+}
+
+
+def describe(args: argparse.Namespace, flags: list[str]) -> str:
+    return args.module or " ".join(flags).removeprefix("--model ")
+
+
+def fits(args: argparse.Namespace, prediction) -> bool:
+    return bool(prediction.kinds) and prediction.peak <= (args.memory - args.spare) * GIB
+
+
+def gpus_of(technique) -> int:
+    return max(technique.ranks, technique.gpus, 1)
+
+
+def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    shown = collect(predictions)
+    several = any(gpus_of(found.technique) > 1 for found in shown)
+    each = f" = {args.gpus} x {args.batch_size // args.gpus}" if several else ""
+    print_heading(args, flags, f"global batch {args.batch_size}{each}", shown)
+    names = [[f"{found.technique.name:{NAME}}", str(gpus_of(found.technique))] for found in shown]
+    print_rows(args, ["".ljust(NAME), "GPUs"], names, shown)
+    ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
+    if ddp and (size := size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"])) != "0":
+        size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
+        print(
+            "\nDDP's rows have gradient_as_bucket_view=True: a plain DDP(model) holds its gradients"
+        )
+        print(f"twice, which is {size} more.")
+    return shown
+
+
+def collect(predictions) -> list:
+    """All of them; a terminal sees how far they are."""
+    return list(tqdm(predictions, desc="predicted", unit="", leave=False, disable=None))
+
+
+def print_heading(args: argparse.Namespace, flags: list[str], batch: str, shown: list) -> None:
+    inputs = next((f"{found.inputs}, " for found in shown if found.inputs), "")
+    print(f"{describe(args, flags)}, {inputs}{batch}:")
+    print("predicted peak of one GPU in GiB (M: MiB), and what it sends in a step in MB\n")
+
+
+def print_rows(args: argparse.Namespace, heads: list, names: list, shown: list) -> None:
+    """A table, without columns that have nothing but 0."""
+    columns = list(zip(*(figures_of(args, found) for found in shown), strict=True))
+    titles = ["peak", *COLUMNS, "sent"] + (["fits"] if args.memory else [])
+    good = [found for found in shown if not found.mistake]
+    kept = [i for i, title in enumerate(titles) if {*columns[i]} - {"", "0"} or title == "peak"]
+    print(*heads, *(f"{titles[i]:>{width_of(titles[i])}}" for i in kept))
+    for name, found in zip(names, shown, strict=True):
+        name = [cell.rjust(len(head)) for cell, head in zip(name, heads, strict=True)]
+        figures = figures_of(args, found)
+        cells = [f"{figures[i]:>{width_of(titles[i])}}" for i in kept] if found in good else []
+        print(*name, *(cells or [found.mistake]))
+
+
+def width_of(title: str) -> int:
+    return max(5 + (title == "sent"), len(title))
+
+
+def size_of(size: int) -> str:
+    """Bytes, in a few letters."""
+    if size < 0.1 * GIB:
+        return f"{size / 2**20:.0f}M" if size > 2**19 else "0"
+    return f"{size / GIB:.2f}"[:5].rstrip(".")
+
+
+def figures_of(args: argparse.Namespace, found) -> list[str]:
+    """The cells from the peak on."""
+    if found.mistake:
+        return [""] * (len(COLUMNS) + 2 + bool(args.memory))
+    parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
+    cells = [size_of(size) for size in (found.peak, *parts)] + [f"{found.sent / 1e6:,.0f}"]
+    cells[0] = "<1M" if cells[0] == "0" else cells[0]
+    return cells + (["yes" if fits(args, found) else "no"] if args.memory else [])
+
+
+def print_meshes(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    """A row for each; with ``--fit`` they are in order."""
+    shown = collect(predictions)
+    order = "; least sent first" if args.fit else ""
+    batch = f"global batch {args.batch_size} on {args.gpus} GPUs{order}"
+    print_heading(args, flags, batch, shown)
+    sizes = [[str(size) for size in dataclasses.astuple(found.technique.mesh)] for found in shown]
+    print_rows(args, [" dp", " tp", " pp", " cp"], sizes, shown)
+    if args.impossible:
+        print(f"\n{args.impossible} of {len(args.meshes)} meshes cannot divide this model or batch")
+    return shown
+
+
+def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    shown = collect(predictions)
+    inputs = next((f"{found.inputs}, " for found in shown if found.inputs), "")
+    where = f"{inputs}{args.gpus} GPUs of {args.memory:.1f} GiB"
+    print(f"{describe(args, flags)}, {where}: the largest global batch\n")
+    print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
+    for found in shown:
+        name, gpus = found.technique.name, gpus_of(found.technique)
+        batch, peak = found.batch_size or "none", f"{found.peak / GIB:.2f}"
+        figures = f"  {found.mistake}" if found.mistake else f"{batch:>12}{peak:>12}"
+        print(f"{name:{NAME}}{gpus:>6}{figures}")
+    return shown
+
+
+def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    """All in bytes."""
+    shown = list(predictions)
+    rows = []
+    for found in shown:
+        row = dataclasses.asdict(found) | {"peak": found.peak, "sent": found.sent}
+        row["technique"] = found.technique.name
+        row["sent_in"] = {
+            name: sum(message.sent for message in found.messages if message.phase == kind)
+            for name, kind in PHASES.items()
+        }
+        row["command"] = [*found.technique.command, *flags]
+        row["gpus"] = gpus_of(found.technique)
+        if args.meshes:
+            row |= dataclasses.asdict(found.technique.mesh)
+        if args.memory:
+            row["fits"] = fits(args, found)
+        rows.append({k: v for k, v in row.items() if k not in ("error", "messages")})
+    print(json.dumps(rows, indent=2))
+    return shown
+
+
+def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
+    """The answer in a line; exit code 2 if it is that nothing fits."""
+    good = [found.technique.name for found in predictions if fits(args, found)]
+    if good:
+        if not args.json and not args.fit and not args.meshes:
+            room = f"fits {args.memory:.1f} GiB with {args.spare:.1f} GiB to spare: "
+            whole = [name.replace(" ", "\0") for name in good]  # in one line each
+            text = textwrap.fill(room + ", ".join(whole), WIDTH, break_on_hyphens=False)
+            print("\n" + text.replace("\0", " "))
+        return
+    if args.fit and not args.meshes:
+        fail(
+            f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
+            "use more --gpus, or a smaller model"
+        )
+    closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
+    short = closest.peak / GIB + args.spare - args.memory
+    fail(
+        f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
+        f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
+        f"--gpus or a smaller --batch-size{'' if args.meshes else ' (--fit finds the largest)'}"
+    )
