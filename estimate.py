@@ -235,9 +235,9 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     if args.json:
         return print(json.dumps(shares, indent=2))
     print(
-        f"{describe(args, flags)}, {found.inputs}, {each} samples each: % of a step in which a rank waits for "
-        f"messages,\nif they overlap with {args.step_ms:g} ms of computing as much as they can, "
-        "and if not at all\n"
+        f"{describe(args, flags)}, {found.inputs}, {each} samples each: % of a step in which a "
+        f"rank waits for\nmessages, if they overlap with {args.step_ms:g} ms of computing as much "
+        "as they can, and if not at all\n"
     )
     print(f"{'ranks':24}" + "".join(f"{n:>9,}" for n in RANKS))
     for name, row in shares.items():

@@ -33,7 +33,8 @@ def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
     kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
     phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
     if on_gpu:
-        waiting = {"p50": trace["exposed_ms"], "p95": None} if trace else None
+        exposed = trace and trace["exposed_ms"]
+        waiting = trace and {"p50": exposed, "p95": None, "mean": exposed}
         return phases | {"waiting": waiting, "waiting_in": None}
     waits = [waited for _, _, waited in steps]
     waiting_in = {kind: spread([w[kind] for w in waits])["p50"] for kind in kinds[1:]}
@@ -47,7 +48,13 @@ def own_steps(clock: StepClock) -> list[tuple]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    return {f"p{p}": round(1e3 * float(np.percentile(seconds, p)), 3) for p in (50, 95)}
+    """In milliseconds. What happens in few steps shows in the mean, and not in the median."""
+    found = {f"p{p}": np.percentile(seconds, p) for p in (50, 95)} | {"mean": np.mean(seconds)}
+    return {name: round(1e3 * float(value), 6) for name, value in found.items()}
+
+
+def differ(a: float, b: float) -> bool:
+    return abs(a - b) > 0.1 * b
 
 
 def find_straggler(ranks: list[list[tuple]]) -> dict | None:
@@ -65,15 +72,18 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
 
 
 def describe_step(result: dict) -> str:
-    """What is said when a run ends: shares of the ranks' mean, and who is late."""
+    """What is said when a run ends: the ranks' mean, its shares, and who is late."""
     found, shares = result["breakdown"], {}
     for rank in found["ranks"]:
         for kind in (*PHASES[:4], "waiting", *PHASES[4:]):
             if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
-                shares[kind] = shares.get(kind, 0.0) + rank[kind]["p50"]
-    whole = sum(shares.values()) or 1.0
-    words = [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
-    line = ", ".join([f"step: {result['step_ms']['p50']:,.0f} ms", *words]).replace("%", " %")
+                shares[kind] = shares.get(kind, 0.0) + rank[kind]["mean"]
+    whole, took = sum(shares.values()) or 1.0, result["step_ms"]
+    more = {"mean {:,.0f} ms": took["mean"], "95% within {:,.0f} ms": took["p95"]}
+    more = [text.format(ms) for text, ms in more.items() if differ(ms, took["p50"])]
+    words = [f"step: {took['p50']:,.0f} ms" + (f" ({', '.join(more)})" if more else "")]
+    words += [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
+    line = ", ".join(words).replace("%", " %")
     if found["straggler"]:
         others = "the other" if len(found["ranks"]) == 2 else "the others"
         late = found["straggler"]

@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.breakdown import break_down
+from harness.breakdown import break_down, differ, spread
 from harness.clock import StepClock
 from harness.command_line import settings
 from harness.measure import (
@@ -107,7 +106,7 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         **(rates := data.rates(args.batch_size / statistics.median(seconds))),
         "rate": list(rates)[-1],
         "first_step_seconds": clock.first_step,
-        "step_ms": {f"p{p}": 1e3 * float(np.percentile(seconds, p)) for p in (50, 95)},
+        "step_ms": spread(seconds),
         **state.history,
         "eval_samples": state.eval_samples,
         "versions": versions(),
@@ -123,11 +122,13 @@ def write_result(result: dict, folder: Path) -> None:
 def describe_end(result: dict) -> str:
     """What is said when a run ends."""
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
-    rate = result["rate"]
+    rate, took = result["rate"], result["step_ms"]
+    speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
+    if differ(took["mean"], took["p50"]):
+        speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} in the mean)"
     return (
         f"done: loss {result['eval_loss'][-1]:.4f}, accuracy {result['eval_accuracy'][-1]:.2%} of "
-        f"{result['eval_samples']:,}, median {result[rate]:,.0f} "
-        f"{rate.removesuffix('_per_second')}/s, peak memory {', '.join(memory)}"
+        f"{result['eval_samples']:,}, {speed}, peak memory {', '.join(memory)}"
     )
 
 

@@ -17,25 +17,38 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 LATE, LATENCY, BURNERS = 0.08, 0.06, 6  # seconds of a batch and of a message; processes
+STALL = 0.4  # seconds of every fifth batch
+RANK = int(os.environ.get("RANK", 0))
 
 
-def slow_loader():
-    """On rank 1."""
+def slow_loader(seconds):
+    """Seconds by the number of a batch."""
     from harness import run
 
     batches_of = run.batches_of
 
     def late(loader):
-        for batch in batches_of(loader):
-            time.sleep(LATE * int(os.environ["RANK"]))
+        for number, batch in enumerate(batches_of(loader)):
+            time.sleep(seconds(number))
             yield batch
 
     run.batches_of = late
 
 
+def blocked_in_forward():
+    """Rank 1, by something that is no message."""
+    forward = DistributedDataParallel.forward
+
+    def late(*args):
+        time.sleep(LATE * RANK)
+        return forward(*args)
+
+    DistributedDataParallel.forward = late
+
+
 def shared_core():
     """Rank 1 has one core together with others."""
-    if os.environ["RANK"] == "1":
+    if RANK == 1:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         for _ in range(BURNERS):
             burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -75,7 +88,10 @@ def stop():
 WAYS = {
     "": lambda: None,
     "stop": stop,
-    "loader": slow_loader,
+    "loader": lambda: slow_loader(lambda number: LATE * RANK),
+    "loaders": lambda: slow_loader(lambda number: LATE),
+    "stall": lambda: slow_loader(lambda number: STALL * (number % 5 == 4)),
+    "blocked": blocked_in_forward,
     "core": shared_core,
     "network": slow_network,
     "buckets": lambda: change_ddp(bucket_cap_mb=0.01),

@@ -14,7 +14,7 @@ from harness import breakdown
 
 JOB = "--model small_resnet --dataset synthetic --eval-samples 8 --batch-size 16 --epochs 1"
 JOB += " --train-samples 384 --print-freq 6"  # 24 steps, of which the 23rd may be traced
-LATE, LATENCY = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY))
+LATE, LATENCY, STALL = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY, slow.STALL))
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,10 @@ def run_slowly(tmp_path_factory):
             command = launcher("pytorch_torchrun_DDP", 2, through="tests/slow.py")
             command = f"{command} {JOB} {flags} --output-dir {output}"
             finished = succeed(command, forked=True, SLOW=way)
-            line = next(line for line in finished.lines if line.startswith("step: "))
+            line, done = finished.lines[-2:]
             result = json.loads((output / "result.json").read_text())
-            runs[way, flags] = finished.by_hand, result["breakdown"] | {"line": line}
+            found = result["breakdown"] | {"line": line, "done": done, "result": result}
+            runs[way, flags] = finished.by_hand, found
         by_hand, found = runs[way, flags]
         commands[by_hand] = True
         return found
@@ -46,6 +47,40 @@ def test_a_slow_loader_on_one_rank(run_slowly):
     assert fast["waiting_in"]["backward"] > LATE / 2 > late["waiting_in"]["backward"]
     assert found["straggler"]["rank"] == 1 and found["straggler"]["late_ms"] > LATE / 2
     assert re.search(r"; rank 1 is \d+ ms slower than the other$", found["line"])
+
+
+def test_slow_loaders_on_all_ranks(run_slowly):
+    found = run_slowly("loaders")
+    for rank in found["ranks"]:
+        assert rank["data"]["p50"] > LATE > sum(rank["waiting_in"].values())
+    assert not found["straggler"] and " slower than " not in found["line"]
+
+
+def test_a_stall_now_and_then(run_slowly):
+    """The median does not know of it; the mean, its shares and the throughput do."""
+    found = run_slowly("stall")
+    took = found["result"]["step_ms"]
+    assert took["p50"] < took["mean"] - STALL / 10 and took["p95"] > STALL
+    mean, p95 = (f"{took[name]:,.0f} ms" for name in ("mean", "p95"))
+    assert f" ms (mean {mean}, 95 % within {p95}), data " in found["line"]
+    median, reached = re.search(r"median ([\d,]+) images/s \(([\d,]+) in", found["done"]).groups()
+    median, reached = (int(number.replace(",", "")) for number in (median, reached))
+    assert reached == pytest.approx(16e3 / took["mean"], abs=1) and reached < 0.9 * median
+
+
+def test_a_rank_that_is_blocked_in_forward(run_slowly):
+    """Where DDP sends nothing: so it is no message that it waits for."""
+    free, blocked = run_slowly("blocked")["ranks"]
+    assert blocked["waiting_in"]["forward"] > 0.9 * LATE > free["waiting_in"]["forward"]
+    assert free["waiting_in"]["backward"] > LATE / 2
+
+
+def test_a_batch_too_small_for_its_device(run_slowly):
+    """Most of a step does not depend on it."""
+    few, many = (
+        run_slowly("", f"--batch-size {size}")["result"]["images_per_second"] for size in (4, 96)
+    )
+    assert many > 3 * few
 
 
 @pytest.mark.full
@@ -137,4 +172,4 @@ def test_a_trace_that_cannot_be(flags, words, tmp_path):
 def test_the_page_has_a_row_for_each_way():
     """But for the run as it is, and the one that is stopped."""
     rows = re.findall(r"^\| .*`SLOW=(\w+)` \|$", (ROOT / "docs/slow.md").read_text(), re.M)
-    assert sorted(rows) == sorted(slow.WAYS.keys() - {"", "stop"})
+    assert sorted(set(rows)) == sorted(slow.WAYS.keys() - {"", "stop"})
