@@ -301,8 +301,10 @@ def show_mistake(args, device: torch.device, store: dist.Store) -> NoReturn:
     store.set(names[dist.get_rank()], "")
     store.wait(names, timedelta(seconds=args.timeout + 30))
     common.print0(
-        "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch compares collectives and "
-        "shapes first, which takes time, and says which ranks differ."
+        "Nothing that PyTorch could be asked to check finds this one."
+        if mistake is wait
+        else "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch compares collectives "
+        "and shapes first, which takes time, and says which ranks differ."
     )
     store.set("seen", "") if dist.get_rank() == 0 else store.wait(["seen"])
     os._exit(0)

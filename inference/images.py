@@ -1,6 +1,7 @@
 """Images for a trained model: files, or a split of the dataset that it was trained on."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 import jobs.images
 from harness.command_line import fail
+from harness.ranks import SCRIPT
 from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, synthetic
 
 
@@ -18,13 +20,17 @@ def find_images(path: Path) -> list[Path]:
     """A file itself, or the images in a folder and below, sorted."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
+    known = (*IMG_EXTENSIONS, ".gif")  # of which the first picture is read
     if path.is_file():
         return [path]
     if not path.is_dir():
         fail(f"--input {path}: no such file or folder; give an image, a folder, or test")
-    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    found = [p for p in files if p.suffix.lower() in known]
     if not found:
-        fail(f"--input {path}: no image in it ({' '.join(IMG_EXTENSIONS)}); give another")
+        fail(f"--input {path}: no image in it ({' '.join(known)}); give another")
+    if others := sorted({p.suffix or p.name for p in files} - {p.suffix for p in found}):
+        print(f"{SCRIPT}: left out, as no images: {' '.join(others)}", file=sys.stderr)
     return found
 
 

@@ -23,8 +23,11 @@ def make_metadata(args: argparse.Namespace, precision: str, what: str) -> dict[s
         value = getattr(args, name, None)
         if value:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    sizes = {name: getattr(args, name, None) for name in ("image_size", "context")}
+    sizes = {name: str(size) for name, size in sizes.items() if size}
     classes, settings = json.dumps(args.classes), shlex.join(words)
-    return {"classes": classes, "input": what, "settings": settings, "precision": precision}
+    about = {"classes": classes, "input": what, "settings": settings, "precision": precision}
+    return about | sizes
 
 
 def complete_as_trained(args: argparse.Namespace) -> None:

@@ -167,9 +167,18 @@ class UnreadableImage(Unreadable):
 
 @contextlib.contextmanager
 def open_image(path: str) -> Iterator[Image.Image]:
+    """As it is to be seen: cameras write down how they were held."""
     try:
         with Image.open(path) as image:
+            if image.mode == "F":
+                raise UnreadableImage(
+                    f"cannot read the image {path} (its pixels are floating-point numbers, of "
+                    "unknown range); save it with 8 or 16 bits"
+                )
+            ImageOps.exif_transpose(image, in_place=True)
             yield image
+    except UnreadableImage:
+        raise
     except Exception as error:  # damaged files raise any of a dozen types
         raise UnreadableImage(
             f"cannot read the image {path} ({type(error).__name__}); repair or remove it"

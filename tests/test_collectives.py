@@ -98,6 +98,8 @@ def test_mistakes_end_by_themselves(mistake):
     finished = succeed(command, forked=True)
     for rank, words in SAID[mistake].items():
         assert re.search(rf"rank {rank}   {words}", finished.stdout)
+    advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if mistake != "wait" else "Nothing that PyTorch"
+    assert finished.lines[-1].startswith(("With " * (mistake != "wait")) + advice)
 
 
 @pytest.mark.full

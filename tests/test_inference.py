@@ -23,6 +23,7 @@ import common
 import jobs.images
 import model_inference
 from inference.classifier import load_classifier
+from inference.images import find_images, read_image
 from inference.measure import make_rows
 from inference.runtimes import TorchRunner
 from report.tables import inference_markdown
@@ -173,6 +174,31 @@ def test_predict_files(trained, exported, pictures):
     assert len(lines) == 1 and lines[0].startswith(f"{pictures}/0.png: class ")
 
 
+def test_other_files_are_said_to_be_left_out(trained, pictures):
+    finished = infer(f"--weights {trained}/model.pt --input {pictures} --json")
+    assert "left out, as no images: .txt" in finished.stderr
+
+
+def test_a_picture_is_seen_as_it_was_taken(tmp_path):
+    """Turned by what the camera wrote down; of a GIF the first; floats have no known range."""
+    upright = np.zeros((8, 8, 3), np.uint8)
+    upright[:4, :, 0] = 200  # red above
+    turned, how = Image.fromarray(np.rot90(upright).copy()), Image.Exif()
+    how[0x0112] = 6  # to be turned by 90 degrees
+    turned.save(tmp_path / "turned.png", exif=how)
+    Image.fromarray(upright).save(tmp_path / "plain.png")
+    later = Image.fromarray(np.full_like(upright, 255))
+    options = {"save_all": True, "append_images": [later]}
+    Image.fromarray(upright).save(tmp_path / "moves.gif", **options)
+    Image.fromarray(np.ones((8, 8), np.float32)).save(tmp_path / "floats.tiff")
+    assert len(find_images(tmp_path)) == 4
+    plain = read_image(tmp_path / "plain.png", 8)
+    for name in ("turned.png", "moves.gif"):
+        assert torch.equal(read_image(tmp_path / name, 8), plain), name
+    with pytest.raises(jobs.images.UnreadableImage, match="floats.tiff .its pixels are floating"):
+        read_image(tmp_path / "floats.tiff", 8)
+
+
 def test_sixteen_bits_are_not_cut_off(pictures):
     pixels = jobs.images.read_image(pictures / "16bit.png", 8)
     assert pixels.unique().tolist() == [40_000 // 256]
@@ -221,7 +247,11 @@ def test_what_the_file_says(exported):
     assert all(not t.external_data for t in model.graph.initializer)
     about = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(about["classes"]) == [f"class {i}" for i in range(10)]
-    assert about["input"].startswith("uint8") and about["precision"] == "fp32"
+    assert (
+        about["image_size"] == "32"
+        and about["input"].startswith("uint8")
+        and about["precision"] == "fp32"
+    )
 
 
 @pytest.mark.parametrize("precision, size", [("fp16", 0.51), ("int8", 0.27)])
