@@ -47,6 +47,7 @@ from harness.remote import local_folder
 from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
 from harness.task_data import TaskData
+from jobs import attention
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.gpt import size_of
 from jobs.images import UnreadableImage
@@ -58,7 +59,7 @@ __all__ = [
     "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
     "check_launch", "fail", "announce", "print0",
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE", "size_of",
-    "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of",
+    "make_datasets", "make_loader", "make_model", "batch_norms", "blocks_of", "attention",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
     "local_folder",  # transformers_Trainer.py

@@ -31,6 +31,7 @@ import common
 import pytorch_CP
 import pytorch_PP
 import pytorch_TP
+from common import attention
 
 
 def settle(args) -> None:
@@ -43,7 +44,7 @@ def settle(args) -> None:
             f"--attention ulysses: {heads // args.tp} heads of {args.model} are not divisible by "
             f"cp {args.cp}; use --attention ring"
         )
-    parts = args.cp * (args.tp if args.sequence_parallel else 1)
+    parts = (2 * args.cp if args.cp > 1 else 1) * (args.tp if args.sequence_parallel else 1)
     if args.context % parts:
         common.fail(f"--context {args.context} is not divisible by {parts} parts of a text")
     if layers < args.pp:
@@ -89,13 +90,13 @@ class Within:
 
 
 def divide_texts(args, model: nn.Module, mesh: DeviceMesh) -> None:
-    """CP: of all positions this rank has those after ``start``."""
-    pytorch_CP.dist = Within(mesh.get_group())
+    """CP: of every sequence this rank has a shard."""
+    pytorch_CP.dist = attention.dist = Within(mesh.get_group())
     attend = pytorch_CP.ATTENTIONS[args.attention]()
     for block in model.blocks:
         block.attention.attend = attend
-    start = mesh.get_local_rank() * args.context // args.cp
-    model.position.register_forward_pre_hook(lambda _, positions: (positions[0] + start,))
+    own = attention.shard(torch.arange(args.context), 0)
+    model.position.register_forward_pre_hook(lambda _, positions: (own.to(positions[0].device),))
 
 
 def make_schedule(args, stage: nn.Module, mesh: DeviceMesh, classes: int, device: torch.device):
@@ -190,7 +191,7 @@ def main():
     common.seed_everything(args.seed, args.deterministic)
     dp, tp, pp, cp = args.dp, args.tp, args.pp, args.cp
     mesh = init_device_mesh(device.type, (pp, dp * cp, tp), mesh_dim_names=("pp", "shares", "tp"))
-    share, part = divmod(mesh["shares"].get_local_rank(), cp)
+    share = mesh["shares"].get_local_rank() // cp
 
     train_set, _ = common.make_datasets(args)
     sampler = DistributedSampler(train_set, num_replicas=dp, rank=share, drop_last=True)
@@ -219,7 +220,7 @@ def main():
     model.train()
     for tokens, labels in run.batches(loader, 0):
         if cp > 1:
-            tokens, labels = (t.chunk(cp, 1)[part] for t in (tokens, labels))
+            tokens, labels = attention.shard(tokens), attention.shard(labels)
         optimizer.zero_grad()
         with loss_parallel():
             if pp == 1:

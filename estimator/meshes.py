@@ -14,7 +14,7 @@ from estimator.techniques import Prediction, Technique
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """How many GPUs there are along each dimension: those of the batch (dp), of a matrix (tp), of
-    the stages (pp), and of a text (cp)."""
+    the stages (pp), and of a sequence (cp)."""
 
     dp: int
     tp: int
@@ -31,8 +31,7 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh(Technique):
-    """Of one stage, the rank with the last part of the first texts: of cp's ring it alone works on
-    the keys of all others."""
+    """Of one stage, the rank with the last shard of the first sequences."""
 
     mesh: Mesh = Mesh(1, 1, 1, 1)
 

@@ -134,9 +134,10 @@ class GPT(nn.Module):
         if tie:
             self.head.weight = self.token.weight
 
-    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """``start``: the position of the first token, where a rank has only a part of each text."""
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``positions``: of the tokens ``[time]``, where a rank has a shard of each sequence."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token(tokens) + self.position(positions))
         # A copy, which the loss would make of a view; and FSDP warns of views.
         return self.head(self.norm(self.blocks(x))).transpose(1, 2).contiguous()

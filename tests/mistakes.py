@@ -35,7 +35,7 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
     "tied matrix not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
     "experts summed": {"for p in parameters:  # EP": "for p in set(parameters) - experts:  # EP"},
     "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},
-    "each part begins at position 0": {"model(tokens, start)": "model(tokens)"},
+    "each part begins at position 0": {"model(tokens, positions)": "model(tokens)"},
     "attention looks at its own part": {
         "attend = ATTENTIONS[args.attention]()": "from jobs.gpt import attend"
     },

@@ -34,19 +34,17 @@ import json, torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from estimator.sent import size_of
-
-KINDS = {  # of collectives: what a rank sends, of the tensors at this place of the arguments
-    "reduce_scatter": (1, lambda n: (n - 1) / n), "allgather": (0, lambda n: (n - 1) / n),
-    "alltoall": (0, lambda n: (n - 1) / n), "recv": (0, lambda n: 0), "send": (0, lambda n: 1),
-}
+from estimator.live_bytes import LiveBytes
+from estimator.sent import message_of
 
 class Count(TorchDispatchMode):
-    sent = 0
+    sent = pairs = 0  # bytes; queries and keys that are multiplied in forward
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            where, share = next(KINDS[kind] for kind in KINDS if kind in func.__name__)
-            self.sent += size_of(args[where]) * share(dist.get_world_size())
+        if "attention" in func.__name__ and "backward" not in func.__name__:
+            causal = len(args) > 4 and args[4]
+            self.pairs += args[0].shape[2] * args[1].shape[2] / (1 + causal)
+        if message := message_of(func, args, ""):
+            self.sent += message.sent
         return func(*args, **(kwargs or {}))
 
 class Keep:
@@ -67,7 +65,7 @@ gradient = torch.randn_like(expected)
 gradients = torch.autograd.grad(expected, whole, gradient)
 
 def part(tensor):
-    return tensor.detach().chunk(n, 2)[rank].clone()
+    return script.attention.shard(tensor.detach(), 2).clone()
 
 for name in ("ring", "allgather", "ulysses"):
     own = [part(tensor).requires_grad_() for tensor in whole]
@@ -79,7 +77,13 @@ for name in ("ring", "allgather", "ulysses"):
     pairs = [(found, expected), *zip(backward, gradients)]
     off = max((ours - part(theirs)).abs().max().item() for ours, theirs in pairs)
     kept = sum(size for size, _ in keep.storages.values())
+    long = [torch.randn(1, 2, 768 // n, 4, requires_grad=True) for _ in range(3)]
+    with LiveBytes(block=1) as live:
+        found = attend(*long) if name == "ring" else long[0]
+        torch.autograd.grad(found.sum(), long, allow_unused=True)
+    peak = sum(live.peak().values()) / long[0].nbytes
     line = [rank, name, off, count.sent / expected.nbytes, kept / expected.nbytes]
+    line += [count.pairs, peak]
     print(json.dumps(line) + "\\n", end="", flush=True)
 dist.destroy_process_group()
 """
@@ -95,8 +99,14 @@ def test_a_layer(n, tmp_path):
     assert len(lines) == 3 * n
     sent = {"ring": 6, "allgather": 4, "ulysses": 8 / n}
     kept = {"ring": 4 / n, "allgather": 2 + 2 / n, "ulysses": 4 / n}
-    for _, name, off, bytes_sent, bytes_kept in lines:
+    pairs = {name: [line[5] for line in lines if line[1] == name] for name in sent}
+    for name, of_ranks in pairs.items():
+        heads = 1 / n if name == "ulysses" else 1
+        assert max(of_ranks) < 1.05 * min(of_ranks), "all ranks have as much work"
+        assert sum(of_ranks) * heads < (1 + 0.51 / n) * 24**2 / 2, "and hardly what none sees"
+    for _, name, off, bytes_sent, bytes_kept, _, peak in lines:
         assert off < 1e-14
+        assert peak < 20, "of what a shard has; scores alone would be 192 / n"
         assert bytes_sent == pytest.approx(sent[name] * (n - 1) / n)
         # and sums of scores, one where a query has five numbers; of allgather, its mask
         assert kept[name] <= bytes_kept < kept[name] + 0.4 / n
@@ -130,7 +140,7 @@ make_mesh = dtensors.init_device_mesh
 dtensors.init_device_mesh = lambda device, shape: make_mesh("cpu", shape)
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-attend = script.make_pytorch_attention()
+attend = script.attention.make_pytorch_ring()
 torch.manual_seed(0)
 whole = [torch.randn(2, 4, 24, 8, requires_grad=True) for _ in range(3)]
 expected = jobs.gpt.attend(*whole)
@@ -140,11 +150,11 @@ kernel = torch.ops.aten._scaled_dot_product_efficient_attention
 functional.scaled_dot_product_attention = lambda q, k, v, is_causal: kernel(
     q, k, v, None, True, 0.0, is_causal
 )[0]
-own = [t.detach().chunk(n, 2)[rank].clone().requires_grad_() for t in whole]
+own = [script.attention.shard(t.detach(), 2).clone().requires_grad_() for t in whole]
 found = attend(*own)
-backward = torch.autograd.grad(found, own, gradient.chunk(n, 2)[rank])
+backward = torch.autograd.grad(found, own, script.attention.shard(gradient, 2))
 for ours, theirs in [(found, expected), *zip(backward, gradients)]:
-    torch.testing.assert_close(ours, theirs.chunk(n, 2)[rank])
+    torch.testing.assert_close(ours, script.attention.shard(theirs, 2))
 print("the same\\n", end="", flush=True)
 dist.destroy_process_group()
 """
@@ -155,28 +165,6 @@ def test_pytorchs_own_ring(tmp_path):
     program = write_program(tmp_path, PYTORCH)
     finished = succeed("torchrun --standalone --nproc_per_node=3 " + str(program), forked=True)
     assert finished.stdout.count("the same") == 3
-
-
-def test_dropout_differs_by_position(tmp_path):
-    """Each rank draws for its own positions: not all parts alike."""
-    text = """
-import torch
-forward = torch.nn.Dropout.forward
-def first(layer, x):
-    dropped = forward(layer, x)
-    print(f"zeros {(dropped == 0).nonzero().sum().item()}\\n", end="", flush=True)
-    torch.nn.Dropout.forward = forward
-    return dropped
-torch.nn.Dropout.forward = first
-script.main()
-"""
-    program = write_program(tmp_path, text)
-    command = (
-        f"torchrun --standalone --nproc_per_node=2 {program} {JOB} --dropout 0.2 --max-steps 1"
-    )
-    finished = succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
-    drawn = re.findall(r"zeros (\d+)", finished.stdout)
-    assert len(drawn) == 2 and len(set(drawn)) == 2
 
 
 def test_fewer_texts_than_ranks(tmp_path):

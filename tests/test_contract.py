@@ -12,8 +12,9 @@ from conftest import cases, launcher, read_run, snapshots, started, succeed, wai
 from test_bytes import KEPT, SENT
 from test_parity import relative_difference
 
-# Twelve heads and positions, and eight blocks: two, three and four ranks can divide them.
-LAYERS, WIDTH, CONTEXT, BATCH, TOKENS = 8, 24, 12, 24, 27  # TOKENS: of the vocabulary
+# Twelve heads, eight blocks, and 24 positions in two chunks for each rank: two, three and four
+# ranks can divide them.
+LAYERS, WIDTH, CONTEXT, BATCH, TOKENS = 8, 24, 24, 24, 27  # TOKENS: of the vocabulary
 JOB = (
     f"--model gpt-{LAYERS}x12x{WIDTH} --context {CONTEXT} --dataset synthetic --train-samples 150 "
     f"--eval-samples 20 --batch-size {BATCH} --epochs 9 --print-freq 1 --clip-grad 0.5 --double"

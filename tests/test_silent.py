@@ -1,6 +1,8 @@
 """What no error tells of, in the scripts that share out a model: docs/parallelism.md lists it. Such
 a run ends well, and has learned something else."""
 
+import re
+
 import pytest
 from conftest import cases, launcher, read_run, succeed
 from test_contract import JOB, in_double
@@ -41,6 +43,36 @@ def test_what_no_error_tells_of(mistake, script, n, flags, at_least, train, tmp_
     difference = relative_difference(run_with(mistake, script, n, flags, tmp_path), expected)
     measured("silent", mistake=mistake, script=script, ranks=n, value=difference)
     assert difference > at_least
+
+
+MASKS = [  # script, and the ranks that draw alike
+    ("pytorch_SingleGPU", [{0}]),
+    ("pytorch_TP", [{0, 1}]),
+    ("pytorch_TP --sequence-parallel", [{0}, {1}]),
+    ("pytorch_FSDP_TP --tp 2", [{0, 1}, {2, 3}]),
+    ("pytorch_FSDP_TP --tp 2 --sequence-parallel", [{0}, {1}, {2}, {3}]),
+    ("pytorch_PP", [{0}, {1}]),
+    ("pytorch_CP", [{0}, {1}]),
+    ("pytorch_EP --experts 4", [{0}, {1}]),
+    ("pytorch_torchrun_DDP", [{0}, {1}]),
+]
+
+
+@pytest.mark.parametrize("script, alike", MASKS, ids=[script for script, _ in MASKS])
+def test_which_ranks_drop_the_same(script, alike, tmp_path):
+    """Those that compute the same numbers have to; of all others no two masks are equal."""
+    command = launcher(script, len(set().union(*alike)), through="tests/note_dropout.py")
+    flags = "--dropout 0.2 --max-steps 1"
+    finished = succeed(f"{command} {JOB} {flags} --output-dir {tmp_path}", forked=True)
+    masks = {}
+    for rank, mask in re.findall(r"^mask (\d) (\w+)$", finished.stdout, re.MULTILINE):
+        masks.setdefault(int(rank), []).append(mask)
+    drawn = []
+    for ranks in alike:
+        first, *others = (masks[rank] for rank in sorted(ranks))
+        assert len(first) > 2 and all(other == first for other in others)
+        drawn += first
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
