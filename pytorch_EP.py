@@ -1,17 +1,16 @@
-"""Train a mixture of experts on several devices: each holds some of the experts.
+"""Train a mixture of experts on several devices: each rank holds some of the experts.
 
-Differs     from pytorch_torchrun_DDP.py: the MLPs of a block are many, and a token has use for one
-            or a few. Ranks share them out, send each token where its experts are, and get the
-            answers back. Lines tagged "# EP:".
+Differs     from pytorch_torchrun_DDP.py: a block has several MLPs, distributed among the ranks. A
+            token goes to some of them (dispatch) and back (combine). Lines tagged "# EP:".
 Command:    torchrun --nproc_per_node=4 pytorch_EP.py
             torchrun --nproc_per_node=4 pytorch_EP.py --experts 16 --top-k 2
-Use it      for such models: most of what they weigh are experts. Within a machine, as tokens travel
-            in every block, and nothing is computed meanwhile. Not for a model with one MLP.
+Use it      for such models. Within a machine, as tokens are exchanged in every block, and nothing
+            is computed meanwhile. Not for a dense model.
 Holds       what one device holds, but of the experts, their gradients and their optimizer 1/N; and
-            the activations of 1/N of the batch, with as many tokens for our experts as chose them.
+            the activations of 1/N of the batch, with as many tokens as are routed to our experts.
 Sends       per step, rank and block, 4 * 4 * K * (N - 1) / N bytes for each number in this rank's
-            activations, if K experts answer a token: there and back, in forward and in backward.
-            And 2 * 4 * (N - 1) / N bytes per parameter that is no expert's, in all-reduces.
+            activations, with --top-k K: dispatch and combine, in forward and in backward. And
+            2 * 4 * (N - 1) / N bytes per parameter that is no expert's, in all-reduces.
 """
 
 import os
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import common
@@ -44,70 +44,55 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(gradient, incoming, outgoing), None, None  # EP: the same way back
 
 
-def answer_on_all_ranks(mixture: nn.Module, tokens: torch.Tensor, counts: torch.Tensor):
-    """What Mixture.answer_here() does, where each rank has some of the experts."""
-    world_size = dist.get_world_size()
+def run_distributed_experts(mixture: nn.Module, tokens: torch.Tensor, counts: torch.Tensor):
+    """MixtureOfExperts.run_own_experts(), where each rank has some of the experts."""
+    world_size, held = dist.get_world_size(), len(mixture.experts)
     theirs = torch.empty_like(counts)  # EP: of each rank, how many tokens it has for our experts
     dist.all_to_all_single(theirs, counts)
-    outgoing, incoming = (c.view(world_size, -1).sum(1).tolist() for c in (counts, theirs))
-    received = Exchange.apply(tokens, outgoing, incoming)  # EP: by rank, and of each rank by expert
-    own = torch.arange(len(mixture.experts), device=counts.device)
-    expert = own.repeat(world_size).repeat_interleave(theirs)
+    both = torch.stack([counts, theirs]).view(2, world_size, held)
+    on_cpu = both.to("cpu", non_blocking=True)
+    if both.is_cuda:
+        torch.cuda.current_stream().synchronize()  # EP: the CPU waits for the GPU here, once
+    outgoing, incoming = on_cpu.sum(2).tolist()
+    received = Exchange.apply(tokens, outgoing, incoming)  # EP: by rank, and of each by expert
+    expert = torch.arange(held, device=counts.device).repeat(world_size)
+    expert = expert.repeat_interleave(theirs, output_size=len(received))
     order = expert.argsort(stable=True)  # EP: by expert, of all ranks
-    sizes = torch.bincount(expert, minlength=len(own)).tolist()
-    parts = received[order].split(sizes)
-    answers = [answer(part) for answer, part in zip(mixture.experts.values(), parts, strict=True)]
-    return Exchange.apply(torch.cat(answers)[order.argsort()], incoming, outgoing)
+    sizes = on_cpu[1].sum(0).tolist()
+    outputs = mixture.run_own_experts(received[order], both[1].sum(0), sizes)
+    return Exchange.apply(outputs[order.argsort()], incoming, outgoing)
 
 
-def mean_over_ranks(shares: torch.Tensor) -> torch.Tensor:
-    """Else each rank would balance the experts for its own tokens."""
-    dist.all_reduce(shares)
-    return shares / dist.get_world_size()
+def mean_over_ranks(load: torch.Tensor) -> torch.Tensor:
+    """Else each rank would balance the experts' load for its own tokens."""
+    dist.all_reduce(load)
+    return load / dist.get_world_size()
 
 
-def share_out(model: nn.Module) -> list[nn.Parameter]:
-    """Leave this rank 1/N of each mixture's experts, under their names. Returns what they hold."""
-    rank, world_size, kept = dist.get_rank(), dist.get_world_size(), []
-    for block in model.blocks:
+def distribute_experts(model: nn.Module) -> set[nn.Parameter]:
+    """Leave this rank 1/N of each block's experts, under their names. Returns their parameters."""
+    rank, world_size, names = dist.get_rank(), dist.get_world_size(), []
+    for number, block in enumerate(model.blocks):
         mixture = block.mlp
         for i in range(mixture.count):
             if i * world_size // mixture.count != rank:
                 del mixture.experts[str(i)]
-        mixture.answer = partial(answer_on_all_ranks, mixture)
+        mixture.run_experts = partial(run_distributed_experts, mixture)
         mixture.mean_over_ranks = mean_over_ranks
-        kept += mixture.experts.parameters()
-    return kept
-
-
-def average_gradients(parameters: list[nn.Parameter], experts: set[nn.Parameter]) -> None:
-    """As DDP does, for which all parameters are on all ranks."""
-    sent = [dist.all_reduce(p.grad, async_op=True) for p in parameters if p not in experts]
-    for message in sent:
-        message.wait()
-    for p in parameters:  # EP: an expert's is the sum over the tokens of all ranks already
-        p.grad /= dist.get_world_size()
+        names += dict(mixture.experts.named_parameters(prefix=f"blocks.{number}.mlp.experts"))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    experts = {model.get_parameter(name) for name in names}
+    for p in experts:  # EP: has the sum over all ranks already; of the others, DDP takes the mean
+        p.register_hook(lambda gradient: gradient / world_size)
+    return experts
 
 
 def clip_grad_norm(parameters: list[nn.Parameter], experts: set, max_norm: float) -> None:
-    """nn.utils.clip_grad_norm_ by the length of all ranks' gradients together."""
-    squares = [
-        nn.utils.get_total_norm([p.grad for p in parameters if (p in experts) == own]) ** 2
-        for own in (True, False)
-    ]
-    dist.all_reduce(squares[0])  # EP: of the others, all ranks have the same
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, sum(squares).sqrt())
-
-
-def gather_experts(model: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """On rank 0 the whole model, in the order of ``names``."""
-    own = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    parts = [None] * dist.get_world_size()
-    dist.gather_object(own, parts if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
-        return {}
-    found = {name: tensor for part in parts for name, tensor in part.items()}
-    return {name: found[name] for name in names}
+    """nn.utils.clip_grad_norm_ by the global gradient norm, of all ranks' experts."""
+    own = nn.utils.get_total_norm([p.grad for p in parameters if p in experts])
+    others = nn.utils.get_total_norm([p.grad for p in parameters if p not in experts])
+    dist.all_reduce(squares := own.square())  # EP: of the others, all ranks have the same
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, (squares + others.square()).sqrt())
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -151,14 +136,19 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
     torch.manual_seed(args.seed + rank)  # DDP: dropout differs by rank
-    experts = set(share_out(model))  # EP: before the device sees them
-    parameters = list(model.to(device).parameters())
+    experts = distribute_experts(model)  # EP: before the device sees them
+    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        model.to(device),
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
+    )
+    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_sharded_snapshot(model, optimizer, scheduler)  # EP: its own experts
+    run.load_sharded_snapshot(model.module, optimizer, scheduler)  # EP: its own experts
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -168,24 +158,28 @@ def main():
             optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()
-            average_gradients(parameters, experts)
+            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
             if args.clip_grad:
-                clip_grad_norm(parameters, experts, args.clip_grad)
+                clip_grad_norm(list(model.parameters()), experts, args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # EP: its own experts
+                run.save_sharded_snapshot(model.module, optimizer, scheduler)  # EP: its own experts
 
         # 6. Evaluate
-        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # EP: its own experts
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        run.save_sharded_snapshot(model.module, optimizer, scheduler)  # EP: its own experts
 
     # 7. Save and report
-    weights = gather_experts(model, names)
+    parts = [None] * world_size if rank == 0 else None
+    own = {name: tensor.cpu() for name, tensor in model.module.state_dict().items()}
+    dist.gather_object(own, parts)  # EP: to rank 0
     if rank == 0:
-        common.save_model(weights, args.output_dir)
+        weights = {name: tensor for part in parts for name, tensor in part.items()}
+        common.save_model({name: weights[name] for name in names}, args.output_dir)
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

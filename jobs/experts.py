@@ -1,4 +1,4 @@
-"""A mixture of experts: several MLPs, of which a router chooses one or a few for each token."""
+"""A mixture of experts: several MLPs, to one or a few of which a router sends each token."""
 
 from collections.abc import Callable
 
@@ -21,16 +21,16 @@ class AddGradientOf(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.loss)
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     """In the place of an MLP, tokens ``[batch, time, width]`` to as many (Shazeer et al. 2017,
-    arXiv:1701.06538). No token is dropped, however many choose the same expert.
+    arXiv:1701.06538). No token is dropped, however many are routed to the same expert.
 
     Args:
         make_expert: makes one, a module that takes ``[tokens, width]``.
         experts: how many there are.
-        top_k: how many of them answer a token; their answers are weighed by the router.
-        balance: weight of a loss that is least when the router uses all experts alike (Fedus et
-            al. 2021, arXiv:2101.03961, equation 4).
+        top_k: to how many of them a token is routed; their outputs are weighed by its gates.
+        balance: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equation
+            4), which is least when the router uses all experts alike.
     """
 
     def __init__(
@@ -41,31 +41,46 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleDict({str(i): make_expert() for i in range(experts)})
         self.count, self.top_k, self.balance = experts, top_k, balance
         # What expert parallelism does in another way:
-        self.answer, self.mean_over_ranks = self.answer_here, lambda shares: shares
+        self.run_experts, self.mean_over_ranks = self.run_own_experts, lambda load: load
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        chances = self.router(tokens).softmax(-1)
-        weights, chosen = chances.topk(self.top_k)
+        probabilities = self.router(tokens).softmax(-1)
+        gates, chosen = probabilities.topk(self.top_k)
         if self.balance and self.training:
-            tokens = AddGradientOf.apply(tokens, self.balance * self.imbalance(chances, chosen))
-        order = chosen.flatten().argsort(stable=True)  # tokens of the same expert side by side
-        counts = torch.bincount(chosen.flatten(), minlength=self.count)
-        answers = self.answer(tokens[order // self.top_k], counts)
-        answers = answers * weights.flatten()[order, None]
-        summed = torch.zeros_like(tokens).index_add(0, order // self.top_k, answers)
-        return summed.view_as(x)
+            loss = self.balance * self.load_balancing_loss(probabilities, chosen)
+            tokens = AddGradientOf.apply(tokens, loss)
+        chosen = chosen.flatten()
+        order = chosen.argsort(stable=True)  # tokens of the same expert side by side
+        counts = chosen.new_zeros(self.count).scatter_add_(0, chosen, torch.ones_like(chosen))
+        outputs = self.run_experts(tokens[order // self.top_k], counts)  # dispatch
+        outputs = outputs * gates.flatten()[order, None]
+        combined = torch.zeros_like(tokens).index_add(0, order // self.top_k, outputs)
+        return combined.view_as(x)
 
-    def answer_here(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Each expert's answer to its tokens, which lie side by side.
+    def run_own_experts(self, tokens: Tensor, counts: Tensor, sizes=None) -> Tensor:
+        """Each expert's outputs for its tokens, which lie side by side.
 
         Args:
             counts: int64 ``[experts]``, how many each has.
+            sizes: the same on the CPU; if it is not given, it is fetched, should it be needed.
         """
-        parts = tokens.split(counts.tolist())
-        return torch.cat([self.experts[str(i)](part) for i, part in enumerate(parts)])
+        experts = list(self.experts.values())
+        if tokens.is_cuda and tokens.dtype == torch.bfloat16 and hasattr(experts[0], "up"):
+            return grouped(experts, tokens, counts)
+        parts = tokens.split(counts.tolist() if sizes is None else sizes)
+        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
-    def imbalance(self, chances: Tensor, chosen: Tensor) -> Tensor:
+    def load_balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """1 if all experts are used alike, up to their number if one is used alone."""
-        used = F.one_hot(chosen[:, 0], self.count).to(chances.dtype).mean(0)
-        return self.count * (self.mean_over_ranks(used) * chances.mean(0)).sum()
+        load = F.one_hot(chosen[:, 0], self.count).to(probabilities.dtype).mean(0)
+        return self.count * (self.mean_over_ranks(load) * probabilities.mean(0)).sum()
+
+
+def grouped(experts: list[nn.Module], tokens: Tensor, counts: Tensor) -> Tensor:
+    """All experts at once, in bfloat16: the CPU need not know how many tokens each of them has."""
+    ends = counts.cumsum(0).to(torch.int32)
+    matrices = ([getattr(expert, name).weight for expert in experts] for name in ("up", "down"))
+    up, down = (torch.stack(each).mT for each in matrices)
+    hidden = F.gelu(F.grouped_mm(tokens, up, offs=ends))
+    return experts[0].dropout(F.grouped_mm(hidden, down, offs=ends))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.command_line import fail
 from harness.files import check_weights, load_file
 from harness.remote import fetch_input
-from jobs.experts import Mixture
+from jobs.experts import MixtureOfExperts
 
 # Layers, heads, width, context and dropout. gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and
 # for one GPU (https://github.com/karpathy/nanoGPT); gpt2 is the smallest GPT-2 (Radford et al.
@@ -107,7 +107,7 @@ class GPT(nn.Module):
     Args:
         vocabulary: the characters that tokens stand for. They are part of the state dict.
         tie: use the matrix of the embedding for the head as well.
-        experts, top_k, balance: in the place of each MLP, see :class:`Mixture`.
+        experts, top_k, balance: in the place of each MLP, see :class:`MixtureOfExperts`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         super().__init__()
         make_mlp = partial(MLP, width, dropout)
         if experts:
-            make_mlp = partial(Mixture, make_mlp, experts, width, top_k, balance)
+            make_mlp = partial(MixtureOfExperts, make_mlp, experts, width, top_k, balance)
         self.register_buffer("vocabulary", torch.tensor([ord(token) for token in vocabulary]))
         self.token = nn.Embedding(len(vocabulary), width)
         self.position = nn.Embedding(context, width)

@@ -33,7 +33,7 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
     "clipped by stage": {"dist.all_reduce(squares := own.square())": "squares = own.square()"},
     "summed over micro-batches": {"(logits, labels) / args.microbatches": "(logits, labels)"},
     "tied matrix not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
-    "experts summed": {"for p in parameters:  # EP": "for p in set(parameters) - experts:  # EP"},
+    "experts summed": {"lambda gradient: gradient / world_size": "lambda gradient: gradient"},
     "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},
     "each part begins at position 0": {"model(tokens, positions)": "model(tokens)"},
     "attention looks at its own part": {

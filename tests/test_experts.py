@@ -1,9 +1,10 @@
 """A mixture of experts: its parts. Parity is in test_contract.py."""
 
 import torch
-from conftest import launch
+from conftest import ROOT, launch
 
-from jobs.experts import Mixture
+from jobs.experts import MixtureOfExperts, grouped
+from jobs.gpt import MLP
 
 JOB = (
     "--model gpt-2x2x16 --context 12 --dataset synthetic --train-samples 150 --eval-samples 20 "
@@ -11,24 +12,24 @@ JOB = (
 )
 
 
-def test_each_token_gets_its_experts_answers():
+def test_each_token_gets_its_experts_outputs():
     torch.manual_seed(0)
-    mixture = Mixture(lambda: torch.nn.Linear(6, 6), 5, 6, top_k=2).double()
+    mixture = MixtureOfExperts(lambda: torch.nn.Linear(6, 6), 5, 6, top_k=2).double()
     x = torch.randn(2, 7, 6, dtype=torch.float64)
-    chances = mixture.router(x).softmax(-1)
+    probabilities = mixture.router(x).softmax(-1)
     expected = torch.zeros_like(x)
-    for text in range(2):
+    for row in range(2):
         for time in range(7):
-            best = chances[text, time].topk(2)
-            for chance, expert in zip(*best, strict=True):
-                answer = mixture.experts[str(expert.item())](x[text, time])
-                expected[text, time] += chance * answer
+            best = probabilities[row, time].topk(2)
+            for gate, expert in zip(*best, strict=True):
+                output = mixture.experts[str(expert.item())](x[row, time])
+                expected[row, time] += gate * output
     assert torch.allclose(mixture(x), expected, rtol=0, atol=1e-14)
 
 
 def test_an_expert_without_tokens():
     """It has a gradient, of zeros: an optimizer and an all-reduce need one."""
-    mixture = Mixture(lambda: torch.nn.Linear(4, 4), 3, 4)
+    mixture = MixtureOfExperts(lambda: torch.nn.Linear(4, 4), 3, 4)
     with torch.no_grad():
         mixture.router.weight.copy_(torch.tensor([[9.0], [0.0], [-9.0]]).expand(3, 4))
     mixture(torch.ones(1, 5, 4)).sum().backward()
@@ -36,9 +37,58 @@ def test_an_expert_without_tokens():
     assert not mixture.experts["2"].weight.grad.any()
 
 
+def test_all_experts_at_once():
+    """As one after the other, where one of them has no tokens."""
+    torch.manual_seed(0)
+    experts = [MLP(16, 0.0).bfloat16() for _ in range(4)]
+    counts, x = torch.tensor([5, 0, 9, 2]), torch.randn(16, 16, dtype=torch.bfloat16)
+    at_once, apart = (x.clone().requires_grad_() for _ in range(2))
+    outputs = grouped(experts, at_once, counts)
+    parts = apart.split(counts.tolist())
+    expected = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    torch.testing.assert_close(outputs, expected)
+    gradient = torch.randn_like(outputs)
+    for out in (outputs, expected):
+        out.backward(gradient)
+    torch.testing.assert_close(at_once.grad, apart.grad, rtol=0.05, atol=0.01)
+
+
+ALL_TO_ONE = """
+import sys
+sys.path.insert(0, "{root}")
+sys.argv = sys.argv[1:]
+import runpy, torch
+from jobs.experts import MixtureOfExperts
+begin = MixtureOfExperts.__init__
+
+class Biased(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.tensor([9.0] + [0.0] * (self.out_features - 1))
+
+def all_to_the_first(mixture, *args, **kwargs):
+    begin(mixture, *args, **kwargs)
+    mixture.router.__class__ = Biased
+
+MixtureOfExperts.__init__ = all_to_the_first
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_rank_without_tokens(train, tmp_path):
+    """All are routed to rank 0's first expert: nothing hangs, and the weights are those of one
+    process, with clipping and an optimizer that has a state for each."""
+    program = tmp_path / "all_to_one.py"
+    program.write_text(ALL_TO_ONE.format(root=ROOT))
+    flags = "--experts 4 --max-steps 6 --optimizer adamw"
+    expected, _ = train("pytorch_SingleGPU", 1, flags, through=str(program))
+    weights, _ = train("pytorch_EP", 2, flags, through=str(program))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11)
+
+
 def test_balance_has_the_router_use_all_experts():
     torch.manual_seed(0)
-    mixture = Mixture(lambda: torch.nn.Linear(8, 8), 4, 8, balance=1.0)
+    mixture = MixtureOfExperts(lambda: torch.nn.Linear(8, 8), 4, 8, balance=1.0)
     with torch.no_grad():
         mixture.router.weight[0] += 1
     x = torch.randn(4, 50, 8) + 0.5
