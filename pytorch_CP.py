@@ -12,8 +12,7 @@ Holds       what one device holds, but the activations are those of 1/N of the p
             also keeps all keys and values until backward.
 Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, as DDP does. And per layer,
             with K = 4 * B * T * D bytes for the keys of B sequences of T positions and width D:
-            6 * K * (N - 1) / N (ring), 4 * K * (N - 1) / N (allgather), or 8 * K / N * (N - 1) / N
-            (ulysses).
+            6 (ring), 4 (allgather) or 8 / N (ulysses) times K * (N - 1) / N.
 """
 
 import argparse
@@ -31,6 +30,7 @@ from torch.utils.data import DistributedSampler
 
 import common
 from common import attention
+from libraries import attention_kernels
 
 
 def send_on(tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
@@ -73,7 +73,7 @@ class RingAttention(torch.autograd.Function):
         found = log_sum = None
         for source, (keys, values) in rotate(torch.stack([k, v])):
             ours, seen, causal = visible(source, q.shape[2] // 2)
-            out, sums = attention.forward(
+            out, sums = attention_kernels.forward(
                 q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
             )
             if found is None:
@@ -95,7 +95,7 @@ class RingAttention(torch.autograd.Function):
         of_q, travelling, works = torch.zeros_like(q), torch.zeros_like(own), []
         for source, (keys, values) in rotate(own):
             ours, seen, causal = visible(source, q.shape[2] // 2)
-            of_ours, *of_seen = attention.backward(
+            of_ours, *of_seen = attention_kernels.backward(
                 *(t[:, :, ours] for t in (gradient, q)), keys[:, :, seen], values[:, :, seen],
                 *(t[:, :, ours] for t in (found, log_sum)), causal,
             )  # fmt: skip
@@ -113,6 +113,7 @@ class RingAttention(torch.autograd.Function):
 
 
 ATTENTIONS = {"ring": lambda: RingAttention.apply, **attention.OTHERS}
+ATTENTIONS["pytorch"] = attention_kernels.make_pytorch_ring
 
 
 class WholeSequences(nn.Module):

@@ -28,44 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-
-SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,  # all forward, then all back (Huang et al. 2019)
-    "1f1b": pipelining.Schedule1F1B,  # back as soon as can be: fewer activations are kept
-    "interleaved": pipelining.ScheduleInterleaved1F1B,  # two stages a rank: shorter waits
-    "zbv": pipelining.ScheduleZBVZeroBubble,  # and gradients of weights where it would wait
-}
-
-
-def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
-    """The rank that holds each stage: each one, two in a loop (0 1 0 1), or in a V (0 1 1 0)."""
-    once = list(range(ranks))
-    return once + {"interleaved": once, "zbv": once[::-1]}.get(schedule, [])
-
-
-def settle(args, ranks: int) -> list[int]:
-    """Settle ``--microbatches``, and refuse what would let one rank raise and the others wait. This
-    returns the rank of each stage."""
-    schedule, batch, layers = args.pipeline_schedule, args.batch_size, common.size_of(args.model)[0]
-    owners = ranks_of_stages(schedule, ranks)
-    if layers < len(owners):
-        common.fail(
-            f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} makes "
-            f"{len(owners)} stages of them on {ranks} ranks; use fewer ranks, or more layers"
-        )
-    least = ranks if schedule == "1f1b" else 1
-    fit = [n for n in range(least, batch + 1) if batch % n == 0]
-    if schedule == "interleaved":  # which takes them in equal rounds
-        fit = [n for n in fit if n % max(1, n // ranks) == 0]
-    if args.microbatches is None:
-        args.microbatches = next((n for n in fit if n >= 2 * ranks), max(fit, default=batch))
-    if args.microbatches not in fit:
-        use = " or ".join([*map(str, fit), "another --batch-size"])
-        common.fail(
-            f"--microbatches {args.microbatches} is not for --pipeline-schedule {schedule} with "
-            f"--batch-size {batch} on {ranks} ranks; use {use}"
-        )
-    return owners
+from libraries.pipelining import SCHEDULES, divide
 
 
 class Stage(nn.Module):
@@ -101,9 +64,9 @@ def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
             delattr(model, name)
 
 
-def make_schedule(args, stages: dict[int, Stage], count: int, classes: int, device: torch.device):
+def make_schedule(args, stages: dict[int, Stage], count: int, microbatches: int, classes, device):
     """What computes, sends and receives in order, with gradients for all of this rank's stages."""
-    size = args.batch_size // args.microbatches, args.context
+    size = args.batch_size // microbatches, args.context
     with torch.device("meta"):  # shapes, or a first forward would draw dropout to find them out
         tokens = torch.empty(size, dtype=torch.int64)
         hidden = torch.empty(*size, common.size_of(args.model)[2], requires_grad=True)
@@ -116,23 +79,26 @@ def make_schedule(args, stages: dict[int, Stage], count: int, classes: int, devi
             parts[-1]._get_init_p2p_neighbors_ops = list
     return SCHEDULES[args.pipeline_schedule](
         parts if len(parts) > 1 else parts[0],
-        args.microbatches,
-        loss_fn=lambda logits, labels: F.cross_entropy(logits, labels) / args.microbatches,
+        microbatches,
+        loss_fn=lambda logits, labels: F.cross_entropy(logits, labels) / microbatches,
         scale_grads=False,  # the loss is: a matrix that two stages share would be scaled twice
     )
 
 
 def forward(stages: dict[int, Stage], owners: list[int], width: int, classes: int, tokens):
     """For evaluation: all stages, one after the other. All ranks call it, and get the logits. (Of
-    the schedules, zbv cannot evaluate.)"""
-    x, (samples, length) = tokens, tokens.shape
-    for number, owner in enumerate(owners):
-        if owner == dist.get_rank():
-            x = stages[number](x)
-        else:
-            shape = (length, width) if number < len(owners) - 1 else (classes, length)
-            x = torch.empty(samples, *shape, device=tokens.device)
-        dist.broadcast(x, src=owner)
+    the schedules, zbv cannot evaluate.) With their first message, nccl connects two ranks."""
+    x, rank, last = tokens, dist.get_rank(), len(owners) - 1
+    for number, stage in stages.items():
+        if number > 0 and owners[number - 1] != rank:
+            x = torch.empty(*tokens.shape, width, device=tokens.device)
+            dist.recv(x, owners[number - 1])
+        x = stage(x)
+        if number < last and owners[number + 1] != rank:
+            dist.send(x, owners[number + 1])
+    if owners[last] != rank:
+        x = torch.empty(len(tokens), classes, tokens.shape[1], device=tokens.device)
+    dist.broadcast(x, owners[last])
     return x
 
 
@@ -147,19 +113,9 @@ def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) ->
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
-    flag, positive = parser.add_argument, common.number(int, 1)
-    flag(
-        "--pipeline-schedule",
-        choices=list(SCHEDULES),
-        default="1f1b",
-        help="schedule (default: 1f1b)",
-    )
-    flag(
-        "--microbatches",
-        type=positive,
-        metavar="M",
-        help="micro-batches (default: at least two per rank)",
-    )
+    flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
+    flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
+    flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
@@ -177,7 +133,8 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
-    owners = settle(args, world_size)  # PP: before ranks wait for each other
+    layers, _, width, _, _ = common.size_of(args.model)
+    owners, microbatches = divide(args, layers, world_size)  # PP: before ranks wait for each other
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -198,8 +155,8 @@ def main():
     stages = {n: Stage(model, n, count) for n in range(count) if owners[n] == rank}  # PP: its own
     keep_only(stages, model)
     model.to(device)  # PP: no device holds the whole model
-    model.forward = partial(forward, stages, owners, common.size_of(args.model)[2], classes)
-    schedule = make_schedule(args, stages, count, classes, device)
+    model.forward = partial(forward, stages, owners, width, classes)
+    schedule = make_schedule(args, stages, count, microbatches, classes, device)
     shared, ends = set(), [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head are one matrix, on two ranks
         group = dist.new_group(ends)

@@ -32,6 +32,7 @@ import pytorch_CP
 import pytorch_PP
 import pytorch_TP
 from common import attention
+from libraries.pipelining import SCHEDULES
 
 
 def settle(args) -> None:
@@ -114,7 +115,7 @@ def make_schedule(args, stage: nn.Module, mesh: DeviceMesh, classes: int, device
         output_args=logits if stage.is_last else hidden,
         group=mesh.get_group(),
     )  # fmt: skip
-    return pytorch_PP.SCHEDULES["1f1b"](
+    return SCHEDULES["1f1b"](
         part,
         args.microbatches,
         loss_fn=lambda logits, labels: F.cross_entropy(logits, labels) / args.microbatches,

@@ -31,7 +31,7 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
         '"attention.value": ColwiseParallel(),': "",
     },
     "clipped by stage": {"dist.all_reduce(squares := own.square())": "squares = own.square()"},
-    "summed over micro-batches": {"(logits, labels) / args.microbatches": "(logits, labels)"},
+    "summed over micro-batches": {"(logits, labels) / microbatches": "(logits, labels)"},
     "tied matrix not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
     "experts summed": {"lambda gradient: gradient / world_size": "lambda gradient: gradient"},
     "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},

@@ -140,7 +140,7 @@ make_mesh = dtensors.init_device_mesh
 dtensors.init_device_mesh = lambda device, shape: make_mesh("cpu", shape)
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-attend = script.attention.make_pytorch_ring()
+attend = script.attention_kernels.make_pytorch_ring()
 torch.manual_seed(0)
 whole = [torch.randn(2, 4, 24, 8, requires_grad=True) for _ in range(3)]
 expected = jobs.gpt.attend(*whole)

@@ -33,6 +33,8 @@ MAY_KNOW = {  # of ours; besides its own room
     "timeline": {"harness", "report"},
     "lightning_Trainer": {"common", "libraries"},  # for DeepSpeed,
     "pytorch_DeepSpeed": {"common", "libraries"},  # which keeps things in places of its own
+    "pytorch_CP": {"common", "libraries"},  # PyTorch's kernels,
+    "pytorch_PP": {"common", "libraries"},  # and its schedules
     "accelerate_DeepSpeed": {"common", "libraries"},
 }
 

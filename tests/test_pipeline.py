@@ -15,14 +15,14 @@ from test_parity import relative_difference
 
 import pytorch_PP
 from jobs import gpt
-from pytorch_PP import settle
+from libraries.pipelining import SCHEDULES, divide, ranks_of_stages
 
 JOB = (
     "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 )
 SCRIPT = "pytorch_PP --pipeline-schedule {}".format
-SCHEDULES = list(pytorch_PP.SCHEDULES)
+SCHEDULES = list(SCHEDULES)
 
 
 def in_double(weights):
@@ -51,7 +51,7 @@ def test_few_and_many_microbatches(schedule, n, microbatches, train):
 def own_parts(schedule, n, tie=False):
     """By rank, the state dict of what it keeps of a model, and the bytes of its parameters."""
     found = []
-    owners = pytorch_PP.ranks_of_stages(schedule, n)
+    owners = ranks_of_stages(schedule, n)
     for rank in range(n):
         torch.manual_seed(0)
         model = gpt.GPT([chr(i) for i in range(27)], 16, 8, 2, 16, tie=tie)
@@ -97,9 +97,6 @@ def test_bytes_of_a_rank(schedule, train):
     }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------- snapshots
-
-
 # ------------------------------------------------------------------------------------------ bubble
 
 
@@ -129,9 +126,6 @@ def test_gradients_of_weights_wait_their_turn():
     """What makes zbv more than an order: halves of backward, the second of which nobody needs."""
     kinds = {kind for parts in order_of("zbv", 2, 4) for kind, _, _ in parts}
     assert kinds == {"F", "I", "W"}
-
-
-# ---------------------------------------------------------------------------------------- mistakes
 
 
 # --------------------------------------------------------------------------------- a rank is gone
@@ -195,7 +189,7 @@ def test_what_is_refused_is_what_pytorch_refuses(schedule):
                 model="gpt-8x2x16",
             )  # fmt: skip
             refused = []
-            for check in (partial(plan, schedule, ranks, number), partial(settle, args, ranks)):
+            for check in (partial(plan, schedule, ranks, number), partial(divide, args, 8, ranks)):
                 try:
                     check()
                     refused.append(False)
@@ -213,6 +207,5 @@ def test_microbatches_by_default():
         args = argparse.Namespace(
             pipeline_schedule=schedule, batch_size=batch, microbatches=None, model="gpt-12x2x16"
         )
-        settle(args, ranks)
-        found[schedule, batch, ranks] = args.microbatches
+        _, found[schedule, batch, ranks] = divide(args, 12, ranks)
     assert list(found.values()) == [8, 8, 10, 1, 6, 7]

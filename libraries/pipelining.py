@@ -1,0 +1,45 @@
+"""PyTorch's pipeline schedules: which rank holds which stage, and which micro-batches they take."""
+
+import argparse
+
+from torch.distributed import pipelining
+
+from harness.command_line import fail
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,  # all forward, then all back (Huang et al. 2019)
+    "1f1b": pipelining.Schedule1F1B,  # back as soon as can be: fewer activations are kept
+    "interleaved": pipelining.ScheduleInterleaved1F1B,  # two stages a rank: shorter waits
+    "zbv": pipelining.ScheduleZBVZeroBubble,  # and gradients of weights where it would wait
+}
+
+
+def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
+    """The rank that holds each stage: each one, two in a loop (0 1 0 1), or in a V (0 1 1 0)."""
+    once = list(range(ranks))
+    return once + {"interleaved": once, "zbv": once[::-1]}.get(schedule, [])
+
+
+def divide(args: argparse.Namespace, layers: int, ranks: int) -> tuple[list[int], int]:
+    """The rank of each stage, and how many micro-batches: ``--microbatches``, or at least two for
+    each rank. What would let one rank raise an error, and the others wait for it, is refused."""
+    schedule, batch = args.pipeline_schedule, args.batch_size
+    owners = ranks_of_stages(schedule, ranks)
+    if layers < len(owners):
+        fail(
+            f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} makes "
+            f"{len(owners)} stages of them on {ranks} ranks; use fewer ranks, or more layers"
+        )
+    least = ranks if schedule == "1f1b" else 1
+    fit = [n for n in range(least, batch + 1) if batch % n == 0]
+    if schedule == "interleaved":  # which takes them in equal rounds
+        fit = [n for n in fit if n % max(1, n // ranks) == 0]
+    enough = next((n for n in fit if n >= 2 * ranks), max(fit, default=batch))
+    microbatches = args.microbatches or enough
+    if microbatches not in fit:
+        use = " or ".join([*map(str, fit), "another --batch-size"])
+        fail(
+            f"--microbatches {microbatches} is not for --pipeline-schedule {schedule} with "
+            f"--batch-size {batch} on {ranks} ranks; use {use}"
+        )
+    return owners, microbatches
