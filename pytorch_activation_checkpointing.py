@@ -75,6 +75,9 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
+    for layer in model.modules() if args.selective else ():
+        if hasattr(layer, "inplace"):
+            layer.inplace = False  # checkpointing: or a ReLU would overwrite what is kept
     for block in common.blocks_of(model):  # checkpointing: forward keeps the input of each alone
         around = partial(contexts_of, block, args.selective)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=around)

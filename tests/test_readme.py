@@ -118,10 +118,9 @@ def test_the_first_command_learns(checkout):
 def test_each_command_as_typed(command, checkout):
     """With a short job instead of the default one."""
     forked = command not in LAUNCHED
-    # SqueezeNet's ReLUs overwrite what --selective keeps
     script = re.search(r"(\w+)\.py", command)[1]
     only_gpt = "only_gpt=True" in (ROOT / f"{script}.py").read_text()
-    model = "" if only_gpt or re.search("--model|--selective", command) else SMALL
+    model = "" if only_gpt or "--model" in command else SMALL
     finished = succeed(f"{command} {SHORT} {model}", cwd=checkout, forked=forked)
     result = json.loads((checkout / "runs" / script / "result.json").read_text())
     assert result["technique"] == script
