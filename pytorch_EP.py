@@ -64,13 +64,12 @@ def run_distributed_experts(mixture: nn.Module, tokens: torch.Tensor, counts: to
 
 
 def mean_over_ranks(load: torch.Tensor) -> torch.Tensor:
-    """Else each rank would balance the experts' load for its own tokens."""
-    dist.all_reduce(load)
+    dist.all_reduce(load)  # EP: else each rank would balance the load of its own tokens
     return load / dist.get_world_size()
 
 
-def distribute_experts(model: nn.Module) -> set[nn.Parameter]:
-    """Leave this rank 1/N of each block's experts, under their names. Returns their parameters."""
+def distribute_experts(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
+    """Leave this rank 1/N of each block's experts, on the device. Returns their parameters."""
     rank, world_size, names = dist.get_rank(), dist.get_world_size(), []
     for number, block in enumerate(model.blocks):
         mixture = block.mlp
@@ -80,6 +79,7 @@ def distribute_experts(model: nn.Module) -> set[nn.Parameter]:
         mixture.run_experts = partial(run_distributed_experts, mixture)
         mixture.mean_over_ranks = mean_over_ranks
         names += dict(mixture.experts.named_parameters(prefix=f"blocks.{number}.mlp.experts"))
+    model.to(device)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     experts = {model.get_parameter(name) for name in names}
     for p in experts:  # EP: has the sum over all ranks already; of the others, DDP takes the mean
@@ -136,9 +136,9 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
     torch.manual_seed(args.seed + rank)  # DDP: dropout differs by rank
-    experts = distribute_experts(model)  # EP: before the device sees them
+    experts = distribute_experts(model, device)
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
-        model.to(device),
+        model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )

@@ -126,6 +126,9 @@ class Stream:
 
     wait_stream = wait_event
 
+    def synchronize(self):
+        self.cuda.note("Stream.synchronize")
+
 
 class Event:
     def __init__(self, cuda):
@@ -167,7 +170,7 @@ class FakeGpus(FakeTensorMode):
         leaves = tree_leaves((args, kwargs))
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         gpus = [leaf for leaf in leaves if isinstance(leaf, torch.device) and leaf.type == "cuda"]
-        if func.namespace == "c10d":
+        if "c10d" in func.namespace and name != "wait_tensor":  # functional ones as well
             assert fakes or name == "barrier", "nccl sends no tensors of the CPU"
             self.note(name)
         if not fakes and not gpus:
@@ -259,11 +262,13 @@ def stand_in_for_ranks(note):
 
 def stand_in_for_numbers(fake, common, harness):
     """What reads the numbers of a tensor, or where they are."""
-    evaluate, tolist = common.evaluate, FakeTensor.tolist
+    from jobs.experts import MixtureOfExperts
+
+    evaluate, tolist, make_model = common.evaluate, FakeTensor.tolist, common.make_model
     save, swap = torch.save, torch.utils.swap_tensors
 
     def evaluate_all(model, loader, device):
-        fake.number = len(loader.dataset)  # so many images, all of them right
+        fake.number = loader.dataset.count_labels()  # so many, all of them right
         metrics = evaluate(model, loader, device)
         fake.number = 1
         return metrics
@@ -278,6 +283,23 @@ def stand_in_for_numbers(fake, common, harness):
             return swap(ours, theirs)
         ours.data, ours.fake_device = theirs.detach(), theirs.fake_device
 
+    def balanced(mixture, x):  # as many tokens for each expert: what a count says that is fetched
+        before, tokens = fake.number, x.shape[0] * x.shape[1]
+        fake.number = tokens * mixture.top_k // mixture.count
+        out = forward(mixture, x)
+        fake.number = before
+        return out
+
+    def make_and_remember(*args, **options):
+        model = make_model(*args, **options)
+        fake.whole = dict(model.state_dict())
+        return model
+
+    def gather_weights(own, parts):  # those of the others, too
+        parts[:] = [fake.whole] * len(parts)
+
+    common.make_model, dist.gather_object = make_and_remember, gather_weights
+    forward, MixtureOfExperts.forward = MixtureOfExperts.forward, balanced
     common.evaluate, torch.save, torch.utils.swap_tensors = evaluate_all, save_fakes, swap_fakes
     FakeTensor.tolist = lambda t: t.known.tolist() if hasattr(t, "known") else tolist(t)
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
@@ -333,6 +355,7 @@ def stand_in_for_drivers(fake, harness):
     tensor = torch.tensor
     torch.tensor = lambda *args, pin_memory=False, **options: tensor(*args, **options)
     torch.Tensor.backward = backward
+    torch.autograd.backward = lambda tensors, *_, **__: [backward(tensor) for tensor in tensors]
     comm.broadcast_coalesced, comm.scatter, comm.gather = broadcast_coalesced, scatter, gather
     torch.nn.DataParallel.parallel_apply = parallel_apply
     dist.Reducer.prepare_for_forward = dist.Reducer.prepare_for_backward = lambda *_: None

@@ -226,6 +226,49 @@ def check_result(result, dtype, world_size, gpus):
     assert result["steps"] == 16 and result["eval_samples"] == 96
 
 
+GPT_JOB = "--model gpt-8x4x32 --context 16 --dataset synthetic --train-samples 192 "
+GPT_JOB += "--eval-samples 24 --batch-size 24 --epochs 1 --print-freq 5 --clip-grad 1"  # 8 steps
+ON_GPTS = [  # of which a rank holds a shard of the model or of the sequences
+    "pytorch_TP",
+    "pytorch_TP --sequence-parallel",
+    "pytorch_FSDP_TP --tp 2",
+    "pytorch_PP",
+    "pytorch_PP --pipeline-schedule interleaved",  # zbv's halves of backward need a real GPU
+    "pytorch_CP",
+    "pytorch_CP --attention allgather",
+    "pytorch_CP --attention ulysses",
+    "pytorch_EP",
+    "pytorch_EP --top-k 2",
+]
+USUAL_GPTS = ("pytorch_TP --sequence-parallel", "pytorch_PP", "pytorch_CP", "pytorch_EP --top-k 2")
+
+
+@pytest.mark.parametrize("script", cases([(s,) for s in ON_GPTS], lambda s: s in USUAL_GPTS))
+def test_a_shard_of_a_gpt_on_a_gpu(script, tmp_path):
+    """All is on its GPU, whatever is sent is, too, and no step waits for the GPU between prints; a
+    step of EP once in each block, for how many tokens there are."""
+    name, _, flags = script.partition(" ")
+    words = f"python tests/fake_gpu.py {name}.py {flags} --device cuda {GPT_JOB}"
+    finished = succeed(f"{words} --output-dir {tmp_path}", forked=True, **rank_of(4, 3))
+    assert not finished.our_warnings
+    log, result = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("log", "result"))
+    log = log["log"]
+    check_begin(log, False, "cuda:3")
+    [model] = [entry[1:] for entry in log if entry[0] == "model"]
+    assert model == ["float32 on cuda:3"]
+    batches = [entry[1:] for entry in log if entry[0] == "step"]
+    assert [[batch[0], batch[3]] for batch in batches] == 8 * [["cuda:3", "cuda:3"]]
+    step, waits = 0, {}
+    for what, *more in log:
+        step += what == "step"
+        if what in ("synchronize", "Stream.synchronize") or (what, *more) == ("to cpu", "item"):
+            waits[step] = waits.get(step, 0) + 1
+    blocks = 8 if "EP" in script else 0
+    assert all(waits.get(step, 0) == blocks for step in (2, 3, 4, 6, 7))
+    assert result["world_size"] == 4 and result["gpu_uuids"] == 4 * ["GPU-of cuda:3"]
+    assert result["steps"] == 8
+
+
 def test_a_gpu_without_tf32_and_bfloat16(tmp_path):
     _, result = pretend("pytorch_SingleGPU", tmp_path, CAPABILITY="7.0")
     assert result["tf32"] == {"convolutions": False, "matrix_products": False}
