@@ -130,6 +130,8 @@ def reasons_against(row: dict) -> list[str]:
             why += [f"{name} has no bfloat16" for name in names]
     elif flags.get("--dtype") == "float16" and not computes_float16():
         why.append("this CPU has no float16 arithmetic")
+    if ranks % int(flags.get("--tp", 1)):
+        why.append(f"{ranks} ranks cannot be divided into groups of {flags['--tp']}")
     parts = ranks * int(flags.get("--accumulate", 1))
     if int(flags.get("--batch-size", 0)) % parts:
         why.append(f"a batch of {flags['--batch-size']} cannot be divided into {parts} parts")
