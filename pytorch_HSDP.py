@@ -1,7 +1,7 @@
 """Train on several machines with fully_shard, sharded within each and replicated between them.
 
 Differs     from pytorch_FSDP.py: the ranks are a grid. Those of a row, by default of a machine,
-            share out parameters, gradients and optimizer; those of a column hold the same shard,
+            shard parameters, gradients and optimizer; those of a column hold the same shard,
             and average its gradients (hybrid sharding). Lines tagged "# HSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_HSDP.py --shard 2
             torchrun --nproc_per_node=4 pytorch_HSDP.py --shard 2 --dtype bfloat16

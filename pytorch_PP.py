@@ -1,8 +1,8 @@
 """Train a GPT on several devices as a pipeline: each rank holds a part of its blocks.
 
-Differs     from pytorch_torchrun_DDP.py: ranks share out the model, not the batch. A batch is cut
-            into micro-batches, which follow each other through the ranks, forward and back; in
-            which order is the schedule's to say. Lines tagged "# PP:".
+Differs     from pytorch_torchrun_DDP.py: the model is split, not the batch. A batch is cut into
+            micro-batches, which follow each other through the ranks, forward and back, in the order
+            of the schedule. Lines tagged "# PP:".
 Command:    torchrun --nproc_per_node=4 pytorch_PP.py
             torchrun --nproc_per_node=4 pytorch_PP.py --pipeline-schedule zbv
 Use it      when a model does not fit one device, and the links are slow, as between machines: only

@@ -3,7 +3,7 @@ the others, made of their functions. It writes nothing, and ends with its last s
 
     tp  pytorch_TP.py         a part of every matrix, and with --sequence-parallel of positions
     pp  pytorch_PP.py         some of the blocks; 1F1B, or of a single stage no micro-batches
-    cp  pytorch_CP.py         a part of every text, and one of its attentions
+    cp  pytorch_CP.py         a shard of every sequence, and one of its attentions
     dp  pytorch_FSDP_TP.py    fully_shard, over dp x cp: ranks with other tokens share parameters
 
 Ranks that differ by tp only are neighbours, then come cp, dp and pp, as in torchtitan: what sends
@@ -90,7 +90,7 @@ class Within:
         return dist.P2POp(operation, tensor, peer, self.group)
 
 
-def divide_texts(args, model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_sequences(args, model: nn.Module, mesh: DeviceMesh) -> None:
     """CP: of every sequence this rank has a shard."""
     pytorch_CP.dist = attention.dist = Within(mesh.get_group())
     attend = pytorch_CP.ATTENTIONS[args.attention]()
@@ -201,7 +201,7 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)
     if cp > 1:
         names = ("pp", "dp", "cp", "tp")
-        divide_texts(
+        shard_sequences(
             args, model, init_device_mesh(device.type, (pp, dp, cp, tp), mesh_dim_names=names)["cp"]
         )
     stage = make_stage(args, model, mesh)

@@ -1,4 +1,4 @@
-"""What no error tells of, in the scripts that share out a model: docs/parallelism.md lists it. Such
+"""What no error tells of, in the scripts that split a model: docs/parallelism.md lists it. Such
 a run ends well, and has learned something else."""
 
 import re
