@@ -204,10 +204,7 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            tokens, labels = (
-                attention.shard(images),
-                attention.shard(labels),
-            )  # CP: of each sequence
+            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: each sequence's
             optimizer.zero_grad()  # gradients would add up otherwise
             logits = model(tokens, positions)
             loss = F.cross_entropy(logits, labels)  # CP: shards are equal: DDP's mean is over all
