@@ -5,6 +5,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, block: int = 512):
         super().__init__()
-        self.block, self.kind = block, "parameters"
+        self.block, self.kind, self.counts = block, "parameters", True
         self.kinds: list[str] = []  # of each storage, by its number
         self.changes: list[tuple[int, int]] = []  # number of a storage, and bytes more or less
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
@@ -93,6 +94,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again with what is in it
+        if not self.counts:
+            return func(*args, **(kwargs or {}))
         if message := message_of(func, args, self.kind):
             self.messages.append(message)
         out = func(*args, **(kwargs or {}))
@@ -106,9 +109,19 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def __enter__(self):
+        # DTensor asks for the shape of each operation's result by fake tensors of the whole shape.
+        self.ask = ShardingPropagator._propagate_tensor_meta_non_cached
+        ShardingPropagator._propagate_tensor_meta_non_cached = lambda *args: self.uncounted(*args)
         self.resize = torch.UntypedStorage.resize_  # with which FSDP frees and takes: no operation
         torch.UntypedStorage.resize_ = lambda storage, size: self.resized(storage, size)
         return super().__enter__()
+
+    def uncounted(self, *args):
+        before, self.counts = self.counts, False
+        try:
+            return self.ask(*args)
+        finally:
+            self.counts = before
 
     def resized(self, storage: torch.UntypedStorage, size: int):
         result = self.resize(storage, size)
@@ -118,6 +131,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self.resize
+        ShardingPropagator._propagate_tensor_meta_non_cached = self.ask
         return super().__exit__(*error)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DistributedSampler
 
 import common
@@ -115,6 +116,10 @@ def make_schedule(args, stage: nn.Module, mesh: DeviceMesh, classes: int, device
         output_args=logits if stage.is_last else hidden,
         group=mesh.get_group(),
     )  # fmt: skip
+    if releasable := getattr(part, "_output_slot_is_releasable", None):
+        with _disable_current_modes():
+            plain = torch.empty(0)  # PyTorch 2.15 frees what it has sent, but no fake tensors
+        part._output_slot_is_releasable = lambda _: releasable(plain)
     return SCHEDULES["1f1b"](
         part,
         args.microbatches,

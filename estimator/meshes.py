@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from estimator import techniques, trial
+from estimator import techniques
 from estimator.techniques import Prediction, Technique
 
 
@@ -63,10 +63,8 @@ def rank_of(mesh: Mesh, stage: int) -> OnMesh:
     words = [word for name, size in sizes for word in (f"--{name}", str(size))]
     rank = stage * mesh.gpus // mesh.pp + (mesh.cp - 1) * mesh.tp
     command = ("estimator/mesh_step.py", *words)
-    # A second step takes what the first one takes, if the optimizer is ready, and as long. Only of
-    # DTensors the first one counts more: what PyTorch asks itself about each of their operations.
-    steps = 1 if mesh.tp == 1 else trial.STEPS
-    return OnMesh(f"mesh {mesh}", command, mesh.gpus, rank=rank, steps=steps, mesh=mesh)
+    # One step, as the optimizer is ready: a second one would take the same bytes, and as long.
+    return OnMesh(f"mesh {mesh}", command, mesh.gpus, rank=rank, steps=1, mesh=mesh)
 
 
 def predict_all(
