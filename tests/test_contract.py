@@ -282,7 +282,7 @@ SAME_BITS = [
 ]
 DILOCO = ("pytorch_LocalSGD --sync-every 3 --outer-momentum 0.9", 2)  # a stop would sync
 STOPPED = ("pytorch_FSDP", "pytorch_TP --sequence-parallel", ZBV, "pytorch_EP --experts 4")
-KILLED = ("pytorch_torchrun_DDP", "pytorch_FSDP")
+KILLED = ("pytorch_SingleGPU", "pytorch_torchrun_DDP", "pytorch_FSDP")
 WITH_DROPOUT = "--dropout 0.2 --schedule none --lr 0.001 --deterministic"
 
 

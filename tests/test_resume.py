@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch, launcher, snapshots, started, state, succeed, wait_for
+from conftest import launcher, snapshots, started, state, succeed, wait_for
 from small_resnet import small_resnet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -53,31 +53,6 @@ def workers(folder):
         if str(folder) in words and "torchrun" not in words[1]:
             found.append(int(path.parent.name))
     return sorted(found)
-
-
-@pytest.mark.parametrize(
-    "script, n",
-    [
-        ("pytorch_SingleGPU", 1),
-        pytest.param("pytorch_torchrun_DDP", 2, marks=pytest.mark.full),
-    ],
-)
-def test_killed_and_resumed_ends_with_the_same_bits(script, n, tmp_path):
-    epochs = 12
-    command = start(script, n, f"--epochs {epochs} --deterministic")
-    run(f"{command} --output-dir {tmp_path}/whole")
-
-    killed = tmp_path / "killed"
-    kill_when(f"{command} --output-dir {killed}", lambda: snapshots(killed))
-    snapshot, done = snapshots(killed)[0], state(killed)["step"] // 4
-    assert 1 <= done < epochs and not (killed / "model.pt").exists()
-    resumed = run(f"{command} --output-dir {killed} --resume auto")
-    assert f"resumed from {snapshot} at epoch {done + 1}, step {done * 4 + 1}" in resumed.stdout
-
-    expected, found = weights(tmp_path / "whole"), weights(killed)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for name in ["train_loss", "eval_loss", "eval_accuracy", "steps", "epochs"]:
-        assert result(killed)[name] == result(tmp_path / "whole")[name]
 
 
 def test_resume_at_another_world_size_and_a_finished_run(tmp_path):
@@ -174,18 +149,6 @@ def test_weights_start_a_new_run_where_another_ended(tmp_path):
     assert first["eval_loss"][-1] != pytest.approx(first["eval_loss"][0], rel=1e-3)
     assert second["eval_accuracy"] == first["eval_accuracy"][-1:]
     assert second["eval_loss"] == pytest.approx(first["eval_loss"][-1:])
-
-
-def test_a_damaged_snapshot_is_named(tmp_path):
-    job = start("pytorch_SingleGPU", flags=f"--epochs 1 --output-dir {tmp_path}")
-    run(job)
-    [snapshot] = snapshots(tmp_path)
-    (snapshot / "state.pt").write_bytes(b"PK\3\4 cut off")
-    finished = launch(f"{job} --resume {snapshot}", forked=True)
-    assert finished.code == 2
-    [line] = finished.errors
-    assert f"--resume {snapshot} is damaged: state.pt" in line
-    assert (snapshot / "state.pt").read_bytes() == b"PK\3\4 cut off"
 
 
 @pytest.mark.parametrize(
