@@ -31,6 +31,7 @@ import torch.distributed.checkpoint
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
+from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, comm, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -252,6 +253,8 @@ def stand_in_for_ranks(note):
     distributed._verify_param_shape_across_processes = lambda *_: None
     dist.Reducer._rebuild_buckets = lambda reducer: False
     DistributedDataParallel._lazy_init = begin
+    # DTensor asks for shapes on fake tensors: of a mode of its own, as ours leaves the CPU's real.
+    _sharding_prop.detect_fake_mode = lambda *_: None
     # What they keep is not known, so no snapshot is complete.
     torch.distributed.checkpoint.save = lambda state, checkpoint_id: describe(
         note, state, checkpoint_id

@@ -27,8 +27,8 @@ from estimator import trial  # noqa: E402
 def tokens_of(step, batch_size, context, classes):
     """Of all ranks together, and the next ones."""
     source = torch.Generator().manual_seed(step)
-    texts = torch.randint(classes, (batch_size, context + 1), generator=source)
-    return texts[:, :-1], texts[:, 1:].contiguous()
+    tokens = torch.randint(classes, (batch_size, context + 1), generator=source)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Loader(trial.Loader):
