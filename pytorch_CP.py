@@ -132,7 +132,7 @@ class WholeSequences(nn.Module):
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Whether positions, or heads, can be divided among the ranks."""
     heads, chunks = common.size_of(args.model)[1], 2 * world_size
-    if world_size > 1 and args.context % chunks:
+    if args.context % chunks:
         common.fail(
             f"--context {args.context} is not divisible by {chunks}, two chunks for each of "
             f"{world_size} ranks; use --context {max(args.context // chunks, 1) * chunks}"

@@ -191,8 +191,10 @@ def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def is_own(filename: str) -> bool:
-    """Whether a file is neither ours nor PyTorch's nor Python's."""
+    """Whether a file is neither ours nor PyTorch's nor Python's; the user's may lie among ours."""
     path, parts = Path(filename), Path(filename).parts
+    if (given := sys.modules.get("module_to_estimate")) and filename == given.__file__:
+        return True
     if path.is_relative_to(Path(torch.__file__).parent) or filename.startswith("<"):
         return False
     if path.is_relative_to(Path(inspect.__file__).parent) and "site-packages" not in parts:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, launcher, read_run, succeed
 
+from libraries import attention_kernels
+
 JOB = (
     "--model gpt-2x12x48 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20 "
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
@@ -110,6 +112,22 @@ def test_a_layer(n, tmp_path):
         assert bytes_sent == pytest.approx(sent[name] * (n - 1) / n)
         # and sums of scores, one where a query has five numbers; of allgather, its mask
         assert kept[name] <= bytes_kept < kept[name] + 0.4 / n
+
+
+@pytest.mark.parametrize("causal, keys", [(True, 8), (False, 12)])
+def test_where_there_is_no_kernel(causal, keys, monkeypatch):
+    """Matrix products do the same: in float64 on a GPU."""
+    torch.manual_seed(0)
+    q, gradient = torch.randn(2, 2, 3, 8, 5, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 3, keys, 5, dtype=torch.float64)
+    found = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(attention_kernels, "has_kernel", lambda q, has=has_kernel: has)
+        out, sums = attention_kernels.forward(q, k, v, causal)
+        gradients = attention_kernels.backward(gradient, q, k, v, out, sums, causal)
+        found.append((out, sums, *gradients))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 PYTORCH = """

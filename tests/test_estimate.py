@@ -3,13 +3,14 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, cases, launch, launcher, succeed
 from torch import nn
 
-from estimator import gpu_rules, network, published
+from estimator import gpu_rules, network, own_model, published
 from estimator.fit import LargestBatch
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, load_function
@@ -255,6 +256,15 @@ def broken():
 def mine(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     return tmp_path / "mine.py"
+
+
+def test_a_file_among_ours_is_the_users(mine, monkeypatch):
+    """As the page has it, which is typed in the repository's folder."""
+    monkeypatch.setitem(sys.modules, "module_to_estimate", None)
+    given = ROOT / "my_model.py"
+    assert not own_model.is_own(str(given)) and not own_model.is_own(str(ROOT / "common.py"))
+    monkeypatch.setitem(sys.modules, "module_to_estimate", SimpleNamespace(__file__=str(given)))
+    assert own_model.is_own(str(given)) and not own_model.is_own(str(ROOT / "common.py"))
 
 
 ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are called

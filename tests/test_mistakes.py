@@ -212,6 +212,7 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_FSDP_TP", 4, "--tp 2 --batch-size 25", ["--batch-size 25 is the global batch"]),
     ("pytorch_CP", 3, "--context 16", ["--context 16", "by 6, two chunks", "use --context 12"]),
     ("pytorch_CP", 4, "--context 2", ["use --context 8"]),
+    ("pytorch_CP", 1, "--context 15", ["use --context 14"]),
     (
         "pytorch_CP",
         3,
