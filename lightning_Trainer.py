@@ -238,7 +238,7 @@ def main():
     make_trainer(args, run.epochs).fit(task)
 
     if rank == 0:
-        common.save_model(task.weights, args.output_dir)
+        common.save_model(args, task.weights)
     run.finish(model, task.optimizer, **task.held)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

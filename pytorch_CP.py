@@ -33,32 +33,32 @@ from common import attention
 from libraries import attention_kernels
 
 
-def send_on(tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
+def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
     """To the next rank of the ring; and what comes, and the works, which keep both alive."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     coming = torch.empty_like(tensor)
-    send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
-    receive = dist.P2POp(dist.irecv, coming, (rank - 1) % world_size)
+    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % ranks)
     return coming, dist.batch_isend_irecv([send, receive])
 
 
-def rotate(own: Tensor) -> Iterator[tuple[int, Tensor]]:
+def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
     """Each rank and its shard, ours first. While one is used, the next is on its way."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for turn in range(world_size):
-        coming, works = send_on(own) if turn < world_size - 1 else (None, [])
-        yield (rank - turn) % world_size, own
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for turn in range(ranks):
+        coming, works = send_on(own, group) if turn < ranks - 1 else (None, [])
+        yield (rank - turn) % ranks, own
         for work in works:
             work.wait()
         own = coming
 
 
-def visible(source: int, half: int) -> tuple[slice, slice, bool]:
+def visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
     """Which of our queries see which keys of rank ``source``, and whether up to the diagonal only:
     of another rank's, half of all pairs, in every turn."""
-    if source == dist.get_rank():
+    if source == rank:
         return slice(None), slice(None), True
-    if source < dist.get_rank():  # its second chunk comes after both of ours
+    if source < rank:  # its second chunk comes after both of ours
         return slice(None), slice(half), False
     return slice(half, None), slice(None), False  # both of its chunks come between ours
 
@@ -69,10 +69,10 @@ class RingAttention(torch.autograd.Function):
     than the logarithm of the sum of their exponentials, which fused kernels return."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = log_sum = None
-        for source, (keys, values) in rotate(torch.stack([k, v])):
-            ours, seen, causal = visible(source, q.shape[2] // 2)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
+        found, log_sum, ctx.group, rank = None, None, group, dist.get_rank(group)
+        for source, (keys, values) in rotate(torch.stack([k, v]), group):
+            ours, seen, causal = visible(source, rank, q.shape[2] // 2)
             out, sums = attention_kernels.forward(
                 q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
             )
@@ -89,49 +89,53 @@ class RingAttention(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, found, log_sum = ctx.saved_tensors
-        own = torch.stack([k, v])
+        own, rank = torch.stack([k, v]), dist.get_rank(ctx.group)
         of_q, travelling, works = torch.zeros_like(q), torch.zeros_like(own), []
-        for source, (keys, values) in rotate(own):
-            ours, seen, causal = visible(source, q.shape[2] // 2)
+        for source, (keys, values) in rotate(own, ctx.group):
+            ours, seen, causal = visible(source, rank, q.shape[2] // 2)
             of_ours, *of_seen = attention_kernels.backward(
                 *(t[:, :, ours] for t in (gradient, q)), keys[:, :, seen], values[:, :, seen],
                 *(t[:, :, ours] for t in (found, log_sum)), causal,
             )  # fmt: skip
             of_q[:, :, ours] += of_ours
-            if source == dist.get_rank():
+            if source == rank:
                 of_own = torch.stack(of_seen)
                 continue
             for work in works:
                 work.wait()
             travelling[:, :, :, seen] += torch.stack(of_seen)
-            travelling, works = send_on(travelling)  # follows its shard, and comes home
+            travelling, works = send_on(travelling, ctx.group)  # follows its shard, and comes home
         for work in works:
             work.wait()
-        return of_q, *(of_own + travelling)
+        return of_q, *(of_own + travelling), None
 
 
-ATTENTIONS = {"ring": lambda: RingAttention.apply, **attention.OTHERS}
-ATTENTIONS["pytorch"] = attention_kernels.make_pytorch_ring
+def make_ring(group=None):
+    return lambda q, k, v: RingAttention.apply(q, k, v, group)
+
+
+ATTENTIONS = {"ring": make_ring, **attention.OTHERS, "pytorch": attention_kernels.pytorch_ring}
 
 
 class WholeSequences(nn.Module):
     """Takes whole sequences, and returns the logits of all positions, on every rank."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, group=None):
         super().__init__()
-        self.model = model
+        self.model, self.group = model, group
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        logits = self.model(attention.shard(tokens), attention.shard(positions, 0))
-        return attention.in_order(attention.Gather.apply(logits, 2), 2)
+        shards = (attention.shard(t, t.ndim - 1, self.group) for t in (tokens, positions))
+        logits = attention.Gather.apply(self.model(*shards), 2, self.group)
+        return attention.in_order(logits, 2, self.group)
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Whether positions, or heads, can be divided among the ranks."""
-    heads, chunks = common.size_of(args.model)[1], 2 * world_size
+    heads, chunks = common.size_of(args).kv_heads, 2 * world_size
     if args.context % chunks:
         common.fail(
             f"--context {args.context} is not divisible by {chunks}, two chunks for each of "
@@ -226,7 +230,7 @@ def main():
 
     # 7. Save and report
     if rank == 0:
-        common.save_model(model.module.state_dict(), args.output_dir)
+        common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

@@ -138,7 +138,7 @@ def main():
 
     # 7. Save and report
     if rank == 0:
-        common.save_model(model.state_dict(), args.output_dir)
+        common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

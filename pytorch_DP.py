@@ -96,7 +96,7 @@ def main():
         run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
-    common.save_model(model.state_dict(), args.output_dir)
+    common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
 
 

@@ -116,7 +116,7 @@ def main():
     # DeepSpeed: gathered one tensor at a time, of the fp32 copy, to the memory of rank 0's CPU
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:
-        common.save_model(weights, args.output_dir)
+        common.save_model(args, weights)
     run.finish(model, model.basic_optimizer, **held)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

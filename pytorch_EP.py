@@ -121,7 +121,7 @@ def main():
         near = max(args.experts // world_size, 1) * world_size
         common.fail(f"--experts {args.experts} are not divisible by {world_size} ranks; use {near}")
     common.announce(args, device)
-    common.seed_everything(args.seed, args.deterministic)  # EP: all ranks draw the same weights
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
@@ -135,7 +135,6 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
-    torch.manual_seed(args.seed + rank)  # DDP: dropout differs by rank
     experts = distribute_experts(model, device)
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
         model,
@@ -179,7 +178,7 @@ def main():
     dist.gather_object(own, parts)  # EP: to rank 0
     if rank == 0:
         weights = {name: tensor for part in parts for name, tensor in part.items()}
-        common.save_model({name: weights[name] for name in names}, args.output_dir)
+        common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

@@ -67,9 +67,8 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    with torch.device("cpu" if rank == 0 else "meta"):  # FSDP: weights on rank 0, shapes elsewhere
+    with torch.device("meta"):  # FSDP: shapes alone, as no rank is to hold the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
-    weights = model.state_dict()
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
@@ -80,9 +79,7 @@ def main():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: what is in no block
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(model, weights, options=whole)  # FSDP: from rank 0, to each its shards
-    del weights  # FSDP: rank 0's are whole
+    common.init_weights(args, model, train_set.classes)  # FSDP: on each rank its shards
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
@@ -115,9 +112,10 @@ def main():
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
 
     # 7. Save and report
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
     if rank == 0:
-        common.save_model(weights, args.output_dir)
+        common.save_model(args, weights)
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

@@ -47,6 +47,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
     (Korthikanti et al. 2022, arXiv:2205.05198)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
+    mlp = model.blocks[0].mlp  # of a Llama with a gate
     plan = {
         # TP: once for query, key and value, which in backward would send three messages
         "attention": PrepareModuleInput(**gather),
@@ -55,7 +56,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         "attention.value": ColwiseParallel(),
         "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... which add up here
         "mlp": PrepareModuleInput(**gather),
-        "mlp.up": ColwiseParallel(),
+        **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
         "mlp.down": RowwiseParallel(output_layouts=between),
     }
     if sequence_parallel:
@@ -67,10 +68,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         to_parts = {"input_layouts": Replicate()}
         plan = {
             "token": RowwiseParallel(**to_parts, output_layouts=Shard(1)),
-            "position": RowwiseParallel(**to_parts, output_layouts=Shard(0)),
             "norm": SequenceParallel(),
             "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
         }
+        if hasattr(model, "position"):  # TP: a Llama's are within its attention
+            plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(0))
         parallelize_module(model, mesh, plan)
         if tied:  # TP: each now has parameters of its own, without a word
             model.head.weight = model.token.weight
@@ -125,8 +127,7 @@ def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
-    _, heads, _, _, _ = common.size_of(args.model)
-    if heads % args.tp:
+    if (heads := common.size_of(args).kv_heads) % args.tp:
         common.fail(
             f"--model {args.model}: {heads} heads are not divisible by --tp {args.tp}; "
             "use a number of ranks that divides them"
@@ -135,7 +136,7 @@ def main():
         common.fail(f"--context {args.context} is not divisible by --tp {args.tp}; use a multiple")
     rows = world_size // args.tp  # 2-D: neighbours are a row, and rank r + T has the part of r
     common.announce(args, device, readers=rows)  # TP: all ranks of a row work on the same batch
-    common.seed_everything(args.seed, args.deterministic)  # TP: the same weights and dropout
+    common.seed_everything(args.seed, args.deterministic)  # TP: the same dropout
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
@@ -149,12 +150,14 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    model = common.make_model(args, train_set.classes, channels_last=False)
-    parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: on the device, this rank's part
+    with torch.device("meta"):  # TP: shapes alone, as no rank is to hold the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)
+    parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: a part for each rank
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])  # 2-D: of this rank's part, the rows' shares
     fully_shard(model, mesh=mesh["dp"])
-    model.to(device)
+    model.to_empty(device=device)  # TP: memory for this rank's part
+    common.init_weights(args, model, train_set.classes)  # TP: on each rank its part
     # 2-D: dropout differs by row, and by rank where ranks have different positions
     torch.manual_seed(args.seed + (rank if args.sequence_parallel else row))
 
@@ -194,7 +197,7 @@ def main():
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     weights = dcp.get_model_state_dict(model, options=whole)  # TP: to the CPU, on rank 0 whole
     if rank == 0:
-        common.save_model(weights, args.output_dir)
+        common.save_model(args, weights)
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

@@ -28,29 +28,34 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import SCHEDULES, divide
+from libraries.pipelining import SCHEDULES, divide, make_shapes
 
 
 class Stage(nn.Module):
-    """Some of the blocks, in the first stage the embeddings, in the last one the head."""
+    """Some of the blocks, in the first stage the embeddings, in the last one the head.
 
-    def __init__(self, model: nn.Module, number: int, stages: int):
+    Args:
+        positions: of the tokens, if not all of a sequence in order.
+    """
+
+    def __init__(self, model: nn.Module, number: int, stages: int, positions=None):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
-        self.blocks = model.blocks[begin:end]
         self.is_first, self.is_last = number == 0, number == stages - 1
-        if self.is_first:
-            self.token, self.position, self.dropout = model.token, model.position, model.dropout
-        if self.is_last:
-            self.norm, self.head = model.norm, model.head
+        self.blocks, self.positions = model.blocks[begin:end], positions
+        self.embed, self.unembed = model.embed, model.unembed
+        for name in self.is_first * model.before + self.is_last * model.after:
+            setattr(self, name, getattr(model, name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, or what the stage before returned, to what the next one takes, or to logits."""
-        if self.is_first:
+        positions = self.positions
+        if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-            x = self.dropout(self.token(x) + self.position(positions))
-        x = self.blocks(x)
-        return self.head(self.norm(x)).transpose(1, 2).contiguous() if self.is_last else x
+        x = self.embed(x, positions) if self.is_first else x
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.unembed(x) if self.is_last else x
 
 
 def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
@@ -59,47 +64,47 @@ def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
     for number, block in enumerate(model.blocks):
         if kept.isdisjoint(block.parameters()):
             model.blocks[number] = nn.Identity()  # or those after it would have other numbers
-    for name in ("token", "position", "norm", "head"):  # with --tie token and head are one
-        if kept.isdisjoint(getattr(model, name).parameters()):
+    for name in {*model.before, *model.after}:  # with --tie token and head are one
+        parameters = list(getattr(model, name).parameters())
+        if parameters and kept.isdisjoint(parameters):
             delattr(model, name)
 
 
-def make_schedule(args, stages: dict[int, Stage], count: int, microbatches: int, classes, device):
+def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, group=None):
     """What computes, sends and receives in order, with gradients for all of this rank's stages."""
-    size = args.batch_size // microbatches, args.context
-    with torch.device("meta"):  # shapes, or a first forward would draw dropout to find them out
-        tokens = torch.empty(size, dtype=torch.int64)
-        hidden = torch.empty(*size, common.size_of(args.model)[2], requires_grad=True)
-        logits = torch.empty(size[0], classes, size[1], requires_grad=True)
-    parts = []
+    (tokens, hidden, logits), parts = shapes, []
     for number, stage in stages.items():
-        shapes = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
-        parts.append(pipelining.PipelineStage(stage, number, count, device, *shapes))
+        ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
+        parts.append(pipelining.PipelineStage(stage, number, count, device, *ends, group=group))
         if device.type == "cpu":  # PyTorch 2.11 greets neighbours, and gloo cannot greet itself
             parts[-1]._get_init_p2p_neighbors_ops = list
-    return SCHEDULES[args.pipeline_schedule](
+    return SCHEDULES[name](
         parts if len(parts) > 1 else parts[0],
         microbatches,
-        loss_fn=lambda logits, labels: F.cross_entropy(logits, labels) / microbatches,
+        loss_fn=loss_fn,
         scale_grads=False,  # the loss is: a matrix that two stages share would be scaled twice
     )
 
 
-def forward(stages: dict[int, Stage], owners: list[int], width: int, classes: int, tokens):
+def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens: torch.Tensor):
     """For evaluation: all stages, one after the other. All ranks call it, and get the logits. (Of
     the schedules, zbv cannot evaluate.) With their first message, nccl connects two ranks."""
-    x, rank, last = tokens, dist.get_rank(), len(owners) - 1
+    x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
+    hidden, logits = (x.new_empty(len(x), *s.shape[1:], dtype=s.dtype) for s in shapes[1:])
     for number, stage in stages.items():
         if number > 0 and owners[number - 1] != rank:
-            x = torch.empty(*tokens.shape, width, device=tokens.device)
-            dist.recv(x, owners[number - 1])
+            dist.recv(x := hidden, group=group, group_src=owners[number - 1])
         x = stage(x)
         if number < last and owners[number + 1] != rank:
-            dist.send(x, owners[number + 1])
-    if owners[last] != rank:
-        x = torch.empty(len(tokens), classes, tokens.shape[1], device=tokens.device)
-    dist.broadcast(x, owners[last])
+            dist.send(x, group=group, group_dst=owners[number + 1])
+    x = x if owners[last] == rank else logits
+    dist.broadcast(x, group=group, group_src=owners[last])
     return x
+
+
+def mean_loss(parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of one part of a batch, so that those of all parts add up to the mean."""
+    return F.cross_entropy(logits.to(torch.get_default_dtype()), labels) / parts
 
 
 def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) -> None:
@@ -133,8 +138,9 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
-    layers, _, width, _, _ = common.size_of(args.model)
-    owners, microbatches = divide(args, layers, world_size)  # PP: before ranks wait for each other
+    size = common.size_of(args)
+    # PP: before ranks wait for each other
+    owners, microbatches = divide(args, size.layers, world_size)
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -148,15 +154,17 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    torch.manual_seed(args.seed)  # PP: all ranks draw the same weights
-    model = common.make_model(args, train_set.classes, channels_last=False)
-    torch.manual_seed(args.seed + rank)  # PP: dropout differs by rank
+    with torch.device("meta"):  # PP: shapes alone, as no rank is to hold the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)
     names, classes, count = list(model.state_dict()), len(train_set.classes), len(owners)
     stages = {n: Stage(model, n, count) for n in range(count) if owners[n] == rank}  # PP: its own
     keep_only(stages, model)
-    model.to(device)  # PP: no device holds the whole model
-    model.forward = partial(forward, stages, owners, width, classes)
-    schedule = make_schedule(args, stages, count, microbatches, classes, device)
+    model.to_empty(device=device)  # PP: memory for this rank's stages
+    common.init_weights(args, model, train_set.classes)  # PP: on each rank those of its stages
+    shapes = make_shapes((batch_size // microbatches, args.context), size.width, classes)
+    model.forward = partial(forward, stages, owners, shapes, None)
+    name, loss_fn = args.pipeline_schedule, partial(mean_loss, microbatches)
+    schedule = make_schedule(name, stages, count, microbatches, shapes, loss_fn, device)
     shared, ends = set(), [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head are one matrix, on two ranks
         group = dist.new_group(ends)
@@ -198,7 +206,7 @@ def main():
     dist.gather_object({k: v.cpu() for k, v in model.state_dict().items()}, parts)  # PP: to rank 0
     if rank == 0:
         weights = {name: tensor for part in parts for name, tensor in part.items()}
-        common.save_model({name: weights[name] for name in names}, args.output_dir)
+        common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
     # others, which are in the middle of a collective, and the error would stay unseen.

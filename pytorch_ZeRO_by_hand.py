@@ -177,7 +177,7 @@ def main():
 
     # 7. Save and report
     if rank == 0:
-        common.save_model(model.state_dict(), args.output_dir)
+        common.save_model(args, model.state_dict())
     gradients = [shard.grad for shard in shards]
     run.finish(model, optimizer, gradients=gradients)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the

@@ -118,7 +118,7 @@ def main():
 
     # 7. Save and report
     if rank == 0:
-        common.save_model(model.module.state_dict(), args.output_dir)
+        common.save_model(args, model.module.state_dict())
     whole = 2 * 4 * (world_size - 1) / world_size
     ratio = 2 if args.comm_hook != "powersgd" else state.compression_stats()[0] or 1
     sent = f"{whole / ratio:.3f} bytes per parameter, not {whole:.3f}"

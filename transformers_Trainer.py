@@ -133,7 +133,7 @@ def main():
 
     # 7. Save and report
     if rank == 0:
-        common.save_model(model.state_dict(), args.output_dir)
+        common.save_model(args, model.state_dict())
     # Trainer: frees the gradients after each step; they are as large as the parameters
     run.finish(model, optimizer, gradients=model.parameters())
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the

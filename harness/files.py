@@ -27,14 +27,15 @@ def save_file(state: dict, path: Path) -> None:
     sync(path.parent)
 
 
-def load_file(path: Path | str, flag: str) -> dict:
+def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
     """``torch.load`` of a dict of tensors and plain types, onto the CPU.
 
     Args:
         flag: the one that named the file, for the line that says what is wrong with it.
+        mmap: read each tensor when it is used.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files raise any of a dozen types
         fail(
             f"{flag} {path} cannot be loaded ({type(error).__name__}: damaged, or not only of "

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import NoReturn
 
 import jobs.classifiers
+import jobs.decoder
 import jobs.encoder
-import jobs.gpt
 import jobs.images
 import jobs.reviews
 import jobs.text
@@ -23,7 +23,7 @@ DATASETS = {
     jobs.text: ["auto", "shakespeare", "text", "synthetic"],
     jobs.reviews: ["auto", "reviews"],
 }
-MODELS = {jobs.images: jobs.classifiers, jobs.text: jobs.gpt, jobs.reviews: jobs.encoder}
+MODELS = {jobs.images: jobs.classifiers, jobs.text: jobs.decoder, jobs.reviews: jobs.encoder}
 
 
 def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
@@ -33,10 +33,9 @@ def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
         only_gpt: the help leaves out what is for other models.
         experts: the help shows what is for a mixture of experts.
     """
-    gpts = "gpt-nano, gpt-mini, gpt2, or gpt-LxHxD, such as gpt-4x4x128"
-    model = (
-        f"any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); a GPT: {gpts}"
-    )
+    gpts = jobs.decoder.NAMES
+    model = "any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); a decoder"
+    model = f"{model}: {gpts}"
     data = "CIFAR-10, or Shakespeare for a GPT"
     if only_gpt:
         model, data = f"{gpts} (default: gpt-mini on a GPU, gpt-nano on a CPU)", "Shakespeare"
@@ -58,7 +57,8 @@ def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
     flag("--eval-samples", type=positive, metavar="N",
          help="use the first N evaluation samples (default: all; 1000 on a CPU)")
     flag("--weights", default="none", metavar="PATH", type=trim_url,
-         help="start from the weights in this model.pt" + ("" if only_gpt else
+         help="start from the weights in this model.pt; of a Llama also a folder with config.json "
+         "and *.safetensors" + ("" if only_gpt else
          ", or from imagenet; for reviews also a folder or a name on huggingface.co")
          + " (default: none)")
     # fmt: on
@@ -70,7 +70,7 @@ def data_of(args: argparse.Namespace) -> ModuleType:
     model = args.model or ""
     if args.dataset == "reviews" or model.startswith("encoder") or model == "distilbert":
         return jobs.reviews
-    return jobs.text if model.startswith("gpt") else jobs.images
+    return jobs.text if jobs.decoder.is_decoder(model) else jobs.images
 
 
 def models_of(args: argparse.Namespace) -> ModuleType:
@@ -80,8 +80,8 @@ def models_of(args: argparse.Namespace) -> ModuleType:
 def check_is_gpt(args: argparse.Namespace) -> None:
     if data_of(args) is not jobs.text:
         fail(
-            f"--model {args.model}: {SCRIPT}.py takes the blocks of a GPT apart, and no other "
-            "model's; use gpt-nano, gpt-mini, gpt2 or gpt-LxHxD"
+            f"--model {args.model}: {SCRIPT}.py takes the blocks of a decoder apart, and no other "
+            "model's; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
         )
     if args.experts and SCRIPT != "pytorch_EP":
         fail(f"--experts {args.experts}: {SCRIPT}.py knows no mixture; use pytorch_EP.py")
@@ -89,6 +89,8 @@ def check_is_gpt(args: argparse.Namespace) -> None:
 
 def fill_defaults(args: argparse.Namespace) -> None:
     """Fill in what the job's defaults are, and report what belongs to another one."""
+    if args.model in (None, "gpt") and args.dataset != "reviews" and jobs.decoder.is_folder(args):
+        args.model = "llama"
     ours = data_of(args)
     for name in sorted({name for job in DATASETS for name in job.FLAGS} - set(ours.FLAGS)):
         if getattr(args, name) is not None:
@@ -102,6 +104,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
     ours.fill_defaults(args)
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     named |= ours is jobs.reviews and jobs.reviews.has_pretrained(args)
+    named |= ours is jobs.text and jobs.decoder.is_folder(args)
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():

@@ -80,7 +80,11 @@ class MixtureOfExperts(nn.Module):
 def grouped(experts: list[nn.Module], tokens: Tensor, counts: Tensor) -> Tensor:
     """All experts at once, in bfloat16: the CPU need not know how many tokens each of them has."""
     ends = counts.cumsum(0).to(torch.int32)
-    matrices = ([getattr(expert, name).weight for expert in experts] for name in ("up", "down"))
-    up, down = (torch.stack(each).mT for each in matrices)
-    hidden = F.gelu(F.grouped_mm(tokens, up, offs=ends))
-    return experts[0].dropout(F.grouped_mm(hidden, down, offs=ends))
+
+    def multiply(x: Tensor, name: str) -> Tensor:
+        matrices = [getattr(expert, name).weight for expert in experts]
+        return F.grouped_mm(x, torch.stack(matrices).mT, offs=ends)
+
+    if hasattr(experts[0], "gate"):
+        return multiply(F.silu(multiply(tokens, "gate")) * multiply(tokens, "up"), "down")
+    return experts[0].dropout(multiply(F.gelu(multiply(tokens, "up")), "down"))

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import jobs.gpt
 from harness.command_line import ArgumentParser, fail, number, positive
 from harness.ranks import print0
 from harness.remote import fetch_input
 from harness.task_data import TaskData
+from jobs import decoder, gpt
 from jobs.download import fetch
+from jobs.llama import LlamaSize
+from libraries import hub
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
@@ -30,9 +32,15 @@ def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
     # fmt: off
     flag = parser.add_flags("language-model options")
     flag("--context", type=positive, metavar="N",
-         help="tokens per sequence (default: gpt-nano 64, gpt-mini 256, gpt2 1024, others 256)")
-    flag("--tokenizer", choices=["chars", "bytes"],
-         help="tokens: the characters of the text (default), or the bytes of any file")
+         help="tokens per sequence (default: gpt-nano 64, gpt-mini 256, gpt2 1024, "
+         "llama3-8b 8192, gpt-LxHxD 256, of --weights at most 2048)")
+    flag("--tokenizer", choices=["chars", "bytes", "hub"],
+         help="tokens: the characters of the text, the bytes of any file, or hub: the tokenizer in "
+         "the folder --weights (default: hub if it has one, else chars)")
+    flag("--kv-heads", type=positive, metavar="N",
+         help="llama-LxHxD: heads of keys and values (default: as many as of queries)")
+    flag("--mlp-width", type=positive, metavar="N",
+         help="llama-LxHxD: width within the MLP (default: 8/3 of the width)")
     flag("--dropout", type=number(float, 0, 1), metavar="P",
          help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
     flag("--tie", action="store_true", default=None,
@@ -47,6 +55,7 @@ def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
 
 
 IDENTITY = ["context", "tokenizer", "tie", "experts", "top_k", "balance"]  # must match to resume
+IDENTITY += ["kv_heads", "mlp_width"]
 FLAGS = [*IDENTITY, "dropout"]  # of those that not all jobs have
 
 
@@ -54,8 +63,12 @@ def fill_defaults(args: argparse.Namespace) -> None:
     """Fill in what depends on the device and the model, and check what needs no data."""
     if args.model == "gpt":
         args.model = MODELS[args.device]
-    *_, context, dropout = jobs.gpt.size_of(args.model)
-    defaults = {"context": context, "dropout": dropout, "tokenizer": "chars", "optimizer": "adamw"}
+    size = decoder.size_of(args)
+    own = decoder.is_folder(args)
+    tokenizer = "hub" if own and hub.has_tokenizer(decoder.folder_of(args)) else "chars"
+    context = min(size.context, 2048) if own else size.context
+    defaults = {"context": context, "dropout": size.dropout, "tokenizer": tokenizer}
+    defaults |= {"optimizer": "adamw", "tie": getattr(size, "tie", False) or None}
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -69,11 +82,17 @@ def fill_defaults(args: argparse.Namespace) -> None:
             fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
         if args.top_k > args.experts:
             fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
-    if args.context > context and args.model in jobs.gpt.SIZES:
+    if args.context > size.context and args.model in gpt.SIZES:
         fail(
-            f"--context {args.context}: {args.model} looks back at {context} at most; use no more "
-            "than that, or a model of the form gpt-LxHxD"
+            f"--context {args.context}: {args.model} looks back at {size.context} at most; use no "
+            "more than that, or a model of the form gpt-LxHxD"
         )
+    if args.dropout and isinstance(size, LlamaSize):
+        fail(f"--dropout {args.dropout:g}: a Llama has none; leave it out")
+    if args.tokenizer == "hub" and not (own and hub.has_tokenizer(decoder.folder_of(args))):
+        fail("--tokenizer hub is the one in the folder --weights; give a folder that has one")
+    if own and not isinstance(size, LlamaSize):
+        fail(f"--weights {args.weights} is of a Llama; use --model llama, which takes its shape")
     if args.lr is None:
         args.lr = 0.001 if args.optimizer == "adamw" else 0.1
     if args.weight_decay is None:
@@ -83,7 +102,8 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
 
 def describe(args: argparse.Namespace) -> str:
-    return f"of {args.context} {'bytes' if args.tokenizer == 'bytes' else 'characters'}"
+    unit = {"bytes": "bytes", "hub": "tokens"}.get(args.tokenizer, "characters")
+    return f"of {args.context} {unit}"
 
 
 class Text(TaskData):
@@ -261,6 +281,12 @@ def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[
     if args.tokenizer == "bytes":
         tokens = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
         return tokens, [chr(byte) for byte in range(256)]
+    if args.tokenizer == "hub":
+        tokenizer = hub.load_tokenizer(decoder.folder_of(args))
+        n = max(decoder.size_of(args).vocabulary, len(tokenizer))  # of a matrix that is padded
+        numbers = [tokenizer(text.decode(), add_special_tokens=False) for text in texts]
+        tokens = [torch.tensor(found["input_ids"], dtype=torch.int32) for found in numbers]
+        return tokens, [token or "" for token in tokenizer.convert_ids_to_tokens(range(n))]
     points = [np.frombuffer(text.decode().encode("utf-32-le"), dtype=np.uint32) for text in texts]
     known = np.unique(np.concatenate(points))
     kind = np.uint8 if len(known) <= 256 else np.int32

@@ -1,11 +1,11 @@
 """PyTorch's attention kernels, forward and backward apart, as a ring of ranks calls them; and
 PyTorch's own ring.
 
-Queries, keys, values and outputs are ``[batch, heads, time, width]``. Forward also returns, and
-backward needs, the logarithm of the sum of each query's exponentiated scores, ``[batch, heads,
-time]``. If these, and the output, are those of more keys than are given, the gradients are what the
-given ones contribute. With ``causal`` queries and keys are of the same positions, and none sees a
-later one.
+Queries, keys, values and outputs are ``[batch, heads, time, width]``; keys and values may have
+fewer heads than queries. Forward also returns, and backward needs, the logarithm of the sum of each
+query's exponentiated scores, ``[batch, heads, time]``. If these, and the output, are those of more
+keys than are given, the gradients are what the given ones contribute. With ``causal`` queries and
+keys are of the same positions, and none sees a later one.
 """
 
 import math
@@ -27,8 +27,15 @@ def has_kernel(q: Tensor) -> bool:
     return not q.is_cuda or q.dtype != torch.float64 and q.shape[-1] % width == 0
 
 
+def repeat(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
+    """A head of keys, or values, for each of queries."""
+    times = q.shape[1] // kv[0].shape[1]
+    return kv if times == 1 else tuple(t.repeat_interleave(times, 1) for t in kv)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output and sums."""
+    k, v = repeat(q, k, v)
     if not has_kernel(q):
         found = scores(q, k, causal)
         return found.softmax(-1) @ v, found.logsumexp(-1)
@@ -43,6 +50,17 @@ def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
+    heads = k.shape[1]
+    of_q, *of_kv = gradients(gradient, q, *repeat(q, k, v), out, sums, causal)
+    if heads < q.shape[1]:  # each has served several
+        of_kv = (t.unflatten(1, (heads, -1)).sum(2) for t in of_kv)
+    return of_q, *of_kv
+
+
+def gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, of as many heads of keys as of queries."""
     if not has_kernel(q):
         weights = (scores(q, k, causal) - sums[..., None]).exp()
         mean = (gradient * out).sum(-1, keepdim=True)  # of the weights' gradients, by weight
@@ -65,11 +83,12 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return found.masked_fill(later, -math.inf) if causal else found
 
 
-def make_pytorch_ring() -> Callable:
+def pytorch_ring(group=None) -> Callable:
     """PyTorch's own, of an experimental module that moves between versions. DTensors say that each
     rank has a shard of the positions; it takes them to be dealt out as in pytorch_CP.py."""
     try:
-        from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
         from torch.distributed.tensor.experimental import _attention
 
         _attention._cp_options.enable_load_balance = True
@@ -79,10 +98,12 @@ def make_pytorch_ring() -> Callable:
             f"--attention pytorch: PyTorch {torch.__version__} has it in another way ({error}); "
             "use --attention ring"
         )
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    group = group or dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, "cuda")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, k, v))
+        kv = repeat(q, k, v)
+        q, k, v = (DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, *kv))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).to_local()
 
     return attend

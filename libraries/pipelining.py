@@ -2,6 +2,7 @@
 
 import argparse
 
+import torch
 from torch.distributed import pipelining
 
 from harness.command_line import fail
@@ -43,3 +44,12 @@ def divide(args: argparse.Namespace, layers: int, ranks: int) -> tuple[list[int]
             f"--batch-size {batch} on {ranks} ranks; use {use}"
         )
     return owners, microbatches
+
+
+def make_shapes(size: tuple[int, int], width: int, classes: int) -> list[torch.Tensor]:
+    """Of a micro-batch's tokens ``size``, of what stages send each other, and of logits; without
+    them a first forward would find them out, and draw dropout for it."""
+    with torch.device("meta"):
+        tokens = torch.empty(size, dtype=torch.int64)
+        hidden = torch.empty(*size, width, requires_grad=True)
+        return [tokens, hidden, torch.empty(size[0], classes, size[1], requires_grad=True)]

@@ -13,7 +13,7 @@ OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room
     "harness": set(),
     "libraries": {"harness"},
-    "jobs": {"harness"},
+    "jobs": {"libraries", "harness"},
     "common": {"libraries", "jobs", "harness"},
     "inference": {"common", "jobs", "harness"},
     "report": set(),
