@@ -77,7 +77,7 @@ class RingAttention(torch.autograd.Function):
                 q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
             )
             if found is None:
-                found, log_sum = out.to(sums.dtype), sums
+                found, log_sum = out.to(sums.dtype, copy=True), sums.clone()  # others may keep them
                 continue
             before = log_sum[:, :, ours]
             both = torch.logaddexp(before, sums)

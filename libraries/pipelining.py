@@ -21,10 +21,17 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
     return once + {"interleaved": once, "zbv": once[::-1]}.get(schedule, [])
 
 
-def divide(args: argparse.Namespace, layers: int, ranks: int) -> tuple[list[int], int]:
+def divide(
+    args: argparse.Namespace, layers: int, ranks: int, batch: int = 0
+) -> tuple[list[int], int]:
     """The rank of each stage, and how many micro-batches: ``--microbatches``, or at least two for
-    each rank. What would let one rank raise an error, and the others wait for it, is refused."""
-    schedule, batch = args.pipeline_schedule, args.batch_size
+    each rank. What would let one rank raise an error, and the others wait for it, is refused.
+
+    Args:
+        batch: that goes through the pipeline at once, if not ``--batch-size``.
+    """
+    schedule, whole = args.pipeline_schedule, args.batch_size
+    batch = batch or whole
     owners = ranks_of_stages(schedule, ranks)
     if layers < len(owners):
         fail(
@@ -41,15 +48,23 @@ def divide(args: argparse.Namespace, layers: int, ranks: int) -> tuple[list[int]
         use = " or ".join([*map(str, fit), "another --batch-size"])
         fail(
             f"--microbatches {microbatches} is not for --pipeline-schedule {schedule} with "
-            f"--batch-size {batch} on {ranks} ranks; use {use}"
+            f"--batch-size {whole}, {batch} at once, on {ranks} ranks; use {use}"
         )
     return owners, microbatches
 
 
-def make_shapes(size: tuple[int, int], width: int, classes: int) -> list[torch.Tensor]:
+def make_shapes(
+    size: tuple[int, int], width: int, classes: int, parts: int = 1, dtype=None
+) -> list[torch.Tensor]:
     """Of a micro-batch's tokens ``size``, of what stages send each other, and of logits; without
-    them a first forward would find them out, and draw dropout for it."""
+    them a first forward would find them out, and draw dropout for it.
+
+    Args:
+        parts: into which positions are cut between stages.
+        dtype: of what is sent, and of logits.
+    """
+    batch, time = size
     with torch.device("meta"):
         tokens = torch.empty(size, dtype=torch.int64)
-        hidden = torch.empty(*size, width, requires_grad=True)
-        return [tokens, hidden, torch.empty(size[0], classes, size[1], requires_grad=True)]
+        hidden = torch.empty(batch, time // parts, width, dtype=dtype, requires_grad=True)
+        return [tokens, hidden, torch.empty(batch, classes, time, dtype=dtype, requires_grad=True)]

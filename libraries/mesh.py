@@ -1,0 +1,82 @@
+"""The flags of pytorch_ND_parallel.py's mesh, and what cannot be divided among its ranks."""
+
+import argparse
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from harness.command_line import ArgumentParser, fail, number
+from libraries.pipelining import SCHEDULES
+
+
+def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
+    positive = number(int, 1)
+    # fmt: off
+    flag = parser.add_flags("mesh (the product of its dimensions is the number of ranks)")
+    flag("--dp-replicate", type=positive, default=1, metavar="N", help="replicas (default: 1)")
+    flag("--dp-shard", type=positive, metavar="N",
+         help="ranks that shard a replica, with --cp (default: what the others leave over)")
+    flag("--tp", type=positive, default=1, metavar="N", help="ranks that split each matrix")
+    flag("--sequence-parallel", action="store_true",
+         help="also split norms, dropout and residuals, along the sequence")
+    flag("--pp", type=positive, default=1, metavar="N", help="ranks of the pipeline")
+    flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
+    flag("--microbatches", type=positive, metavar="M",
+         help="micro-batches of the pipeline (default: at least two per rank)")
+    flag("--cp", type=positive, default=1, metavar="N", help="ranks that split each sequence")
+    flag("--attention", choices=attentions, default="ring",
+         help="how they exchange keys and values (default: ring)")
+    flag = parser.add_flags("memory and speed")
+    flag("--ac", choices=["none", "selective", "full"], default="none",
+         help="activation checkpointing: compute each block again in backward; selective: all but "
+         "matmuls and attention (default: none)")
+    flag("--compile", action="store_true", help="compile each block")
+    flag("--dtype", choices=["float32", "bfloat16"], default="float32",
+         help="dtype of compute and of the gathered weights (default: float32)")
+    flag("--accumulate", type=positive, default=1, metavar="K",
+         help="compute the batch in K parts, one after the other (default: 1)")
+    flag("--offload", action="store_true", help="keep parameters and optimizer in CPU memory")
+    # fmt: on
+
+
+def check(args: argparse.Namespace, size, world_size: int) -> None:
+    """Settle ``--dp-shard``, and refuse what cannot be divided before ranks wait for each other."""
+    others = args.dp_replicate * args.tp * args.pp * args.cp
+    mesh = f"--dp-replicate {args.dp_replicate} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
+    if world_size % others:
+        fail(f"{mesh} does not divide {world_size} ranks; use {others} ranks, or a multiple")
+    args.dp_shard = args.dp_shard or world_size // others
+    if args.dp_shard * others != world_size:
+        fail(
+            f"{mesh} x --dp-shard {args.dp_shard} makes {args.dp_shard * others} ranks, and there "
+            f"are {world_size}; use --dp-shard {world_size // others}"
+        )
+    heads = size.kv_heads
+    if heads % args.tp:
+        fail(f"--tp {args.tp} does not divide {heads} heads of {args.model}; use a divisor")
+    if args.attention == "ulysses" and heads // args.tp % args.cp:
+        why = f"{heads // args.tp} heads cannot be divided among --cp {args.cp}"
+        fail(f"--attention ulysses: {why}; use --attention ring")
+    parts = (2 * args.cp if args.cp > 1 else 1) * (args.tp if args.sequence_parallel else 1)
+    if args.context % parts:
+        near = max(args.context // parts, 1) * parts
+        fail(f"--context {args.context} is not divisible by {parts}; use --context {near}")
+    shares = args.dp_replicate * args.dp_shard * args.accumulate
+    if args.batch_size % shares:
+        near = max(args.batch_size // shares, 1) * shares
+        why = f"--batch-size {args.batch_size} is the global batch and is not divisible by"
+        fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
+    if args.microbatches and args.pp == 1:
+        fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
+    if args.pipeline_schedule == "zbv" and (args.ac != "none" or args.compile):
+        fail("--pipeline-schedule zbv splits backward in two, which --ac and --compile "
+                    "cannot; use 1f1b")  # fmt: skip
+
+
+def connect_ends(stages: int) -> dist.ProcessGroup:
+    """The first and the last stage, which with --tie have a copy each of one matrix. All ranks make
+    all groups."""
+    ranks = dist.get_world_size()
+    of_stage = ranks // stages  # pp is the outermost dimension
+    ends = [[number, ranks - of_stage + number] for number in range(of_stage)]
+    return dist.new_subgroups_by_enumeration(ends)[0]

@@ -1,0 +1,107 @@
+"""Llama: equal to transformers' in both directions, read in shards, with a tokenizer of its own."""
+
+import pytest
+import torch
+from conftest import cases, launcher, read_run, succeed
+from test_contract import in_double
+from test_parity import relative_difference
+
+transformers = pytest.importorskip("transformers")
+JOB = (
+    "--dataset synthetic --train-samples 96 --eval-samples 20 --batch-size 24 --context 24 "
+    "--max-steps 3 --double"
+)
+SCALED = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+VOCABULARY = 27  # characters of the synthetic text
+
+
+def make_folder(folder, scaling=None, tie=False, shards="5GB", dtype=torch.float64):
+    """A folder as transformers writes it; returns its model."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        rms_norm_eps=1e-6, tie_word_embeddings=tie, rope_theta=10_000.0, rope_scaling=scaling,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model
+
+
+OURS = """
+import sys, torch
+sys.path.insert(0, ".")
+out, *sys.argv = sys.argv[1], "pytorch_SingleGPU.py", *sys.argv[2:], "--device", "cpu", "--double"
+import common
+args = common.parse_args(common.argument_parser(""))
+torch.set_default_dtype(torch.float64)
+model = common.make_model(args, list(" abcdefghijklmnopqrstuvwxyz")).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(48).view(2, 24) % 27), out)
+"""
+
+
+def our_logits(flags, out):
+    succeed(["python", "-c", OURS, str(out), *flags.split()])
+    return torch.load(out)
+
+
+def relative(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def normalize(norm, x):
+    """transformers' computes in fp32 whatever it is given, ours in float64 there."""
+    x = x * (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    return norm.weight * x
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(torch.arange(48).view(2, 24) % VOCABULARY).logits.transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def norms_in_float64(monkeypatch):
+    theirs = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    monkeypatch.setattr(theirs, "forward", normalize)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("scaling", [None, SCALED], ids=["", "scaled"])
+def test_we_read_what_transformers_writes(scaling, tie, tmp_path):
+    theirs = make_folder(tmp_path / "theirs", scaling, tie, shards="40KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1  # and an index
+    ours = our_logits(f"--weights {tmp_path / 'theirs'}", tmp_path / "logits.pt")
+    assert relative(ours, logits_of(theirs)) < 1e-12
+
+
+@pytest.mark.parametrize("tie", ["", "--tie"])
+def test_transformers_reads_what_we_write(tie, tmp_path):
+    flags = f"--model llama-3x4x48 --kv-heads 2 --mlp-width 80 {tie}"
+    succeed(f"python pytorch_SingleGPU.py {flags} {JOB} --output-dir {tmp_path}", forked=True)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    ours = our_logits(f"{flags} --context 24 --weights {tmp_path}/model.pt", tmp_path / "logits")
+    assert relative(logits_of(model), ours) < 1e-12
+
+
+SHARDED = [("pytorch_FSDP", 3), ("pytorch_TP", 2), ("pytorch_PP", 2), ("pytorch_torchrun_DDP", 2)]
+SHARDED += [("pytorch_FSDP_TP --sequence-parallel", 4), ("pytorch_CP", 2), ("pytorch_HSDP", 2)]
+
+
+@pytest.mark.parametrize("script, n", cases(SHARDED, lambda *row: row in SHARDED[:3]))
+def test_a_folder_is_read_in_shards(script, n, tmp_path):
+    """And trained on: it ends as one process does, at 16 bits that become 64."""
+    make_folder(tmp_path / "theirs", SCALED, dtype=torch.bfloat16)
+    ends = []
+    for name, ranks in (("pytorch_SingleGPU", 1), (script, n)):
+        out = tmp_path / str(ranks)
+        command = f"{launcher(name, ranks)} {JOB} --weights {tmp_path / 'theirs'}"
+        succeed(f"{command} --output-dir {out}", forked=True)
+        ends.append(in_double(read_run(out)[0]))
+    assert relative_difference(ends[1], ends[0]) < 1e-11

@@ -1,0 +1,66 @@
+"""Every pair of dimensions on four ranks, and every triple on eight, ends with the weights of the
+single process; a snapshot of one mesh is that of another, and of the lessons."""
+
+import itertools
+
+import pytest
+from conftest import cases
+from test_contract import TOLERANCE, in_double
+from test_parity import relative_difference
+
+JOB = (
+    "--context 16 --dataset synthetic --train-samples 64 --eval-samples 20 --batch-size 16 "
+    "--epochs 9 --max-steps 6 --warmup-steps 3 --clip-grad 0.5 --double"
+)
+MODELS = {"gpt": "--model gpt-2x4x16", "llama": "--model llama-2x4x16 --kv-heads 2"}
+DIMENSIONS = {
+    "replicate": "--dp-replicate 2", "shard": "--dp-shard 2", "tp": "--tp 2", "pp": "--pp 2",
+    "cp": "--cp 2",
+}  # fmt: skip
+PAIRS, TRIPLES = ([*itertools.combinations(DIMENSIONS, n)] for n in (2, 3))
+EXTRAS = ["", "--ac full", "--ac selective", "--accumulate 2", "--tie", "--sequence-parallel"]
+EXTRAS += ["--sequence-parallel --tie --accumulate 2 --ac full"]
+
+
+def rows():
+    """Of a pair all, of a triple what can differ: its model and one extra in turn."""
+    for pair, model, optimizer, extra in itertools.product(PAIRS, MODELS, TOLERANCE, EXTRAS):
+        if "--sequence-parallel" not in extra or "tp" in pair:
+            yield "+".join(pair), model, optimizer, extra
+    for triple, model, optimizer in itertools.product(TRIPLES, MODELS, TOLERANCE):
+        for extra in ("", "--sequence-parallel --tie --accumulate 2 --ac full"):
+            if "tp" not in triple:
+                extra = extra.replace("--sequence-parallel ", "")
+            yield "+".join(triple), model, optimizer, extra
+
+
+USUAL = [
+    ("replicate+shard", "gpt", "adamw", "--accumulate 2"),
+    ("shard+tp", "llama", "adamw", "--sequence-parallel --tie --accumulate 2 --ac full"),
+    ("shard+pp", "llama", "adamw", "--tie"),
+    ("tp+pp", "llama", "sgd", "--sequence-parallel"),
+    ("tp+cp", "gpt", "sgd", "--ac selective"),
+    ("pp+cp", "llama", "adamw", ""),
+    ("shard+tp+pp", "llama", "adamw", "--sequence-parallel --tie --accumulate 2 --ac full"),
+    ("tp+pp+cp", "gpt", "adamw", ""),
+]
+
+
+@pytest.mark.parametrize(
+    "dimensions, model, optimizer, extra", cases([*rows()], lambda *row: row in USUAL)
+)
+def test_parity(dimensions, model, optimizer, extra, train, measured):
+    names = dimensions.split("+")
+    flags = f"{MODELS[model]} --optimizer {optimizer}" + (" --tie" if "--tie" in extra else "")
+    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    mesh = " ".join(DIMENSIONS[name] for name in names)
+    weights, result = train(
+        "pytorch_ND_parallel", 2 ** len(names), f"{flags} {mesh} {extra.replace('--tie', '')}"
+    )
+    assert list(weights) == list(expected)
+    difference = relative_difference(in_double(weights), in_double(expected))
+    row = {"script": f"pytorch_ND_parallel {mesh} {extra}".rstrip(), "ranks": 2 ** len(names)}
+    measured("parity_nd", **row, model=model, optimizer=optimizer, value=difference)
+    assert difference < TOLERANCE[optimizer]
+    for name in ("train_loss", "eval_loss", "eval_accuracy"):
+        assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
