@@ -20,13 +20,14 @@ their own.
 
 import logging
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -49,9 +50,8 @@ from pytorch_PP import Stage, forward, keep_only, make_schedule, mean_loss
 from pytorch_TP import add_up_gradients, parallelize
 
 
-def checkpoint_blocks(blocks: nn.ModuleList, selective: bool) -> None:
-    """Each keeps its input, and backward computes it again; ``selective``: see pytorch_activation_
-    checkpointing.py."""
+def recompute(blocks: nn.ModuleList, selective: bool) -> None:
+    """Activation checkpointing: see pytorch_activation_checkpointing.py."""
     options = {}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SLOW)
@@ -59,7 +59,29 @@ def checkpoint_blocks(blocks: nn.ModuleList, selective: bool) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, stages, counted_elsewhere: set) -> None:
+def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """FSDP of what tensor parallelism has left on this rank, in blocks: see pytorch_FSDP.py."""
+    options = {"mesh": mesh["replicate", "shard"] if args.dp_replicate > 1 else mesh["shard"]}
+    options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+    options["offload_policy"] = CPUOffloadPolicy() if args.offload else OffloadPolicy()
+    if args.pp > 1:  # ND: stays gathered in a step, or each micro-batch would gather it again
+        options["reshard_after_forward"] = False
+    for stage in stages:
+        for block in stage.blocks:
+            fully_shard(block, **options)
+        fully_shard(stage, **options)
+
+
+def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
+    """A first stage has the embedding, a last one the head, and ``model`` both names of it."""
+    for stage in stages:
+        if stage.is_first:
+            model.head.weight = stage.token.weight
+        if stage.is_last:
+            model.token.weight = stage.head.weight
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewhere: set) -> None:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm. That of DTensors is of their mesh:
     parameters are taken mesh by mesh, and the squares added up over the stages."""
     alike = {}
@@ -69,7 +91,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, stages, counted_elsewhere:
     norms = [nn.utils.get_total_norm(gradients) for gradients in own if gradients]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     squares = torch.stack(norms).square().sum()
-    dist.all_reduce(squares, group=stages)
+    dist.all_reduce(squares, group=pipeline)
     for group in alike.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
 
@@ -78,6 +100,20 @@ def gather_logits(stage: nn.Module, inputs, logits: torch.Tensor) -> torch.Tenso
     """For evaluation: of the whole vocabulary, where a rank has a part of it."""
     training = torch.is_grad_enabled() or not isinstance(logits, DTensor)
     return logits if training else logits.full_tensor()
+
+
+def gather_weights(model: nn.Module, pipeline) -> dict[str, torch.Tensor]:
+    """On rank 0 all weights, on the CPU. All ranks call it."""
+    own, stages = {}, dist.get_world_size(pipeline)
+    is_first = dist.get_rank() % (dist.get_world_size() // stages) == 0  # ND: of its stage
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_first:
+            own[name] = tensor.cpu()
+    parts = [None] * stages if dist.get_rank() == 0 else None
+    if is_first:
+        dist.gather_object(own, parts, group=pipeline, group_dst=0)
+    return {name: tensor for part in parts or [] for name, tensor in part.items()}
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -106,29 +142,25 @@ def main():
     check(args, common.size_of(args), world_size)
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares
-    layers, width = common.size_of(args).layers, common.size_of(args).width
     owners, microbatches = [0], 1
     if args.pp > 1:
-        owners, microbatches = divide(args, layers, args.pp, batch_size // args.accumulate)
+        layers, at_once = common.size_of(args).layers, batch_size // args.accumulate
+        owners, microbatches = divide(args, layers, args.pp, at_once)
     common.announce(args, device, readers=shares)
+    # ND: what sends most is innermost, between neighbours, as launchers number the ranks of a
+    # machine one after the other: tp sends in every layer, cp in every attention, shards once a
+    # block, replicas once a step; the pipeline, which sends least, is for between machines.
+    # Ranks of one sequence have other tokens each: for FSDP they are ranks like others
+    sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    sizes = world_size // args.cp // args.tp, args.cp, args.tp
+    cp = init_device_mesh(device.type, sizes, mesh_dim_names=("other", "cp", "tp"))["cp"]
+    pipeline, cp, here = mesh["pp"].get_group(), cp.get_group(), mesh["pp"].get_local_rank()
+    # ND: or it would advise to flatten mesh dimensions, for a norm, and for the weights at the end
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # ND: dropout differs by rank; where tp ranks have the same positions, it is the same
     own = rank if args.sequence_parallel else rank // args.tp
     common.seed_everything(args.seed + own, args.deterministic)
-
-    # ND: what sends most is innermost, on neighbours, as launchers number the ranks of a machine
-    # one after the other: tp in every layer, cp in every attention, shards once a block, replicas
-    # once a step, and the pipeline, which sends least, between machines
-    sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    pipeline = mesh["pp"].get_group()
-    # ND: ranks of one sequence have other tokens each, so gradients and shards are theirs together
-    sizes = world_size // args.cp // args.tp, args.cp, args.tp
-    cp = init_device_mesh(device.type, sizes, mesh_dim_names=("other", "cp", "tp"))[
-        "cp"
-    ].get_group()
-
-    # ND: or it would advise to flatten mesh dimensions, for a norm, and for the weights at the end
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
@@ -143,81 +175,47 @@ def main():
     # 3. Model
     with torch.device("meta"):  # ND: shapes alone, as no rank is to hold the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, classes = list(model.state_dict()), len(train_set.classes)
-    positions = torch.arange(args.context, device=device)
+    names, positions = list(model.state_dict()), torch.arange(args.context, device=device)
     if args.cp > 1:
         positions = attention.shard(positions, 0, cp)
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[args.attention](cp)
-    if args.tp > 1:  # ND: first, as it cuts modules by their names, and what follows wraps them
+    if args.tp > 1:  # ND: first, as it finds modules by their names and cuts their parameters
         parallelize(model, mesh["tp"], args.sequence_parallel)
-    if args.ac != "none":  # ND: within what is compiled, or the compiler would keep activations
-        checkpoint_blocks(model.blocks, args.ac == "selective")
-    if args.compile:  # ND: a block, before FSDP hooks around it, which would cut the graph
-        for block in model.blocks:
-            block.compile()
+    if args.ac != "none":  # ND: what is recomputed has the collectives of tp and cp in it
+        recompute(model.blocks, args.ac == "selective")
+    for block in model.blocks if args.compile else ():  # ND: with what is recomputed, which it sees
+        block.compile()
     stages = {0: model}
     if args.pp > 1:
-        here = mesh["pp"].get_local_rank()
-        stages = {
-            n: Stage(model, n, len(owners), positions)
-            for n in range(len(owners))
-            if owners[n] == here
-        }
+        own, of = [n for n, owner in enumerate(owners) if owner == here], len(owners)
+        stages = {n: Stage(model, n, of, positions) for n in own}
         keep_only(stages, model)
-    half = torch.bfloat16 if args.dtype == "bfloat16" else None
-    if shares * args.cp > 1 or half or args.offload:
-        # ND: last, so that a block is gathered whole, before all that is in it. Of a stage once a
-        # step: for each micro-batch it would be gathered again
-        options = {} if args.pp == 1 else {"reshard_after_forward": False}
-        options["mesh"] = mesh["replicate", "shard"] if args.dp_replicate > 1 else mesh["shard"]
-        options["mp_policy"] = MixedPrecisionPolicy(half, torch.float32 if half else None)
-        options["offload_policy"] = CPUOffloadPolicy() if args.offload else OffloadPolicy()
-        for stage in stages.values():
-            for block in stage.blocks:
-                fully_shard(block, **options)
-            fully_shard(stage, **options)
-    tied, counted_elsewhere = set(), set()
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
+    if shares * args.cp > 1 or dtype or args.offload:
+        shard(args, stages.values(), mesh, dtype)  # ND: last: gathers a block before all within it
     if args.tie and args.pp > 1:  # ND: one matrix in two stages, of which FSDP has replaced one
-        ends = connect_ends(args.pp)
-        for stage in stages.values():
-            if stage.is_first:
-                model.head.weight = stage.token.weight
-            if stage.is_last:
-                model.token.weight = stage.head.weight
+        tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # ND: on each rank its shards
     for name, buffer in model.named_buffers():
         setattr(model, name, buffer.to(device))  # offload: they are not sharded, and stay
-    if (
-        args.tie
-        and args.pp > 1
-        and owners[-1] != 0
-        and mesh["pp"].get_local_rank() in (0, owners[-1])
-    ):
-        tied = {model.token.weight}
-        counted_elsewhere = set() if mesh["pp"].get_local_rank() == 0 else tied
-    loss_fn = partial(mean_loss, microbatches * args.accumulate)
+    tied, parts = set(), microbatches * args.accumulate
+    if args.tie and owners[-1] > 0:
+        ends = connect_ends(args.pp)  # PP: embedding and head are one matrix, on two ranks
+        tied = {model.token.weight} if here in (0, owners[-1]) else set()
+    loss_fn = partial(mean_loss, parts)
     for stage in stages.values():
         stage.register_forward_hook(gather_logits)
     if args.pp > 1:
-        size = batch_size // args.accumulate // microbatches, args.context // args.cp
+        size = batch_size // parts, args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
-        shapes = make_shapes(size, width, classes, between, half)
-        schedule = make_schedule(
-            args.pipeline_schedule,
-            stages,
-            len(owners),
-            microbatches,
-            shapes,
-            loss_fn,
-            device,
-            pipeline,
-        )
-        model.forward = lambda tokens, positions=None: forward(
-            stages, owners, shapes, pipeline, tokens
-        )
-    evaluated = WholeSequences(model, cp) if args.cp > 1 else model
+        width, classes = common.size_of(args).width, len(train_set.classes)
+        shapes = make_shapes(size, width, classes, between, dtype)
+        made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline
+        schedule = make_schedule(args.pipeline_schedule, *made)
+        model.forward = partial(forward, stages, owners, shapes, pipeline)
+    evaluated = WholeSequences(model, cp) if args.cp > 1 else model  # CP: of each its positions
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw" and args.tp == 1  # TP: which takes no mixture
@@ -234,18 +232,19 @@ def main():
             optimizer.zero_grad()  # gradients would add up otherwise
             if args.cp > 1:
                 images, labels = (attention.shard(t, 1, cp) for t in (images, labels))
-            losses = []
+            losses, loss = [], torch.zeros((), device=device)
             # ND: FSDP adds up shards of gradients, part by part: whole ones would be a whole model
             parts = (t.chunk(args.accumulate) for t in (images, labels))
             for inputs, targets in zip(*parts, strict=True):
                 with loss_parallel():  # TP: if each rank has logits of a part of the vocabulary
                     if args.pp > 1:
-                        of_part, inputs = [], [inputs] if 0 in stages else []
-                        schedule.step(*inputs, target=targets, losses=of_part, return_outputs=False)
+                        inputs = [inputs] if 0 in stages else []
+                        schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
                     else:
-                        of_part = [loss_fn(model(inputs, positions), targets)]
-                        of_part[0].backward()  # FSDP: reduce-scatters each block's gradients
-                losses += of_part
+                        losses = [loss_fn(model(inputs, positions), targets)]
+                        losses[0].backward()  # FSDP: reduce-scatters each block's gradients
+                for part in losses:  # ND: of the last stage; ranks of others have none
+                    loss = loss + args.pp * part.detach()  # ND: in the mean over all ranks
             for parameter in tied:
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -253,11 +252,9 @@ def main():
             if args.sequence_parallel:
                 add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
             if args.clip_grad:
-                clip_grad_norm(model, args.clip_grad, pipeline, counted_elsewhere)
+                clip_grad_norm(model, args.clip_grad, pipeline, tied if here else set())
             optimizer.step()
             scheduler.step()
-            # ND: ranks of other stages have 0, so that the mean over all is that of the last stage
-            loss = args.pp * sum((x.detach() for x in losses), torch.zeros((), device=device))
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: its shards
@@ -267,15 +264,8 @@ def main():
         run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: its shards
 
     # 7. Save and report
-    own = {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu()
-        for name, t in model.state_dict().items()
-    }
-    parts = [None] * args.pp if rank == 0 else None
-    if rank % (world_size // args.pp) == 0:  # ND: the first rank of each stage
-        dist.gather_object(own, parts, group=pipeline, group_dst=0)
+    weights = gather_weights(model, pipeline)  # ND: to the CPU, on rank 0 whole
     if rank == 0:
-        weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
     # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the

@@ -86,7 +86,7 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
     )
 
 
-def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens: torch.Tensor):
+def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
     """For evaluation: all stages, one after the other. All ranks call it, and get the logits. (Of
     the schedules, zbv cannot evaluate.) With their first message, nccl connects two ranks."""
     x, rank, last = tokens, dist.get_rank(group), len(owners) - 1

@@ -68,6 +68,8 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
         fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
+    if args.tie and args.pp > 1 and args.pipeline_schedule == "zbv":
+        fail("--tie: embedding and head would be two stages of one rank; use another schedule")
     if args.pipeline_schedule == "zbv" and (args.ac != "none" or args.compile):
         fail("--pipeline-schedule zbv splits backward in two, which --ac and --compile "
                     "cannot; use 1f1b")  # fmt: skip
