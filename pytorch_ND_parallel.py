@@ -245,12 +245,12 @@ def main():
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
                 for part in losses:  # ND: of the last stage; ranks of others have none
                     loss = loss + args.pp * part.detach()  # ND: in the mean over all ranks
+            if args.sequence_parallel:
+                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
             for parameter in tied:
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 dist.all_reduce(local, group=ends)  # PP: each rank has a part of it
-            if args.sequence_parallel:
-                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad, pipeline, tied if here else set())
             optimizer.step()

@@ -36,11 +36,16 @@ class LiveBytes(TorchDispatchMode):
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
         self.messages: list[Message] = []
         self.begin = 0  # of the step that counts: an index into changes
+        self.phases: list[int] = []  # where forward, each backward and the update begin: likewise
 
     def begin_step(self) -> None:
         """Look for the peak, and count what is sent, from now on."""
         self.begin = len(self.changes)
+        self.phases = [self.begin]
         self.messages.clear()
+
+    def begin_phase(self) -> None:
+        self.phases.append(len(self.changes))
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
         """Say what tensors are for.
@@ -77,17 +82,27 @@ class LiveBytes(TorchDispatchMode):
         Args:
             without: kinds that are elsewhere, and not counted.
         """
-        now, most = collections.Counter(), {}
-        total = highest = 0
+        return highest(self.peaks(without))
+
+    def peaks(self, without: tuple[str, ...] = ()) -> list[dict[str, int]]:
+        """The same of each half of each phase of the step. Where blocks are alike, each of these
+        peaks grows by as much with every block, and the peak of all need not."""
+        ends = [*self.phases[1:], len(self.changes)]
+        halves = [(begin, (begin + end) // 2, end) for begin, end in zip(self.phases, ends)]
+        limits = [index for half in halves for index in half[1:]]
+        now, total, found = collections.Counter(), 0, [(0, {})]
         for index, (number, size) in enumerate(self.changes):
+            while len(found) < len(limits) and index >= limits[len(found) - 1]:
+                found.append((total, dict(now)))
             kind = self.kinds[number]
             if kind in without:
                 continue
             now[kind] += size
             total += size
-            if index >= self.begin - 1 and total > highest:
-                highest, most = total, dict(now)
-        return {kind: most.get(kind, 0) for kind in self.KINDS}
+            if index >= self.begin - 1 and total > found[-1][0]:
+                found[-1] = total, dict(now)
+        found += [(0, {})] * (len(limits) - len(found))
+        return [{kind: most.get(kind, 0) for kind in self.KINDS} for _, most in found]
 
     # -------------------------------------------------------------------------- as a mode
 
@@ -133,6 +148,10 @@ class LiveBytes(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self.resize
         ShardingPropagator._propagate_tensor_meta_non_cached = self.ask
         return super().__exit__(*error)
+
+
+def highest(peaks: list[dict[str, int]]) -> dict[str, int]:
+    return max(peaks, key=lambda kinds: sum(kinds.values()))
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:

@@ -6,6 +6,7 @@ one that ends it after two steps: the first makes what lasts, the second is coun
 """
 
 import contextlib
+import dataclasses
 import os
 import runpy
 import sys
@@ -48,10 +49,14 @@ class Job:
         self.n_classes, self.own, self.order = classes, own, order
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
-        self.args, self.is_gpt = args, args.model.startswith("gpt")
+        from jobs import decoder
+
+        self.args, self.is_gpt = args, decoder.is_decoder(args.model)
         reviews = args.context is not None and not self.is_gpt
         # Shakespeare's characters; good and bad; CIFAR-10's
         n = self.n_classes or (65 if self.is_gpt else 2 if reviews else 10)
+        if self.is_gpt and not self.n_classes:
+            n = decoder.size_of(args).vocabulary or n
         self.classes = [chr(33 + i) for i in range(n)]
         return self, self
 
@@ -60,11 +65,15 @@ class Job:
 
     def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
         """``--model``, its weights in the order that they have on a GPU; or the user's own, of
-        which the answer to a batch of two tells what labels look like."""
+        which the answer to a batch of two tells what labels look like. Not on the meta device: a
+        fake tensor has memory and no numbers already, which is what to_empty() would make."""
         if not self.own:
             import jobs.choice
 
-            model = jobs.choice.models_of(args).make_model(args, classes)
+            models = jobs.choice.models_of(args)
+            make = getattr(models, "make_shapes", models.make_model)
+            with torch.device("cpu"):
+                model = make(args, classes)
             return model.to(memory_format=self.order) if channels_last else model
         model = self.own.build()
         with torch.no_grad():
@@ -143,6 +152,7 @@ class ShortRun:
             self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
         self.live.kind = "update"
+        self.live.begin_phase()
 
     def after_update(self, *_) -> None:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -176,6 +186,7 @@ def run_script(
     steps: int = STEPS,
     as_on_a_gpu: bool = True,
     rank: int = 0,
+    layers: int | None = None,
 ) -> tuple[LiveBytes, str]:
     """Take steps of a script and return what was counted in the last one, and what a sample was.
 
@@ -188,6 +199,7 @@ def run_script(
         steps: of which the last one counts. Of one, the optimizer has made what lasts before it.
         as_on_a_gpu: see :func:`prepare`; and images with their channels last.
         rank: see :func:`prepare`.
+        layers: of a decoder, in the place of those that it has.
 
     Raises:
         SystemExit: the script reported a mistake.
@@ -196,6 +208,7 @@ def run_script(
     prepare(ranks, as_on_a_gpu, rank)
     import common
     from harness import command_line
+    from jobs import decoder
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
@@ -203,7 +216,12 @@ def run_script(
     common.Run, ShortRun.live, ShortRun.total_steps = ShortRun, live, steps
     common.make_datasets, common.make_loader = job.make_datasets, Loader
     common.make_model = job.make_model
+    nn.Module.to_empty = lambda module, **_: module
+    common.init_weights = decoder.init_weights = lambda *_: None  # there are no numbers
     deepspeed_engine.load_snapshot = ShortRun.load_engine
+    if layers:
+        find = decoder.size_of_name
+        decoder.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)
     if own:
         let_losses_pass()
     if ranks is not None:
@@ -242,7 +260,9 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
 
     def backward(*args, **kwargs):
         before, live.kind = live.kind, "temporary"
+        live.begin_phase()
         call_backward(*args, **kwargs)
+        live.begin_phase()
         live.kind = before
 
     torch.autograd.backward = backward
