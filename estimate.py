@@ -5,7 +5,7 @@ Command:    python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 
             python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
             python estimate.py --module my_model.py:make_model --gpus 2
             python estimate.py --model gpt2 -b 64 --gpus 8 --scale --link ib400 --step-ms 250
-            python estimate.py --model gpt-32x32x4096 -b 8 --gpus 8 --memory 80 --meshes --fit
+            python estimate.py --model llama3-8b -b 16 --gpus 8 --memory H100 --recommend
 Prints      a row per technique: the peak of PyTorch's allocator on the fullest GPU, what it
             consists of, the bytes that a GPU sends in a step, and whether that fits.
 Not in it   what is no tensor: the CUDA context (about 0.3 GiB), workspaces of cuDNN and cuBLAS,
@@ -25,12 +25,11 @@ from estimator.network import LINKS, link_of
 from estimator.tables import (
     GIB,
     describe,
-    fits,
     gpus_of,
     print_fit,
     print_json,
-    print_meshes,
     print_table,
+    print_ways,
     say_what_fits,
 )
 from harness.command_line import check_writable, fail, make_parser, number
@@ -82,11 +81,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
          help="of --memory, for what is not in the figures (default: 1.5, or 7 %% if that is more)")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
     flag("--only", metavar="NAME,...", help="techniques, instead of all: FSDP,DDP_ZeRO")
-    flag("--meshes", nargs="*", metavar="DP,TP,PP,CP",
-         help="instead of techniques: meshes of the GPUs on which four of them train a GPT at "
-         "once, these or all; --fit then lists those that fit, least sent first. FSDP over DP x CP,"
-         " TP with or without --sequence-parallel, PP by 1F1B with --microbatches N, CP with "
-         "--attention ring, allgather or ulysses")
+    flag("--recommend", action="store_true",
+         help="instead of techniques: the ways to combine them that fit --memory, with the command "
+         "of each (pytorch_ND_parallel.py), least communication and recomputation first; in "
+         "bfloat16, or --dtype float32")
     flag("--scale", action="store_true",
          help="instead of memory: the share of a step in which a GPU waits for messages, at up to "
          "1,024 of them, each with as many samples as here")
@@ -124,25 +122,10 @@ def check(args: argparse.Namespace) -> None:
         check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
         fail("--fit needs to know the --memory of a GPU; for example --memory 24")
-    if args.meshes is not None:
-        if args.module or args.only or args.scale:
-            fail("--meshes takes a GPT apart; leave out --module, --only and --scale")
-        check_meshes(args)
-
-
-def check_meshes(args: argparse.Namespace) -> None:
-    """And settle which, and of how many layers."""
-    from estimator.meshes import mesh_of, meshes_of
-    from jobs.gpt import size_of
-
-    args.layers, args.named = size_of(args.model)[0], args.meshes
-    try:
-        args.meshes = [mesh_of(text) for text in args.named] or meshes_of(args.gpus)
-    except ValueError as error:
-        fail(error)
-    for mesh in args.meshes:
-        if mesh.gpus != args.gpus:
-            fail(f"--meshes {mesh} is of {mesh.gpus} GPUs, and --gpus is {args.gpus}")
+    if args.recommend and (args.module or args.only or args.scale or args.fit):
+        fail("--recommend combines techniques; leave out --module, --only, --scale and --fit")
+    if args.recommend and args.memory is None:
+        fail("--recommend needs to know the --memory of a GPU; for example --memory H100")
 
 
 def step_of(path: Path | None) -> float:
@@ -195,17 +178,6 @@ def without_bugs(predictions):
             print(prediction.error, end="", file=sys.stderr)
             raise SystemExit(1)
         yield prediction
-
-
-def possible(args: argparse.Namespace, predictions):
-    """Leave out meshes that there cannot be; it is a mistake if one was named, or all are such."""
-    args.impossible = 0
-    for found in without_bugs(predictions):
-        args.impossible += bool(found.mistake)
-        if found.mistake and (args.named or args.impossible == len(args.meshes)):
-            fail(found.mistake)
-        if not found.mistake:
-            yield found
 
 
 # ------------------------------------------------------------------------------- communication
@@ -272,6 +244,50 @@ def search(args: argparse.Namespace, chosen: list, predict, at_once: int) -> lis
     return found
 
 
+# ------------------------------------------------------------------------ combined techniques
+
+
+def size_of(flags: list[str]):
+    """Of a decoder, by the scripts' own flags; ``None`` of other models."""
+    from jobs import choice, decoder
+
+    parser = make_parser("")
+    choice.add_flags(parser, only_gpt=True, experts=True)
+    args, _ = parser.parse_known_args(flags)
+    return (decoder.size_of(args), args) if decoder.is_decoder(args.model) else (None, args)
+
+
+def layers_of(flags: list[str]) -> int:
+    size, _ = size_of(flags)
+    return size.layers if size else 0
+
+
+def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
+    from estimator.recommend import Job, recommend, would_fit
+
+    size, given = size_of(flags)
+    if not size:
+        fail(f"--recommend is for a decoder, and --model is {args.model}; use gpt-LxHxD or a Llama")
+    if "--dtype" not in flags:
+        flags += ["--dtype", "bfloat16"]
+    half = flags[flags.index("--dtype") + 1] == "bfloat16"
+    optimizer = "sgd" if "sgd" in flags else "adamw"
+    vocabulary = args.classes or size.vocabulary or 65
+    context = given.context or size.context
+    job = Job(size, vocabulary, context, args.batch_size, optimizer, 2 if half else 4, tuple(flags))
+    room = int((args.memory - args.spare) * GIB)
+    found = recommend(job, args.gpus, room, args.link, at_once)
+    print_ways(args, job, found, room)
+    if not any(one.peak <= room for one in found):
+        closest = min(found, key=lambda one: one.peak)
+        short = (closest.peak - room) / GIB
+        ideas = would_fit(job, args.gpus, room) + ["a smaller --batch-size"]
+        fail(
+            f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; what comes "
+            f"closest, above, is {short:.2f} GiB too large: try {' or '.join(ideas)}"
+        )
+
+
 def main() -> None:
     args, flags = parse_args()
     from estimator import techniques
@@ -285,22 +301,15 @@ def main() -> None:
 
 
 def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
-    from estimator import meshes, techniques
+    from estimator import techniques
     from estimator.own_model import OwnModel, load_function
+    from jobs.decoder import is_decoder
 
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if args.meshes:
-        size = args.layers, args.batch_size
-        found = meshes.predict_all(args.meshes, *size, flags, args.classes, at_once)
-        found = possible(args, found)
-        if args.fit:
-            found = sorted(found, key=lambda one: (one.sent, one.peak))
-            found = [one for one in found if fits(args, one)] or found
-        show = print_json if args.json else print_meshes
-        predictions = show(args, flags, found)
-        return say_what_fits(args, predictions) if args.memory else None
+    if args.recommend:
+        return recommend(args, flags, at_once)
     own = OwnModel(load_function(args.module), args.module) if args.module else None
-    chosen = techniques.techniques_for(args.gpus, not args.module and args.model.startswith("gpt"))
+    chosen = techniques.techniques_for(args.gpus, not args.module and is_decoder(args.model))
     if args.scale:
         chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:
@@ -312,8 +321,7 @@ def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
     if args.fit:
         found = search(args, chosen, predict, at_once)
     else:
-        tasks = [partial(predict, technique, args.batch_size) for technique in chosen]
-        found = techniques.side_by_side(tasks, at_once)
+        found = techniques.predict_all(chosen, predict, args.batch_size, layers_of(flags), at_once)
     show = print_json if args.json else print_fit if args.fit else print_table
     predictions = show(args, flags, checked(found))
     if args.memory:

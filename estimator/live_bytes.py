@@ -1,6 +1,7 @@
 """The memory behind all tensors that are alive, at every moment, by what they are for."""
 
 import collections
+import itertools
 import weakref
 
 import torch
@@ -87,9 +88,9 @@ class LiveBytes(TorchDispatchMode):
     def peaks(self, without: tuple[str, ...] = ()) -> list[dict[str, int]]:
         """The same of each half of each phase of the step. Where blocks are alike, each of these
         peaks grows by as much with every block, and the peak of all need not."""
-        ends = [*self.phases[1:], len(self.changes)]
-        halves = [(begin, (begin + end) // 2, end) for begin, end in zip(self.phases, ends)]
-        limits = [index for half in halves for index in half[1:]]
+        limits = []
+        for begin, end in itertools.pairwise([*self.phases, len(self.changes)]):
+            limits += [(begin + end) // 2, end]
         now, total, found = collections.Counter(), 0, [(0, {})]
         for index, (number, size) in enumerate(self.changes):
             while len(found) < len(limits) and index >= limits[len(found) - 1]:

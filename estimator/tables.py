@@ -98,17 +98,27 @@ def figures_of(args: argparse.Namespace, found) -> list[str]:
     return cells + (["yes" if fits(args, found) else "no"] if args.memory else [])
 
 
-def print_meshes(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    """A row for each; with ``--fit`` they are in order."""
-    shown = collect(predictions)
-    order = "; least sent first" if args.fit else ""
-    batch = f"global batch {args.batch_size} on {args.gpus} GPUs{order}"
-    print_heading(args, flags, batch, shown)
-    sizes = [[str(size) for size in dataclasses.astuple(found.technique.mesh)] for found in shown]
-    print_rows(args, [" dp", " tp", " pp", " cp"], sizes, shown)
-    if args.impossible:
-        print(f"\n{args.impossible} of {len(args.meshes)} meshes cannot divide this model or batch")
-    return shown
+def print_ways(args: argparse.Namespace, job, found: list, room: int) -> None:
+    """Each way in a few lines, and its command."""
+    print(
+        f"{describe(args, list(job.flags))}, {job.context} tokens, global batch {job.batch_size} "
+        f"on {args.gpus} GPUs of {args.memory:.1f} GiB, {args.spare:.1f} to spare:"
+    )
+    print("least communication, recomputation and idle time first; peaks are predicted\n")
+    for number, one in enumerate(found, 1):
+        way = one.technique
+        parts = {name: sum(one.kinds[k] for k in kinds) for name, kinds in COLUMNS.items()}
+        consists = ", ".join(f"{name} {size_of(n)}" for name, n in parts.items() if n > 2**20)
+        idle = (way.pp - 1) / way.microbatches
+        costs = [f"sends {one.sent / 1e9:.1f} GB"]
+        costs += {"none": [], "selective": ["recomputes all but matmuls"]}.get(
+            way.ac, ["recomputes forward"]
+        )
+        costs += [f"idle {idle:.0%} of the time"] if idle else []
+        print(f"{number}. {way.describe()}")
+        print(f"   peak {one.peak / GIB:.1f} GiB ({consists})")
+        print(f"   {', '.join(costs)}")
+        print(f"   {way.launch(job)}\n")
 
 
 def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
@@ -138,11 +148,9 @@ def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
         }
         row["command"] = [*found.technique.command, *flags]
         row["gpus"] = gpus_of(found.technique)
-        if args.meshes:
-            row |= dataclasses.asdict(found.technique.mesh)
         if args.memory:
             row["fits"] = fits(args, found)
-        rows.append({k: v for k, v in row.items() if k not in ("error", "messages")})
+        rows.append({k: v for k, v in row.items() if k not in ("error", "messages", "peaks")})
     print(json.dumps(rows, indent=2))
     return shown
 
@@ -151,13 +159,13 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     """The answer in a line; exit code 2 if it is that nothing fits."""
     good = [found.technique.name for found in predictions if fits(args, found)]
     if good:
-        if not args.json and not args.fit and not args.meshes:
+        if not args.json and not args.fit:
             room = f"fits {args.memory:.1f} GiB with {args.spare:.1f} GiB to spare: "
             whole = [name.replace(" ", "\0") for name in good]  # in one line each
             text = textwrap.fill(room + ", ".join(whole), WIDTH, break_on_hyphens=False)
             print("\n" + text.replace("\0", " "))
         return
-    if args.fit and not args.meshes:
+    if args.fit:
         fail(
             f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
             "use more --gpus, or a smaller model"
@@ -167,5 +175,5 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     fail(
         f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
         f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
-        f"--gpus or a smaller --batch-size{'' if args.meshes else ' (--fit finds the largest)'}"
+        f"--gpus or a smaller --batch-size (--fit finds the largest)"
     )

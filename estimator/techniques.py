@@ -6,7 +6,9 @@ import io
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import wait
 
 import torch
@@ -14,6 +16,7 @@ import torchvision
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from estimator import trial
+from estimator.live_bytes import highest
 from estimator.own_model import own_traceback, place_of
 from estimator.sent import Message
 
@@ -54,7 +57,9 @@ def techniques_for(gpus: int, is_gpt: bool = False) -> list[Technique]:
     if gpus > 8 and gpus % 8 == 0:  # machines of eight
         rows += ["HSDP --shard 8"]
     if is_gpt and gpus > 1:
-        rows += ["TP"] + (["FSDP_TP --tp 2"] if gpus > 2 and gpus % 2 == 0 else [])
+        rows += ["ND_parallel --dtype bfloat16 --ac full", "TP"] + (
+            ["FSDP_TP --tp 2"] if gpus > 2 and gpus % 2 == 0 else []
+        )
     rows += ["FSDP_offload", "gradient_accumulation --accumulate 4", "activation_checkpointing"]
     rows += ["DeepSpeed zero_stage2", "DeepSpeed zero_stage3"]
     return [make_technique(row, gpus) for row in rows]
@@ -86,6 +91,7 @@ class Prediction:
 
     Args:
         kinds: bytes at the moment of the peak, by what they are for.
+        peaks: the same of each part of the step: see :meth:`LiveBytes.peaks`.
         messages: of a step.
         inputs: what a sample is.
         mistake: what the script reported, instead.
@@ -95,6 +101,7 @@ class Prediction:
     technique: Technique
     batch_size: int
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    peaks: list[dict[str, int]] = dataclasses.field(default_factory=list)
     messages: list[Message] = dataclasses.field(default_factory=list)
     inputs: str = ""
     mistake: str = ""
@@ -111,9 +118,13 @@ class Prediction:
 
 
 def predict(
-    technique: Technique, batch_size: int, flags: Iterable[str], classes, own
+    technique: Technique, batch_size: int, flags: Iterable[str], classes, own, layers=None
 ) -> Prediction:
-    """In this process, which is of no other use afterwards."""
+    """In this process, which is of no other use afterwards.
+
+    Args:
+        layers: see :func:`trial.run_script`.
+    """
     found, complaint = Prediction(technique, batch_size), io.StringIO()
     share = batch_size // technique.gpus
     words = [*technique.command, *flags, "--batch-size", str(share)]
@@ -127,6 +138,7 @@ def predict(
                     own,
                     steps=technique.steps,
                     rank=technique.rank,
+                    layers=layers,
                 )
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{place_of(error)}{error.func}: its result depends on numbers, which are "
@@ -139,10 +151,49 @@ def predict(
     except Exception as error:
         found.error = own_traceback(error)
     else:
-        found.kinds, found.messages = live.peak(technique.on_host), live.messages
+        found.peaks, found.messages = live.peaks(technique.on_host), live.messages
+        found.kinds = dict(highest(found.peaks))
         # nn.DataParallel's first GPU holds the whole batch, of which it deals out the parts.
         found.kinds["input"] *= technique.gpus
     return found
+
+
+def few_blocks(blocks: int) -> tuple[list[int], int]:
+    """Blocks of two smaller models from which a larger one follows, as blocks are alike, and how
+    often their difference is to be added. FSDP holds up to three blocks at once, and the middle of
+    a step is between two blocks of an even number: so four and six, or five and seven. None, if
+    there are few already."""
+    few = 4 + blocks % 2
+    return ([few, few + 2], (blocks - few) // 2) if blocks > few + 4 else ([], 0)
+
+
+def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
+    """Add the difference of two models so often to the smaller one."""
+    if small.error or small.mistake or large.error or large.mistake:
+        return large if large.error or large.mistake else small
+    peaks = [
+        {kind: few[kind] + times * (more[kind] - few[kind]) for kind in few}
+        for few, more in zip(small.peaks, large.peaks, strict=True)
+    ]
+    more = Counter(large.messages) - Counter(small.messages)
+    messages = [*small.messages, *(m for m, n in more.items() for _ in range(n * times))]
+    return dataclasses.replace(small, kinds=highest(peaks), peaks=peaks, messages=messages)
+
+
+def predict_all(
+    chosen: list[Technique], predict: Callable, batch_size: int, layers: int, at_once: int
+) -> Iterator[Prediction]:
+    """One for each technique, of a decoder of many ``layers`` by two smaller ones."""
+    tasks, kinds = [], []
+    for technique in chosen:
+        # DeepSpeed fetches as many blocks ahead as fit a fixed number of parameters.
+        by_two = "DeepSpeed" not in technique.name
+        counts, times = few_blocks(layers) if by_two else ([], 0)
+        tasks += [partial(predict, technique, batch_size, layers=n) for n in counts or [None]]
+        kinds.append((bool(counts), times))
+    found = side_by_side(tasks, at_once)
+    for by_two, times in kinds:
+        yield extrapolate(next(found), next(found), times) if by_two else next(found)
 
 
 class Killed(Exception):

@@ -32,6 +32,14 @@ class Size:
     mlp_width: int = 0
     vocabulary: int = 0
 
+    mlp_matrices = 2
+
+    def count_parameters(self, vocabulary: int) -> int:
+        """Of an untied model, without norms and positions."""
+        width, kv_width = self.width, self.width * self.kv_heads // self.heads
+        block = 2 * width * (width + kv_width) + self.mlp_matrices * width * self.mlp_width
+        return self.layers * block + 2 * vocabulary * width
+
 
 # gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and for one GPU
 # (https://github.com/karpathy/nanoGPT); gpt2 is the smallest GPT-2 (Radford et al. 2019), with

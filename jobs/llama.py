@@ -31,6 +31,8 @@ class LlamaSize(Size):
     eps: float = 1e-5
     tie: bool = False
 
+    mlp_matrices = 3
+
 
 # From config.json of TinyLlama/TinyLlama-1.1B-Chat-v1.0, meta-llama/Llama-2-7b-hf, -13b-hf,
 # Meta-Llama-3-8B, -70B and Llama-3.2-1B on https://huggingface.co. Context: what they were trained

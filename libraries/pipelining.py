@@ -38,12 +38,8 @@ def divide(
             f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} makes "
             f"{len(owners)} stages of them on {ranks} ranks; use fewer ranks, or more layers"
         )
-    least = ranks if schedule == "1f1b" else 1
-    fit = [n for n in range(least, batch + 1) if batch % n == 0]
-    if schedule == "interleaved":  # which takes them in equal rounds
-        fit = [n for n in fit if n % max(1, n // ranks) == 0]
-    enough = next((n for n in fit if n >= 2 * ranks), max(fit, default=batch))
-    microbatches = args.microbatches or enough
+    fit = fitting_microbatches(schedule, batch, ranks)
+    microbatches = args.microbatches or default_microbatches(schedule, batch, ranks) or batch
     if microbatches not in fit:
         use = " or ".join([*map(str, fit), "another --batch-size"])
         fail(
@@ -51,6 +47,20 @@ def divide(
             f"--batch-size {whole}, {batch} at once, on {ranks} ranks; use {use}"
         )
     return owners, microbatches
+
+
+def fitting_microbatches(schedule: str, batch: int, ranks: int) -> list[int]:
+    least = ranks if schedule == "1f1b" else 1
+    fit = [n for n in range(least, batch + 1) if batch % n == 0]
+    if schedule == "interleaved":  # which takes them in equal rounds
+        fit = [n for n in fit if n % max(1, n // ranks) == 0]
+    return fit
+
+
+def default_microbatches(schedule: str, batch: int, ranks: int) -> int | None:
+    """At least two for each rank, if the batch has as many; ``None`` if it cannot be divided."""
+    fit = fitting_microbatches(schedule, batch, ranks)
+    return next((n for n in fit if n >= 2 * ranks), max(fit, default=None))
 
 
 def make_shapes(

@@ -1,0 +1,279 @@
+"""Which meshes of pytorch_ND_parallel.py fit so many GPUs, and which of them costs least.
+
+All ways are ordered by what theory says they cost; those that cannot fit by what they keep for sure
+are left out; of the others the script's own step is predicted, until enough have been found.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from estimator import network, techniques
+from estimator.techniques import Prediction, Technique
+from harness.command_line import fail
+from libraries.pipelining import default_microbatches
+
+MACHINE = 8  # GPUs; tensor parallelism stays within one
+# Operations per second that a GPU computes in bfloat16: what Llama 3 8B reaches on 8 H100 with
+# FSDP, compiled (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
+# of which each takes 6 operations, 8 with full recomputation).
+RATE = 4e14
+ENOUGH, SECONDS = 5, 45  # ways, and time, after which no further one is predicted
+STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Way(Technique):
+    """Dimensions and flags of pytorch_ND_parallel.py."""
+
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ac: str = "none"
+    accumulate: int = 1
+    offload: bool = False
+    microbatches: int = 1
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.replicate, self.shard, self.tp, self.pp, self.cp
+
+    @property
+    def shares(self) -> int:
+        return self.replicate * self.shard
+
+    def words(self) -> list[str]:
+        given = {
+            "--dp-replicate": self.replicate, "--dp-shard": self.shard, "--tp": self.tp,
+            "--pp": self.pp, "--cp": self.cp, "--accumulate": self.accumulate,
+        }  # fmt: skip
+        words = [w for flag, n in given.items() if n > 1 for w in (flag, str(n))]
+        words += ["--sequence-parallel"] if self.tp > 1 else []
+        words += ["--microbatches", str(self.microbatches)] if self.pp > 1 else []
+        words += ["--ac", self.ac] if self.ac != "none" else []
+        return words + (["--offload"] if self.offload else [])
+
+    def describe(self) -> str:
+        """In words, least sent innermost."""
+        names = {"HSDP replicas": self.replicate, "FSDP": self.shard, "TP": self.tp}
+        names |= {"PP": self.pp, "CP": self.cp}
+        said = [f"{name} {n}" for name, n in names.items() if n > 1] or ["one GPU"]
+        said += [f"activation checkpointing {self.ac}"] if self.ac != "none" else []
+        said += [f"batch in {self.accumulate} parts"] if self.accumulate > 1 else []
+        return ", ".join(said + (["offload"] if self.offload else []))
+
+    def launch(self, job: "Job") -> str:
+        """The command, to be typed on each machine."""
+        machines = max(1, self.ranks // MACHINE)
+        nodes = (
+            ""
+            if machines == 1
+            else f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
+        )
+        each = self.ranks // machines
+        words = [*job.flags, "--batch-size", str(job.batch_size), *self.words()]
+        return f"torchrun {nodes}--nproc_per_node={each} pytorch_ND_parallel.py {' '.join(words)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is trained: see :func:`techniques.predict`.
+
+    Args:
+        size: of the decoder; ``vocabulary``: its tokens.
+        bytes: of a number that is computed with.
+    """
+
+    size: object
+    vocabulary: int
+    context: int
+    batch_size: int
+    optimizer: str
+    bytes: int
+    flags: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        return self.size.count_parameters(self.vocabulary)
+
+
+def ways_of(job: Job, gpus: int) -> Iterator[Way]:
+    """All that this script takes."""
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
+        if gpus % (tp * pp * cp) or tp > MACHINE or job.size.kv_heads % tp:
+            continue
+        if pp > job.size.layers or job.context % (tp * (2 * cp if cp > 1 else 1)):
+            continue
+        rest = gpus // tp // pp // cp
+        shares, machines = rest, max(1, gpus // MACHINE)
+        for replicate in (n for n in divisors if rest % n == 0 and machines % n == 0):
+            for accumulate in divisors_of(job.batch_size // shares):
+                at_once, left = divmod(job.batch_size, shares * accumulate)
+                microbatches = default_microbatches("1f1b", at_once, pp) if pp > 1 else 1
+                if left or not at_once or not microbatches or (pp > 1 and accumulate > 1):
+                    continue
+                for ac, offload in itertools.product(("none", "selective", "full"), (False, True)):
+                    way = Way(
+                        "ND_parallel", ("pytorch_ND_parallel.py",), ranks=gpus, steps=1,
+                        replicate=replicate, shard=rest // replicate, tp=tp, pp=pp, cp=cp, ac=ac,
+                        accumulate=accumulate, offload=offload, microbatches=microbatches,
+                    )  # fmt: skip
+                    yield dataclasses.replace(way, command=(*way.command, *way.words()))
+
+
+def divisors_of(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+# ------------------------------------------------------------------------------ by theory alone
+
+
+def bytes_sent(job: Job, way: Way) -> float:
+    """By a rank in a step, by the formulas of docs/parallelism.md."""
+    size, local = job.size, job.parameters / way.tp / way.pp
+    shards, layers = way.shard * way.cp, size.layers / way.pp
+    again = way.ac == "full"
+    gathers = (1 if way.pp > 1 else 2 * way.accumulate) * job.bytes + 4 * way.accumulate
+    sent = gathers * local * (shards - 1) / shards
+    sent += 2 * 4 * local / shards * (way.replicate - 1) / way.replicate * way.accumulate
+    tokens = job.batch_size * job.context / way.shares / way.cp
+    hidden = tokens * size.width * job.bytes
+    sent += layers * (8 + 4 * again) * hidden * (way.tp - 1) / way.tp
+    keys = tokens * size.width * size.kv_heads / size.heads * job.bytes / way.tp
+    sent += layers * (6 + 2 * again) * keys * (way.cp - 1)
+    return sent + 2 * hidden / way.tp * (way.pp - 1) / way.pp
+
+
+def kept_at_least(job: Job, way: Way) -> float:
+    """Bytes on a GPU that no order of things avoids."""
+    size, local = job.size, job.parameters / way.tp / way.pp
+    shards = way.shard * way.cp
+    kept = 0 if way.offload else STATE[job.optimizer] * local / shards
+    if way.pp > 1 and shards > 1:
+        kept += 2 * job.bytes * local  # gathered for a whole step, and their gradients
+    parts = way.accumulate * way.microbatches
+    tokens = job.batch_size * job.context / way.shares / way.cp / parts
+    kv = size.width * size.kv_heads / size.heads
+    of_block = {
+        "full": size.width,
+        "selective": 2 * size.width + 2 * kv + 2 * size.mlp_width,
+        "none": 5 * size.width + 2 * kv + 3 * size.mlp_width,
+    }[way.ac]
+    under_way = min(way.pp, way.microbatches)
+    kept += under_way * tokens * size.layers / way.pp * of_block * job.bytes / way.tp
+    if way.pp == 1:
+        kept += tokens * job.vocabulary * (2 * job.bytes + 4) / way.tp
+    return kept
+
+
+def seconds_of(job: Job, way: Way, link: dict, messages=None) -> dict[str, float]:
+    """Of a step: those that are computed again, that a stage waits for others, and that messages
+    take if nothing hides them."""
+    tokens = job.batch_size * job.context / way.ranks
+    attention = 2 * job.size.layers * job.context * job.size.width
+    forward = tokens * (2 * job.parameters + attention) / RATE
+    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[way.ac] * forward
+    idle = (way.pp - 1) / way.microbatches * 3 * forward
+    moved = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / 2.5e10
+    if messages is None:
+        sent = bytes_sent(job, way) / link["allreduce"].bandwidth
+    else:
+        _, sent = network.waiting(messages, 0.0, link)
+    return {"again": again, "idle": idle, "sent": sent, "moved": moved * way.offload}
+
+
+# ------------------------------------------------------------------------------------ predicted
+
+
+def stages_of(layers: int, stages: int) -> dict[int, int]:
+    """Of those of which one is the fullest, and one sends most, how many blocks they have: the
+    first, with most micro-batches under way; the last, with the logits; of those between, which
+    send both ways, the first, and the first of those with a block more than others."""
+    blocks = [layers * (n + 1) // stages - layers * n // stages for n in range(stages)]
+    chosen = sorted({0, min(1, stages - 1), blocks.index(max(blocks)), stages - 1})
+    return {n: blocks[n] for n in chosen}
+
+
+def tasks_of(job: Job, way: Way) -> list[tuple[partial, int]]:
+    """Predictions of the fullest stages: see :func:`techniques.few_blocks`."""
+    found = []
+    for stage, blocks in stages_of(job.size.layers, way.pp).items():
+        rank = dataclasses.replace(way, rank=stage * way.ranks // way.pp + (way.cp - 1) * way.tp)
+        task = partial(techniques.predict, rank, job.batch_size, job.flags, job.vocabulary, None)
+        counts, times = techniques.few_blocks(blocks)
+        for n in counts or [None]:
+            found.append((partial(task, layers=n and n * way.pp), times))
+    return found
+
+
+def combine(found: list[tuple[Prediction, int]]) -> Prediction:
+    """Of the stages the memory of the fullest, and the messages of the busiest."""
+    whole, found = [], list(found)
+    while found:
+        (small, times), *rest = found
+        pair = rest and rest[0][0].technique.rank == small.technique.rank
+        whole.append(techniques.extrapolate(small, rest[0][0], times) if pair else small)
+        found = rest[1:] if pair else rest
+    fullest = max(whole, key=lambda one: (bool(one.error or one.mistake), one.peak))
+    busiest = max(whole, key=lambda one: one.sent)
+    return dataclasses.replace(fullest, messages=busiest.messages)
+
+
+def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
+    """Those that fit ``room`` bytes, least cost first; if none does, what comes closest."""
+    ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
+    ways.sort(key=lambda way: (sum(seconds_of(job, way, link).values()), way.words()))
+    deadline, good, others, done = time.monotonic() + SECONDS, [], [], set()
+    while ways and len(good) < ENOUGH and time.monotonic() < deadline:
+        chosen = []
+        for way in list(ways):
+            if way.mesh not in done and way.mesh not in {w.mesh for w in chosen}:
+                chosen.append(way)
+                ways.remove(way)
+            if len(chosen) == at_once:
+                break
+        if not chosen:
+            break
+        for found in predict(job, chosen, at_once):
+            fits = found.kinds and found.peak <= room
+            (good if fits else others).append(found)
+            if fits:
+                done.add(found.technique.mesh)
+    if not good and not others:
+        others = list(predict(job, [smallest(job, gpus)], at_once))
+    good.sort(key=lambda one: sum(seconds_of(job, one.technique, link, one.messages).values()))
+    return good or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
+
+
+def smallest(job: Job, gpus: int) -> Way:
+    ways = list(ways_of(job, gpus))
+    if not ways:
+        fail(f"--gpus {gpus}: no mesh divides this batch, these heads and this context; use others")
+    return min(ways, key=lambda way: kept_at_least(job, way))
+
+
+def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:
+    tasks = [tasks_of(job, way) for way in ways]
+    found = techniques.side_by_side([task for some in tasks for task, _ in some], at_once)
+    for some in tasks:
+        one = combine([(next(found), times) for _, times in some])
+        if one.error:
+            raise RuntimeError(one.error)
+        yield one
+
+
+def would_fit(job: Job, gpus: int, room: int) -> list[str]:
+    """What to change where nothing fits: the fewest GPUs, or the largest batch."""
+    said = []
+    for more in (2 * gpus, 4 * gpus, 8 * gpus):
+        larger = dataclasses.replace(job, batch_size=math.lcm(job.batch_size, more))
+        if any(kept_at_least(larger, way) <= room for way in ways_of(larger, more)):
+            said.append(f"--gpus {more}")
+            break
+    return said
