@@ -50,7 +50,7 @@ from harness.run import Run, total_steps
 from harness.task_data import TaskData
 from jobs import attention
 from jobs.classifiers import batch_norms, blocks_of
-from jobs.decoder import size_of
+from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
 from libraries.accelerate_launch import check_launch
 
@@ -60,6 +60,7 @@ __all__ = [
     "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
     "check_launch", "fail", "announce", "print0",
     "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE", "size_of",
+    "check_tensor_parallel",
     "make_datasets", "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of",
     "attention", "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",

@@ -127,13 +127,7 @@ def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
-    if (heads := common.size_of(args).kv_heads) % args.tp:
-        common.fail(
-            f"--model {args.model}: {heads} heads are not divisible by --tp {args.tp}; "
-            "use a number of ranks that divides them"
-        )
-    if args.sequence_parallel and args.context % args.tp:
-        common.fail(f"--context {args.context} is not divisible by --tp {args.tp}; use a multiple")
+    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     rows = world_size // args.tp  # 2-D: neighbours are a row, and rank r + T has the part of r
     common.announce(args, device, readers=rows)  # TP: all ranks of a row work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: the same dropout

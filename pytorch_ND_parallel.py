@@ -32,7 +32,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -55,15 +54,22 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
     options = {}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SLOW)
+
+    def wrap(forward):  # ND: a function, which the compiler traces, and a partial() it does not
+        return lambda *args, **kwargs: checkpoint(
+            forward, *args, **kwargs, use_reentrant=False, **options
+        )
+
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = wrap(block.forward)
 
 
 def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """FSDP of what tensor parallelism has left on this rank, in blocks: see pytorch_FSDP.py."""
     options = {"mesh": mesh["replicate", "shard"] if args.dp_replicate > 1 else mesh["shard"]}
     options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
-    options["offload_policy"] = CPUOffloadPolicy() if args.offload else OffloadPolicy()
+    if args.offload:  # pinned: copied in the background
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     if args.pp > 1:  # ND: stays gathered in a step, or each micro-batch would gather it again
         options["reshard_after_forward"] = False
     for stage in stages:
@@ -129,9 +135,10 @@ def main():
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    # offload: gloo, too, for what is on the CPU: the length of the gradients, and snapshots
+    on_gpus = "cpu:gloo,cuda:nccl" if args.offload else "nccl"
     dist.init_process_group(  # DDP: returns when all ranks have joined
-        # offload: gloo, too, for what is on the CPU: the length of the gradients, and snapshots
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend=on_gpus if device.type == "cuda" else "gloo",
         store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -140,6 +147,7 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
     check(args, common.size_of(args), world_size)
+    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares
     owners, microbatches = [0], 1

@@ -120,15 +120,7 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
-    if (heads := common.size_of(args).kv_heads) % world_size:
-        common.fail(
-            f"--model {args.model}: {heads} heads are not divisible by {world_size} ranks; "
-            "use a number of ranks that divides them"
-        )
-    if args.sequence_parallel and args.context % world_size:
-        common.fail(
-            f"--context {args.context} is not divisible by {world_size} ranks; use a multiple"
-        )
+    common.check_tensor_parallel(args, world_size, f"{world_size} ranks")
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: the same dropout
 

@@ -98,6 +98,25 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
     return dataclasses.replace(size, kv_heads=kv_heads, mlp_width=width)
 
 
+def check_tensor_parallel(args: argparse.Namespace, ranks: int, flag: str) -> None:
+    """Report what so many ranks cannot divide: heads, the MLP, with ``--sequence-parallel``
+    positions.
+
+    Args:
+        flag: that says how many ranks, for the line of what is wrong.
+    """
+    size = size_of(args)
+    if size.kv_heads % ranks:
+        fail(
+            f"--model {args.model}: {size.kv_heads} heads are not divisible by {flag}; "
+            "use a number of ranks that divides them"
+        )
+    if size.mlp_width % ranks:
+        fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
+    if args.sequence_parallel and args.context % ranks:
+        fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
+
+
 def check_model_name(name: str) -> None:
     """As :func:`jobs.text.fill_defaults` has asked for its size, it is known."""
 
@@ -108,9 +127,9 @@ def check_model_name(name: str) -> None:
 def make_model(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
     """``--model`` with ``--context``, on the CPU or the default device. On the meta device it has
     shapes alone, and gets its weights from :func:`init_weights`."""
+    device = torch.empty(0).device
     with torch.device("meta"):
         model = make_shapes(args, vocabulary)
-    device = torch.get_default_device()
     if device.type != "meta":
         model.to_empty(device=device)
         init_weights(args, model, vocabulary)

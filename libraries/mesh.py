@@ -51,9 +51,9 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
             f"{mesh} x --dp-shard {args.dp_shard} makes {args.dp_shard * others} ranks, and there "
             f"are {world_size}; use --dp-shard {world_size // others}"
         )
+    if args.attention == "pytorch" and (args.device == "cpu" or args.double):
+        fail("--attention pytorch runs on GPUs, not in float64; use --attention ring")
     heads = size.kv_heads
-    if heads % args.tp:
-        fail(f"--tp {args.tp} does not divide {heads} heads of {args.model}; use a divisor")
     if args.attention == "ulysses" and heads // args.tp % args.cp:
         why = f"{heads // args.tp} heads cannot be divided among --cp {args.cp}"
         fail(f"--attention ulysses: {why}; use --attention ring")
@@ -70,9 +70,12 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
     if args.tie and args.pp > 1 and args.pipeline_schedule == "zbv":
         fail("--tie: embedding and head would be two stages of one rank; use another schedule")
-    if args.pipeline_schedule == "zbv" and (args.ac != "none" or args.compile):
-        fail("--pipeline-schedule zbv splits backward in two, which --ac and --compile "
-                    "cannot; use 1f1b")  # fmt: skip
+    if args.pipeline_schedule == "zbv" and args.compile:
+        fail("--compile frees what --pipeline-schedule zbv needs in both parts of its backward; "
+             "use another schedule")  # fmt: skip
+    if args.pipeline_schedule == "zbv" and args.ac == "selective":
+        fail("--ac selective: backward computes once what --pipeline-schedule zbv needs in both of "
+             "its parts; use --ac full or another schedule")  # fmt: skip
 
 
 def connect_ends(stages: int) -> dist.ProcessGroup:

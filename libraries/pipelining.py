@@ -41,10 +41,13 @@ def divide(
     fit = fitting_microbatches(schedule, batch, ranks)
     microbatches = args.microbatches or default_microbatches(schedule, batch, ranks) or batch
     if microbatches not in fit:
+        whole_or_part = f"--batch-size {batch}"
+        if batch != whole:
+            whole_or_part = f"{batch} samples of --batch-size {whole} at once"
         use = " or ".join([*map(str, fit), "another --batch-size"])
         fail(
             f"--microbatches {microbatches} is not for --pipeline-schedule {schedule} with "
-            f"--batch-size {whole}, {batch} at once, on {ranks} ranks; use {use}"
+            f"{whole_or_part} on {ranks} ranks; use {use}"
         )
     return owners, microbatches
 

@@ -295,10 +295,13 @@ def stand_in_for_numbers(fake, common, harness):
 
     def make_and_remember(*args, **options):
         model = make_model(*args, **options)
-        fake.whole = dict(model.state_dict())
+        fake.whole = {
+            name: torch.zeros(t.shape, dtype=t.dtype, device="cpu" if t.is_meta else t.device)
+            for name, t in model.state_dict().items()
+        }
         return model
 
-    def gather_weights(own, parts):  # those of the others, too
+    def gather_weights(own, parts, **_):  # those of the others, too
         parts[:] = [fake.whole] * len(parts)
 
     common.make_model, dist.gather_object = make_and_remember, gather_weights

@@ -239,8 +239,18 @@ ON_GPTS = [  # of which a rank holds a shard of the model or of the sequences
     "pytorch_CP --attention ulysses",
     "pytorch_EP",
     "pytorch_EP --top-k 2",
+    "pytorch_ND_parallel --tp 2 --sequence-parallel",
+    "pytorch_ND_parallel --tp 2 --pp 2 --ac full",
+    "pytorch_ND_parallel --tp 2 --dtype bfloat16",
+    "pytorch_TP --model llama-8x4x32 --kv-heads 4",
 ]
-USUAL_GPTS = ("pytorch_TP --sequence-parallel", "pytorch_PP", "pytorch_CP", "pytorch_EP --top-k 2")
+USUAL_GPTS = (
+    "pytorch_ND_parallel --tp 2 --pp 2 --ac full",
+    "pytorch_TP --sequence-parallel",
+    "pytorch_PP",
+    "pytorch_CP",
+    "pytorch_EP --top-k 2",
+)
 
 
 @pytest.mark.parametrize("script", cases([(s,) for s in ON_GPTS], lambda s: s in USUAL_GPTS))
@@ -248,7 +258,7 @@ def test_a_shard_of_a_gpt_on_a_gpu(script, tmp_path):
     """All is on its GPU, whatever is sent is, too, and no step waits for the GPU between prints; a
     step of EP once in each block, for how many tokens there are."""
     name, _, flags = script.partition(" ")
-    words = f"python tests/fake_gpu.py {name}.py {flags} --device cuda {GPT_JOB}"
+    words = f"python tests/fake_gpu.py {name}.py --device cuda {GPT_JOB} {flags}"
     finished = succeed(f"{words} --output-dir {tmp_path}", forked=True, **rank_of(4, 3))
     assert not finished.our_warnings
     log, result = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("log", "result"))
