@@ -34,6 +34,7 @@ from inference.images import batches, find_images, load_split, read_image
 from inference.measure import PRECISIONS, measure
 from inference.runtimes import PROVIDERS, OnnxRunner, Runner, TorchRunner, make_session
 from inference.trained import complete_as_trained
+from jobs.decoder import is_decoder
 
 
 def main():
@@ -81,6 +82,8 @@ def argument_parser() -> argparse.ArgumentParser:
     flag("--top-k", type=positive, metavar="N",
          help="classes to show (default: 3); tokens to draw from (default: all)")
     flag("--tokens", type=positive, default=200, metavar="N", help="to write (default: 200)")
+    flag("--no-cache", dest="cache", action="store_false",
+         help="compute all positions again for each token, instead of keeping keys and values")
     flag("--temperature", type=common.number(float, 0), default=0.8, metavar="X",
          help="0: always the likeliest token; 1: as the model expects them (default: 0.8)")
     flag("--sample-seed", type=common.number(int, 0, 2**63), default=0, metavar="N",
@@ -111,7 +114,7 @@ def parse_args() -> argparse.Namespace:
             f"{args.weights} is of {args.model}, which classifies texts, and this script does not; "
             "docs/ecosystem.md shows how to use it"
         )
-    args.gpt = args.model.startswith("gpt")
+    args.gpt = is_decoder(args.model)
     check_gpt(args) if args.gpt else check_classifier(args)
     return args
 
@@ -256,8 +259,12 @@ def print_accuracy(args: argparse.Namespace) -> None:
 
 def write(args: argparse.Namespace) -> None:
     """Print ``--prompt`` and how the GPT goes on."""
-    text = language.continue_text(args, make_runner(args))
-    print(json.dumps({"weights": str(args.weights), "text": text}) if args.json else text)
+    runner = make_runner(args)
+    began = time.perf_counter()
+    text = language.continue_text(args, runner)
+    found = {"weights": str(args.weights), "text": text}
+    found["tokens_per_second"] = args.tokens / (time.perf_counter() - began)
+    print(json.dumps(found) if args.json else text)
 
 
 # ---------------------------------------------------------------------------------------- export

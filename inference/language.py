@@ -18,23 +18,30 @@ from harness.command_line import fail
 from harness.files import load_file
 from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
 from inference.trained import make_metadata
-from jobs.gpt import GPT, make_model
+from jobs.decoder import make_model, size_of
+from jobs.gpt import Decoder, attend
+from libraries import hub
+from libraries.attention_kernels import repeat
 
 INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
 
 
-def load_gpt(args: argparse.Namespace) -> GPT:
-    """``--weights``, in evaluation mode on the CPU. Context and vocabulary are in the file."""
+def load_gpt(args: argparse.Namespace) -> Decoder:
+    """``--weights``, in evaluation mode on the CPU. Its vocabulary is in the file, and a GPT's
+    context."""
     state = load_file(args.weights, "--weights")
-    if not {"vocabulary", "position.weight"} <= state.keys():
+    if not {"vocabulary", "token.weight"} <= state.keys():
         fail(f"--weights {args.weights} is no {args.model}; give the model.pt of a GPT")
     if any(".experts." in name for name in state):
         fail(
             f"--weights {args.weights} is a mixture of experts, which this script cannot run; give "
             "a model.pt that was trained without --experts"
         )
-    args.context = len(state["position.weight"])
-    args.classes = [chr(point) for point in state["vocabulary"].tolist()]
+    if "position.weight" in state:
+        args.context = len(state["position.weight"])
+    args.context = args.context or size_of(args).context
+    if args.tokenizer != "hub":  # whose tokens are in result.json
+        args.classes = [chr(point) for point in state["vocabulary"].tolist()]
     args.dropout, args.experts = 0.0, None
     return make_model(args, args.classes).eval()
 
@@ -46,6 +53,9 @@ def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
     """A prompt as ``[1, time]``, if the model has seen all of its characters."""
     if args.tokenizer == "bytes":
         return torch.tensor([list(text.encode())])
+    if args.tokenizer == "hub":
+        tokenizer = hub.load_tokenizer(args.weights.parent)
+        return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     numbers = {character: number for number, character in enumerate(args.classes)}
     unknown = sorted(set(text) - numbers.keys())
     if unknown:
@@ -56,6 +66,8 @@ def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
 
 
 def to_text(args: argparse.Namespace, tokens: list[int]) -> str:
+    if args.tokenizer == "hub":
+        return hub.load_tokenizer(args.weights.parent).decode(tokens)
     text = "".join(args.classes[token] for token in tokens)
     return text.encode("latin-1").decode(errors="replace") if args.tokenizer == "bytes" else text
 
@@ -63,12 +75,62 @@ def to_text(args: argparse.Namespace, tokens: list[int]) -> str:
 # ------------------------------------------------------------------------------------------ sample
 
 
+class KeyValueCache:
+    """In the place of :func:`jobs.gpt.attend`: keeps the keys and values of all positions so far,
+    so that only those of new tokens are computed."""
+
+    def __init__(self, context: int):
+        self.context, self.length, self.kept = context, 0, None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        new = torch.stack([k, v])
+        if self.kept is None:
+            self.kept = new.new_empty(*new.shape[:3], self.context, new.shape[4])
+        begin, self.length = self.length, self.length + new.shape[3]
+        self.kept[:, :, :, begin : self.length] = new
+        if begin == 0:  # the prompt
+            return attend(q, k, v)
+        k, v = repeat(q, *self.kept[:, :, :, : self.length])
+        return F.scaled_dot_product_attention(q, k, v)  # a new token sees all
+
+
+class CachedRunner:
+    """The logits after the last token ``[1, vocabulary]``, as tokens are added one by one."""
+
+    def __init__(self, runner: TorchRunner, context: int):
+        self.runner, self.seen = runner, 0
+        for block in runner.model.blocks:
+            block.attention.attend = KeyValueCache(context)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        new, begin = tokens[:, self.seen :], self.seen
+        self.seen = tokens.shape[1]
+        positions = torch.arange(begin, self.seen, device=self.runner.device)
+        return self.runner.model(new.to(self.runner.device), positions)[:, :, -1].cpu()
+
+    def remove(self) -> None:
+        for block in self.runner.model.blocks:
+            block.attention.attend = attend
+
+
 def continue_text(args: argparse.Namespace, runner: Runner) -> str:
-    """``--prompt`` and ``--tokens`` more, each drawn from what the model expects next."""
+    """``--prompt`` and ``--tokens`` more, each drawn from what the model expects next.
+
+    Up to the context keys and values are kept; beyond it the window moves on, and all that it holds
+    has other positions.
+    """
     generator = torch.Generator().manual_seed(args.sample_seed)
     tokens = to_tokens(args, args.prompt)
+    cached = isinstance(runner, TorchRunner) and args.cache and tokens.shape[1] <= args.context
+    cache = CachedRunner(runner, args.context) if cached else None
     for _ in tqdm(range(args.tokens), "tokens", leave=False, disable=None):
-        logits = runner(tokens[:, -args.context :].contiguous())[:, :, -1]
+        if cache and tokens.shape[1] > args.context:
+            cache = cache.remove()
+        if cache:
+            logits = cache(tokens)
+        else:
+            logits = runner(tokens[:, -args.context :].contiguous())[:, :, -1]
         tokens = torch.cat([tokens, draw(logits, args.temperature, args.top_k, generator)], 1)
     return to_text(args, tokens[0].tolist())
 

@@ -6,10 +6,11 @@ import shlex
 
 from common import argument_parser
 from harness.command_line import fail
+from jobs.decoder import is_decoder
 
 # Settings of the run that say what the weights are, and what they were tested on
 NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]
-NAMES += ["eval_samples"]
+NAMES += ["eval_samples", "kv_heads", "mlp_width"]
 
 
 def make_metadata(args: argparse.Namespace, precision: str, what: str) -> dict[str, str]:
@@ -56,7 +57,7 @@ def read_result(args: argparse.Namespace) -> tuple[str, list[str] | None]:
         result = json.loads(path.read_text())
         return f"{result['settings']} --dataset {result['dataset']}", result["classes"]
     except FileNotFoundError:
-        if args.model and (args.image_size or args.model.startswith("gpt")):
+        if args.model and (args.image_size or is_decoder(args.model)):
             return "", None
         fail(f"{path} is missing, which says what the weights are of; "
              "give --model and, of a classifier, --image-size")  # fmt: skip

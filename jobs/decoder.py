@@ -36,13 +36,15 @@ def is_decoder(name: str | None) -> bool:
 
 def is_folder(args: argparse.Namespace) -> bool:
     """Whether ``--weights`` is a folder with a configuration, as huggingface.co has them."""
-    if args.weights == "none" or args.weights.endswith(".pt"):
+    if args.weights == "none" or str(args.weights).endswith(".pt"):
         return False
     return Path(folder_of(args), "config.json").is_file()
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    return Path(fetch_input(args.weights, "--weights"))
+    """``--weights``, or where it lies."""
+    path = Path(fetch_input(args.weights, "--weights"))
+    return path.parent if path.is_file() else path
 
 
 def size_of(args: argparse.Namespace) -> Size:
@@ -51,7 +53,7 @@ def size_of(args: argparse.Namespace) -> Size:
     given = (args.model, getattr(args, "kv_heads", None), getattr(args, "mlp_width", None))
     if args.model != "llama":
         return size_of_name(*given)
-    if not is_folder(args):
+    if not Path(folder_of(args), "config.json").is_file():
         fail("--model llama has the shape of its --weights; give a folder with a config.json")
     return size_of_folder(folder_of(args))
 

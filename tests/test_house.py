@@ -15,7 +15,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "libraries": {"harness"},
     "jobs": {"libraries", "harness"},
     "common": {"libraries", "jobs", "harness"},
-    "inference": {"common", "jobs", "harness"},
+    "inference": {"common", "libraries", "jobs", "harness"},
     "report": set(),
     # of the scripts only what its mesh is made of
     "estimator": {
@@ -28,7 +28,7 @@ MAY_KNOW = {  # of ours; besides its own room
         "pytorch_CP",
     },
     "estimate": {"estimator", "harness", "report", "jobs"},
-    "model_inference": {"common", "inference", "report"},
+    "model_inference": {"common", "inference", "report", "jobs"},
     "benchmark": {"harness", "report"},
     "timeline": {"harness", "report"},
     "lightning_Trainer": {"common", "libraries"},  # for DeepSpeed,

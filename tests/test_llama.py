@@ -1,10 +1,15 @@
 """Llama: equal to transformers' in both directions, read in shards, with a tokenizer of its own."""
 
+import json
+
 import pytest
 import torch
 from conftest import cases, launcher, read_run, succeed
 from test_contract import in_double
+from test_inference import infer
 from test_parity import relative_difference
+
+from jobs import decoder
 
 transformers = pytest.importorskip("transformers")
 JOB = (
@@ -18,11 +23,13 @@ SCALED = {
 VOCABULARY = 27  # characters of the synthetic text
 
 
-def make_folder(folder, scaling=None, tie=False, shards="5GB", dtype=torch.float64):
+def make_folder(
+    folder, scaling=None, tie=False, shards="5GB", dtype=torch.float64, vocabulary=VOCABULARY
+):
     """A folder as transformers writes it; returns its model."""
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
+        vocab_size=vocabulary, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         rms_norm_eps=1e-6, tie_word_embeddings=tie, rope_theta=10_000.0, rope_scaling=scaling,
     )  # fmt: skip
@@ -105,3 +112,64 @@ def test_a_folder_is_read_in_shards(script, n, tmp_path):
         succeed(f"{command} --output-dir {out}", forked=True)
         ends.append(in_double(read_run(out)[0]))
     assert relative_difference(ends[1], ends[0]) < 1e-11
+
+
+def make_tokenizer(folder, size):
+    """Of pairs of letters and words, as many as there are."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["to be or not to be that is the question"] * 9, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def test_its_own_tokenizer(tmp_path):
+    """That of the folder, for training, which takes it along, and for writing."""
+    make_folder(tmp_path / "theirs", vocabulary=300)  # more rows than tokens, as is usual
+    make_tokenizer(tmp_path / "theirs", 290)
+    (tmp_path / "text").write_text("to be or not to be that is the question. " * 200)
+    flags = f"--weights {tmp_path}/theirs --dataset text --data-dir {tmp_path}/text --context 16"
+    command = f"{launcher('pytorch_FSDP', 2)} {flags} --batch-size 8 --max-steps 2"
+    finished = succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
+    assert "llama of 16 tokens" in finished.stdout and "300 different ones" in finished.stdout
+    written = infer(f"--weights {tmp_path}/run/model.pt --prompt 'to be' --tokens 5 --json")
+    assert written.code == 0 and json.loads(written.stdout)["text"].startswith("to be")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert theirs.decode(theirs("to be or not")["input_ids"]) == "to be or not"
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run").config.vocab_size == 300
+
+
+@pytest.mark.parametrize("model", ["gpt-2x4x32", "llama-2x4x32 --kv-heads 2"])
+def test_the_cache_writes_the_same_text(model, tmp_path):
+    """Beyond the context, too, where all is computed again."""
+    flags = f"--model {model} --context 32 --dataset synthetic --max-steps 9 --batch-size 16"
+    succeed(f"python pytorch_SingleGPU.py {flags} --output-dir {tmp_path}", forked=True)
+    words = f"--weights {tmp_path}/model.pt --prompt 'a b' --tokens 60 --json"
+    with_cache, without = (json.loads(infer(words + f).stdout) for f in ("", " --no-cache"))
+    assert with_cache["text"] == without["text"] and len(without["text"]) == 63
+
+
+WRONG = {  # of a folder's config.json
+    "hidden_act": "gelu", "model_type": "mistral", "attention_bias": True, "head_dim": 16,
+    "rope_scaling": {"rope_type": "yarn"}, "hidden_size": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_known_is_one_line(name, tmp_path, capsys):
+    config = dict(
+        model_type="llama", hidden_size=48, num_attention_heads=4, num_hidden_layers=2,
+        max_position_embeddings=64, intermediate_size=80, vocab_size=27, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    config |= {name: WRONG[name]}
+    if WRONG[name] is None:
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="2"):
+        decoder.size_of_folder(tmp_path)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "config.json cannot be used" in line and name.replace("scaling", "type") in line
