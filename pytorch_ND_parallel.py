@@ -8,14 +8,11 @@ Command:    torchrun --nproc_per_node=4 pytorch_ND_parallel.py --tp 2
 Use it      for a model that no single technique fits: shard first (--dp-shard), recompute (--ac),
             then split matrices within a machine (--tp), then stages between machines (--pp), and
             sequences only if one alone is too long (--cp). "python estimate.py --recommend" says
-            which. Not when one technique fits: each dimension sends more.
+            which. Not when one technique fits: each dimension sends more. Experts are not among
+            them: fully_shard would have to shard these over other ranks than the rest.
 Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer; activations as
             the lessons say, of 1/(dp-replicate * dp-shard) of the batch.
 Sends       what each lesson sends, of the shard that the other dimensions leave.
-
-Experts (pytorch_EP.py) are not among the dimensions: their ranks are borrowed from dp-shard, and
-fully_shard would have to shard them over the others alone: a mesh, a clipping and a snapshot of
-their own.
 """
 
 import logging

@@ -34,8 +34,8 @@ def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
         experts: the help shows what is for a mixture of experts.
     """
     gpts = jobs.decoder.NAMES
-    model = "any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); a decoder"
-    model = f"{model}: {gpts}"
+    model = "any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); or"
+    model = f"{model} {gpts}"
     data = "CIFAR-10, or Shakespeare for a GPT"
     if only_gpt:
         model, data = f"{gpts} (default: gpt-mini on a GPU, gpt-nano on a CPU)", "Shakespeare"

@@ -24,9 +24,7 @@ from jobs.llama import Llama, LlamaSize
 from libraries import hub
 
 SIZES = gpt.SIZES | llama.SIZES
-NAMES = "gpt-nano, gpt-mini, gpt2, gpt-LxHxD such as gpt-4x4x128; llama-LxHxD, " + ", ".join(
-    llama.SIZES
-)
+NAMES = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
 
 
 def is_decoder(name: str | None) -> bool:

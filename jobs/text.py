@@ -32,15 +32,15 @@ def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
     # fmt: off
     flag = parser.add_flags("language-model options")
     flag("--context", type=positive, metavar="N",
-         help="tokens per sequence (default: gpt-nano 64, gpt-mini 256, gpt2 1024, "
-         "llama3-8b 8192, gpt-LxHxD 256, of --weights at most 2048)")
+         help="tokens per sequence (default: the model's own, of a folder in "
+         "--weights at most 2048)")
     flag("--tokenizer", choices=["chars", "bytes", "hub"],
-         help="tokens: the characters of the text, the bytes of any file, or hub: the tokenizer in "
-         "the folder --weights (default: hub if it has one, else chars)")
+         help="tokens: characters, bytes, or hub: by the tokenizer in the folder --weights "
+         "(default: hub if it has one, else chars)")
     flag("--kv-heads", type=positive, metavar="N",
-         help="llama-LxHxD: heads of keys and values (default: as many as of queries)")
+         help="llama-LxHxD: heads of keys and values (default: H)")
     flag("--mlp-width", type=positive, metavar="N",
-         help="llama-LxHxD: width within the MLP (default: 8/3 of the width)")
+         help="llama-LxHxD: width within the MLP (default: 8/3 D)")
     flag("--dropout", type=number(float, 0, 1), metavar="P",
          help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
     flag("--tie", action="store_true", default=None,

@@ -10,26 +10,26 @@ from libraries.pipelining import SCHEDULES
 
 
 def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
-    positive = number(int, 1)
+    flag, positive = parser.add_argument, number(int, 1)
     # fmt: off
-    flag = parser.add_flags("mesh (the product of its dimensions is the number of ranks)")
     flag("--dp-replicate", type=positive, default=1, metavar="N", help="replicas (default: 1)")
     flag("--dp-shard", type=positive, metavar="N",
-         help="ranks that shard a replica, with --cp (default: what the others leave over)")
-    flag("--tp", type=positive, default=1, metavar="N", help="ranks that split each matrix")
+         help="ranks that shard a replica (default: what the others leave over)")
+    flag("--tp", type=positive, default=1, metavar="N",
+         help="ranks that split each weight matrix (default: 1)")
     flag("--sequence-parallel", action="store_true",
          help="also split norms, dropout and residuals, along the sequence")
-    flag("--pp", type=positive, default=1, metavar="N", help="ranks of the pipeline")
+    flag("--pp", type=positive, default=1, metavar="N", help="ranks of a pipeline (default: 1)")
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=positive, metavar="M",
-         help="micro-batches of the pipeline (default: at least two per rank)")
-    flag("--cp", type=positive, default=1, metavar="N", help="ranks that split each sequence")
+         help="micro-batches (default: at least two per rank of the pipeline)")
+    flag("--cp", type=positive, default=1, metavar="N",
+         help="ranks that split each sequence (default: 1)")
     flag("--attention", choices=attentions, default="ring",
          help="how they exchange keys and values (default: ring)")
-    flag = parser.add_flags("memory and speed")
     flag("--ac", choices=["none", "selective", "full"], default="none",
-         help="activation checkpointing: compute each block again in backward; selective: all but "
-         "matmuls and attention (default: none)")
+         help="recompute each block in backward; selective: all but matmuls and attention "
+         "(default: none)")
     flag("--compile", action="store_true", help="compile each block")
     flag("--dtype", choices=["float32", "bfloat16"], default="float32",
          help="dtype of compute and of the gathered weights (default: float32)")

@@ -20,7 +20,8 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 from estimator import fakes, gpu_rules
-from jobs.gpt import GPT
+from jobs.gpt import GPT, Size
+from jobs.llama import Llama, LlamaSize
 
 
 class OnFakes(fake_tensor.FakeTensorMode):
@@ -68,7 +69,11 @@ IMAGES, VOLUME, VECTORS = torch.zeros(2, 3, 32, 32), torch.zeros(2, 3, 8, 8, 8),
 MODELS = {
     "resnet18": (torchvision.models.resnet18, IMAGES),
     "vit": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, 0.1, 0.1), IMAGES),
-    "gpt": (lambda: GPT([chr(i) for i in range(65)], 16, 2, 2, 32, dropout=0.1), TOKENS),
+    "llama": (
+        lambda: Llama(list(range(65)), LlamaSize(2, 4, 32, kv_heads=2, mlp_width=64)),
+        TOKENS,
+    ),
+    "gpt": (lambda: GPT(list(range(65)), Size(2, 2, 32), 16, 0.1), TOKENS),
     "encoder": (encoder, torch.zeros(2, 16, 32)),
     "unet": (UNet, IMAGES),
 }

@@ -154,11 +154,12 @@ def backward(g, q, k, v, bias, out, sums, seed, offset, dropout, mask, is_causal
 kernels = torch.library.Library("aten", "IMPL")
 kernels.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
 kernels.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
-make_mesh = dtensors.init_device_mesh
-dtensors.init_device_mesh = lambda device, shape: make_mesh("cpu", shape)
+from torch.distributed.device_mesh import DeviceMesh
+make_mesh = DeviceMesh.from_group
+DeviceMesh.from_group = lambda group, device: make_mesh(group, "cpu")
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-attend = script.attention_kernels.make_pytorch_ring()
+attend = script.attention_kernels.pytorch_ring()
 torch.manual_seed(0)
 whole = [torch.randn(2, 4, 24, 8, requires_grad=True) for _ in range(3)]
 expected = jobs.gpt.attend(*whole)

@@ -17,22 +17,21 @@ MAY_KNOW = {  # of ours; besides its own room
     "common": {"libraries", "jobs", "harness"},
     "inference": {"common", "libraries", "jobs", "harness"},
     "report": set(),
-    # of the scripts only what its mesh is made of
-    "estimator": {
-        "common",
-        "libraries",
-        "jobs",
-        "harness",
-        "pytorch_TP",
-        "pytorch_PP",
-        "pytorch_CP",
-    },
+    "estimator": {"common", "libraries", "jobs", "harness"},
     "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report", "jobs"},
     "benchmark": {"harness", "report"},
     "timeline": {"harness", "report"},
     "lightning_Trainer": {"common", "libraries"},  # for DeepSpeed,
     "pytorch_DeepSpeed": {"common", "libraries"},  # which keeps things in places of its own
+    "pytorch_ND_parallel": {  # which is made of lessons
+        "common",
+        "libraries",
+        "pytorch_TP",
+        "pytorch_PP",
+        "pytorch_CP",
+        "pytorch_activation_checkpointing",
+    },  # fmt: skip
     "pytorch_CP": {"common", "libraries"},  # PyTorch's kernels,
     "pytorch_PP": {"common", "libraries"},  # and its schedules
     "accelerate_DeepSpeed": {"common", "libraries"},

@@ -13,7 +13,7 @@ from test_faults import ranks_of
 from test_parity import relative_difference
 
 import pytorch_PP
-from jobs import gpt
+from jobs import decoder, gpt
 from libraries.pipelining import SCHEDULES, divide, ranks_of_stages
 
 JOB = (
@@ -53,7 +53,7 @@ def own_parts(schedule, n, tie=False):
     owners = ranks_of_stages(schedule, n)
     for rank in range(n):
         torch.manual_seed(0)
-        model = gpt.GPT([chr(i) for i in range(27)], 16, 8, 2, 16, tie=tie)
+        model = gpt.GPT(list(range(27)), gpt.Size(8, 2, 16), 16, tie=tie)
         mine = [number for number, owner in enumerate(owners) if owner == rank]
         stages = {number: pytorch_PP.Stage(model, number, len(owners)) for number in mine}
         pytorch_PP.keep_only(stages, model)
@@ -66,7 +66,7 @@ def own_parts(schedule, n, tie=False):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_ranks_have_each_tensor_once_under_its_own_name(schedule, n, tie):
     torch.manual_seed(0)
-    whole = gpt.GPT([chr(i) for i in range(27)], 16, 8, 2, 16, tie=tie).state_dict()
+    whole = gpt.GPT(list(range(27)), gpt.Size(8, 2, 16), 16, tie=tie).state_dict()
     parts = [model.state_dict() for model, _ in own_parts(schedule, n, tie)]
     for name, tensor in whole.items():
         holders = [part[name] for part in parts if name in part]
@@ -81,7 +81,7 @@ def test_decay_is_as_in_the_whole_model():
     """With --tie the head's matrix is an embedding's on the last rank, too, and does not decay."""
     (first, _), (last, _) = own_parts("1f1b", 2, tie=True)
     for model in (first, last):
-        decayed, others = gpt.parameter_groups(model)
+        decayed, others = decoder.parameter_groups(model)
         assert not any(p is model.token.weight for p in decayed["params"])
         assert any(p is model.token.weight for p in others["params"])
 

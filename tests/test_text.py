@@ -13,7 +13,7 @@ from conftest import distance, launch, launcher, succeed
 from test_parity import relative_difference
 
 import common
-from jobs import gpt, text
+from jobs import decoder, gpt, text
 
 JOB = (
     "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
@@ -180,16 +180,16 @@ def test_synthetic_text_is_drawn_from_the_seed():
 def test_sizes():
     """nanoGPT's table says 0.80 M and 10.65 M; and GPT-2's blocks have 85 M."""
     for name, millions in {"gpt-nano": 0.80, "gpt-mini": 10.77, "gpt2": 85.9}.items():
-        layers, heads, width, context, _ = gpt.size_of(name)
+        size = gpt.SIZES[name]
         with torch.device("meta"):
-            model = gpt.GPT([chr(i) for i in range(65)], context, layers, heads, width)
+            model = gpt.GPT(list(range(65)), size, size.context)
         count = sum(p.numel() for p in model.parameters())
         assert count / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_nothing_sees_the_future():
     torch.manual_seed(0)
-    model = gpt.GPT([chr(i) for i in range(11)], 12, 2, 2, 16).double().eval()
+    model = gpt.GPT(list(range(11)), gpt.Size(2, 2, 16), 12).double().eval()
     tokens = torch.randint(11, (2, 12))
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 11
@@ -200,8 +200,8 @@ def test_nothing_sees_the_future():
 
 
 def test_norms_and_embeddings_do_not_decay():
-    model = gpt.GPT([chr(i) for i in range(11)], 12, 2, 2, 16)
-    decayed, others = gpt.parameter_groups(model)
+    model = gpt.GPT(list(range(11)), gpt.Size(2, 2, 16), 12)
+    decayed, others = decoder.parameter_groups(model)
     assert others["weight_decay"] == 0
     names = {id(p): name for name, p in model.named_parameters()}
     kept = ("attention_norm", "mlp_norm", "norm", "token", "position")
