@@ -277,7 +277,8 @@ def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
     job = Job(size, vocabulary, context, args.batch_size, optimizer, 2 if half else 4, tuple(flags))
     room = int((args.memory - args.spare) * GIB)
     found = recommend(job, args.gpus, room, args.link, at_once)
-    print_ways(args, job, found, room)
+    print_ways(args, job, found)
+    sys.stdout.flush()
     if not any(one.peak <= room for one in found):
         closest = min(found, key=lambda one: one.peak)
         short = (closest.peak - room) / GIB

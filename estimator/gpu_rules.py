@@ -135,7 +135,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, inner: int) -> Tensor:
-        rows = x.new_empty(x.shape[:-inner], dtype=torch.float32)  # one over each row's length
+        # One over each row's length.
+        rows = x.new_empty(*x.shape[:-inner], *[1] * inner, dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x)
 

@@ -248,7 +248,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
     if not good and not others:
         others = list(predict(job, [smallest(job, gpus)], at_once))
     good.sort(key=lambda one: sum(seconds_of(job, one.technique, link, one.messages).values()))
-    return good or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
+    return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
 
 
 def smallest(job: Job, gpus: int) -> Way:

@@ -98,27 +98,29 @@ def figures_of(args: argparse.Namespace, found) -> list[str]:
     return cells + (["yes" if fits(args, found) else "no"] if args.memory else [])
 
 
-def print_ways(args: argparse.Namespace, job, found: list, room: int) -> None:
+def print_ways(args: argparse.Namespace, job, found: list) -> None:
     """Each way in a few lines, and its command."""
     print(
-        f"{describe(args, list(job.flags))}, {job.context} tokens, global batch {job.batch_size} "
-        f"on {args.gpus} GPUs of {args.memory:.1f} GiB, {args.spare:.1f} to spare:"
+        f"{describe(args, list(job.flags))}, global batch {job.batch_size} on {args.gpus} GPUs of "
+        f"{args.memory:g} GiB, {args.spare:.2g} to spare:"
     )
-    print("least communication, recomputation and idle time first; peaks are predicted\n")
+    print("least communication, recomputation and idle time first; peaks are predicted, of one GPU")
     for number, one in enumerate(found, 1):
         way = one.technique
-        parts = {name: sum(one.kinds[k] for k in kinds) for name, kinds in COLUMNS.items()}
-        consists = ", ".join(f"{name} {size_of(n)}" for name, n in parts.items() if n > 2**20)
+        parts = {name: sum(one.kinds[kind] for kind in kinds) for name, kinds in COLUMNS.items()}
+        consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
+        again = {"full": "all of", "selective": "all but matmuls and attention of"}.get(way.ac)
         idle = (way.pp - 1) / way.microbatches
-        costs = [f"sends {one.sent / 1e9:.1f} GB"]
-        costs += {"none": [], "selective": ["recomputes all but matmuls"]}.get(
-            way.ac, ["recomputes forward"]
-        )
-        costs += [f"idle {idle:.0%} of the time"] if idle else []
-        print(f"{number}. {way.describe()}")
-        print(f"   peak {one.peak / GIB:.1f} GiB ({consists})")
+        costs = [f"sends {one.sent / 1e9:.3g} GB in a step"]
+        costs += [f"computes {again} forward again"] if again else []
+        costs += [f"idle for {idle:.0%} of the time that it computes"] if idle else []
+        print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs)}")
-        print(f"   {way.launch(job)}\n")
+        print(f"   {way.launch(job)}")
+
+
+def in_words(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
 def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:

@@ -175,9 +175,24 @@ def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
         {kind: few[kind] + times * (more[kind] - few[kind]) for kind in few}
         for few, more in zip(small.peaks, large.peaks, strict=True)
     ]
-    more = Counter(large.messages) - Counter(small.messages)
-    messages = [*small.messages, *(m for m, n in more.items() for _ in range(n * times))]
+    few, many = Counter(small.messages), Counter(large.messages)
+    if few - many:  # buckets of DDP, which have another size now: as many bytes, in one message
+        few, many = (
+            Counter({m: sum(n.size for n in of if kind_of(n) == m) for m in {*map(kind_of, of)}})
+            for of in (small.messages, large.messages)
+        )
+        messages = [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
+    else:
+        messages = [
+            *small.messages,
+            *(m for m, n in (many - few).items() for _ in range(n * times)),
+        ]
     return dataclasses.replace(small, kinds=highest(peaks), peaks=peaks, messages=messages)
+
+
+def kind_of(message: Message) -> Message:
+    """Without its size."""
+    return dataclasses.replace(message, size=0)
 
 
 def predict_all(

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, cases, launch, launcher, succeed
 from torch import nn
 
-from estimator import gpu_rules, network, own_model, published
+from estimator import gpu_rules, network, own_model, published, recommend, techniques
 from estimator.fit import LargestBatch
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, load_function
@@ -436,3 +436,51 @@ def test_shares_of_a_step(tmp_path):
             assert 0 <= least <= most < 1
         assert fast[n][1] < slow[n][1] and long[n][1] < slow[n][1]
     assert slow["2"][1] < slow["1024"][1]
+
+
+# ------------------------------------------------------------------------------- --recommend
+
+PREDICT_WHOLE = ["python", "-c", "import sys, estimate; from estimator import techniques; "]
+PREDICT_WHOLE[-1] += "techniques.few_blocks = lambda n: ([], 0); estimate.main()"
+SMALL = "--model llama-8x4x64 --kv-heads 2 --context 64"
+MEMORY = "-b 8 --gpus 4 --memory 0.006 --spare 0"
+
+
+def test_what_is_recommended_runs_and_takes_what_is_predicted(tmp_path):
+    """The commands as they are printed, on real ranks: bytes of all tensors at the peak of a step
+    are within 2 % of those of the same rank on fake tensors."""
+    text = estimate(f"{SMALL} {MEMORY} --recommend").stdout
+    commands = re.findall(
+        r"^   torchrun --nproc_per_node=4 (pytorch_ND_parallel.py .*)$", text, re.M
+    )
+    assert 3 <= len(commands) <= 5 and len(set(commands)) == len(commands)
+    for number, words in enumerate(commands[::2]):
+        real, fake = (tmp_path / f"{kind}{number}" for kind in ("real", "fake"))
+        start = "torchrun --standalone --nproc_per_node=4 tests/count_live.py"
+        succeed(f"{start} {words} --output-dir {real}", forked=True)
+        fakes = "python tests/count_live.py --on-fakes 4"
+        succeed(f"{fakes} {words} --output-dir {fake}", forked=True)
+        took, predicted = (
+            sum(json.loads((folder / "rank0.json").read_text()).values()) for folder in (real, fake)
+        )
+        assert predicted == pytest.approx(took, rel=0.02), words
+
+
+def test_a_large_model_is_predicted_by_two_small_ones():
+    """Of 14 blocks by four and six: to the byte of what 14 take."""
+    flags = "--model llama-14x4x64 --context 64 --gpus 4 -b 8 --json --only "
+    for only in ("FSDP,TP,activation_checkpointing", "ND_parallel --tp 2 --sequence-parallel"):
+        rows = json.loads(estimate(flags + only).stdout)
+        few = techniques.few_blocks
+        whole = json.loads(succeed([*PREDICT_WHOLE, *f"{flags}{only}".split()]).stdout)
+        assert few(14) == ([4, 6], 5) and few(8) == ([], 0) and few(15) == ([5, 7], 5)
+        assert [row["kinds"] for row in rows] == [row["kinds"] for row in whole]
+        assert [row["sent"] for row in rows] == [row["sent"] for row in whole]
+
+
+def test_stages_that_may_be_the_fullest():
+    """And their blocks: the first, the one after it, the last, and the first with one more."""
+    assert recommend.stages_of(32, 1) == {0: 32}
+    assert recommend.stages_of(32, 8) == {0: 4, 1: 4, 7: 4}
+    assert recommend.stages_of(9, 4) == {0: 2, 1: 2, 3: 3}
+    assert recommend.stages_of(10, 8) == {0: 1, 1: 1, 3: 2, 7: 2}
