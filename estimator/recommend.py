@@ -21,6 +21,7 @@ MACHINE = 8  # GPUs; tensor parallelism stays within one
 # FSDP, compiled (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
 # of which each takes 6 operations, 8 with full recomputation).
 RATE = 4e14
+PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH, SECONDS = 5, 45  # ways, and time, after which no further one is predicted
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
 
@@ -40,8 +41,9 @@ class Way(Technique):
     microbatches: int = 1
 
     @property
-    def mesh(self) -> tuple[int, ...]:
-        return self.replicate, self.shard, self.tp, self.pp, self.cp
+    def kind(self) -> tuple[int, ...]:
+        """Ways of which one is enough: they differ in how data parallelism is done."""
+        return self.tp, self.pp, self.cp
 
     @property
     def shares(self) -> int:
@@ -134,20 +136,23 @@ def divisors_of(n: int) -> list[int]:
 # ------------------------------------------------------------------------------ by theory alone
 
 
-def bytes_sent(job: Job, way: Way) -> float:
-    """By a rank in a step, by the formulas of docs/parallelism.md."""
+def bytes_sent(job: Job, way: Way) -> tuple[float, float]:
+    """By a rank in a step, within its machine and to others, by the formulas of
+    docs/model_parallelism.md. Neighbours are ranks of tp, then those of cp."""
     size, local = job.size, job.parameters / way.tp / way.pp
     shards, layers = way.shard * way.cp, size.layers / way.pp
     again = way.ac == "full"
     gathers = (1 if way.pp > 1 else 2 * way.accumulate) * job.bytes + 4 * way.accumulate
-    sent = gathers * local * (shards - 1) / shards
-    sent += 2 * 4 * local / shards * (way.replicate - 1) / way.replicate * way.accumulate
+    far = gathers * local * (shards - 1) / shards
+    far += 2 * 4 * local / shards * (way.replicate - 1) / way.replicate * way.accumulate
     tokens = job.batch_size * job.context / way.shares / way.cp
     hidden = tokens * size.width * job.bytes
-    sent += layers * (8 + 4 * again) * hidden * (way.tp - 1) / way.tp
+    far += 2 * hidden / way.tp * (way.pp - 1) / way.pp
+    near = layers * (8 + 4 * again) * hidden * (way.tp - 1) / way.tp
     keys = tokens * size.width * size.kv_heads / size.heads * job.bytes / way.tp
-    sent += layers * (6 + 2 * again) * keys * (way.cp - 1)
-    return sent + 2 * hidden / way.tp * (way.pp - 1) / way.pp
+    ring = layers * (6 + 2 * again) * keys * (way.cp - 1)
+    near, far = (near + ring, far) if way.tp * way.cp <= MACHINE else (near, far + ring)
+    return (near + far, 0.0) if way.ranks <= MACHINE else (near, far)
 
 
 def kept_at_least(job: Job, way: Way) -> float:
@@ -160,32 +165,34 @@ def kept_at_least(job: Job, way: Way) -> float:
     parts = way.accumulate * way.microbatches
     tokens = job.batch_size * job.context / way.shares / way.cp / parts
     kv = size.width * size.kv_heads / size.heads
-    of_block = {
+    inner = (size.mlp_matrices - 1) * size.mlp_width  # before the last matrix
+    whole = 2 * size.width  # of attention and MLP: gathered inputs, or outputs to be added up
+    split = {
         "full": size.width,
-        "selective": 2 * size.width + 2 * kv + 2 * size.mlp_width,
-        "none": 5 * size.width + 2 * kv + 3 * size.mlp_width,
+        "selective": 3 * size.width + 2 * kv + inner,
+        "none": 4 * size.width + 2 * inner,
     }[way.ac]
+    of_block = split / way.tp + (whole if way.ac != "full" else 0)
     under_way = min(way.pp, way.microbatches)
-    kept += under_way * tokens * size.layers / way.pp * of_block * job.bytes / way.tp
+    kept += under_way * tokens * size.layers / way.pp * of_block * job.bytes
     if way.pp == 1:
         kept += tokens * job.vocabulary * (2 * job.bytes + 4) / way.tp
     return kept
 
 
-def seconds_of(job: Job, way: Way, link: dict, messages=None) -> dict[str, float]:
-    """Of a step: those that are computed again, that a stage waits for others, and that messages
-    take if nothing hides them."""
+def seconds_of(job: Job, way: Way, link: dict) -> float:
+    """Of a step: those in which something is computed again, a stage waits for others, or bytes are
+    on their way; ``link``: between machines, or if there is one, within it."""
     tokens = job.batch_size * job.context / way.ranks
     attention = 2 * job.size.layers * job.context * job.size.width
     forward = tokens * (2 * job.parameters + attention) / RATE
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[way.ac] * forward
-    idle = (way.pp - 1) / way.microbatches * 3 * forward
-    moved = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / 2.5e10
-    if messages is None:
-        sent = bytes_sent(job, way) / link["allreduce"].bandwidth
-    else:
-        _, sent = network.waiting(messages, 0.0, link)
-    return {"again": again, "idle": idle, "sent": sent, "moved": moved * way.offload}
+    idle = (way.pp - 1) / way.microbatches * (3 * forward + again)
+    near, far = bytes_sent(job, way)
+    within = (link if way.ranks <= MACHINE else network.link_of("nvlink4"))["allreduce"]
+    sent = near / within.bandwidth + far / link["allreduce"].bandwidth
+    copied = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
+    return again + idle + sent + copied * way.offload
 
 
 # ------------------------------------------------------------------------------------ predicted
@@ -228,12 +235,12 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
 def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
     """Those that fit ``room`` bytes, least cost first; if none does, what comes closest."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
-    ways.sort(key=lambda way: (sum(seconds_of(job, way, link).values()), way.words()))
+    ways.sort(key=lambda way: (seconds_of(job, way, link), way.words()))
     deadline, good, others, done = time.monotonic() + SECONDS, [], [], set()
     while ways and len(good) < ENOUGH and time.monotonic() < deadline:
         chosen = []
         for way in list(ways):
-            if way.mesh not in done and way.mesh not in {w.mesh for w in chosen}:
+            if way.kind not in done and way.kind not in {w.kind for w in chosen}:
                 chosen.append(way)
                 ways.remove(way)
             if len(chosen) == at_once:
@@ -244,10 +251,10 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             fits = found.kinds and found.peak <= room
             (good if fits else others).append(found)
             if fits:
-                done.add(found.technique.mesh)
+                done.add(found.technique.kind)
     if not good and not others:
         others = list(predict(job, [smallest(job, gpus)], at_once))
-    good.sort(key=lambda one: sum(seconds_of(job, one.technique, link, one.messages).values()))
+    good.sort(key=lambda one: seconds_of(job, one.technique, link))
     return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
 
 

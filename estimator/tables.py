@@ -101,7 +101,7 @@ def figures_of(args: argparse.Namespace, found) -> list[str]:
 def print_ways(args: argparse.Namespace, job, found: list) -> None:
     """Each way in a few lines, and its command."""
     print(
-        f"{describe(args, list(job.flags))}, global batch {job.batch_size} on {args.gpus} GPUs of "
+        f"{describe(args, list(job.flags))}, global batch {job.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} to spare:"
     )
     print("least communication, recomputation and idle time first; peaks are predicted, of one GPU")

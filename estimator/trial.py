@@ -7,6 +7,7 @@ one that ends it after two steps: the first makes what lasts, the second is coun
 
 import contextlib
 import dataclasses
+import gc
 import os
 import runpy
 import sys
@@ -124,6 +125,7 @@ class ShortRun:
         self.args, self.step, self.held = args, 0, {}
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
+        gc.collect()  # of blocks that are another stage's
         self.optimizer = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
         groups = [*optimizer.param_groups, *self.optimizer.param_groups]
         self.parameters = [*model.parameters(), *(p for group in groups for p in group["params"])]

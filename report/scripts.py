@@ -23,6 +23,7 @@ PARENTS = {  # each script, and the one that it is a diff against
     "FSDP_TP": "TP",
     "PP": "torchrun_DDP",
     "CP": "torchrun_DDP",
+    "ND_parallel": "FSDP_TP",
     "EP": "torchrun_DDP",
     "LocalSGD": "torchrun_DDP",
 }
@@ -31,4 +32,5 @@ DEFINITIONS = {  # that a page shows instead of the lines that carry a tag
     "ZeRO_by_hand": ("send", "gather"),
     "FSDP_by_hand": ("gather", "free", "after_forward"),
 }
-BEYOND = ("TP", "FSDP_TP", "PP", "CP", "EP", "LocalSGD")  # which are on docs/parallelism.md
+# Which are on docs/model_parallelism.md, and on parallelism.md
+BEYOND = ("TP", "FSDP_TP", "PP", "CP", "EP", "LocalSGD", "ND_parallel")
