@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
@@ -49,6 +48,7 @@ from harness.rows import gather_state, shard_state_on_load
 from harness.run import Run, total_steps
 from harness.task_data import TaskData
 from jobs import attention
+from jobs.choice import init_weights
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
@@ -58,11 +58,10 @@ from libraries.accelerate_launch import check_launch
 # fmt: off
 __all__ = [
     "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
-    "check_launch", "fail", "announce", "print0",
-    "get_device", "get_dtype", "seed_everything", "make_store", "LOCAL_WORLD_SIZE", "size_of",
-    "check_tensor_parallel",
-    "make_datasets", "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of",
-    "attention", "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
+    "check_launch", "fail", "announce", "print0", "get_device", "get_dtype", "seed_everything",
+    "make_store", "LOCAL_WORLD_SIZE", "size_of", "check_tensor_parallel", "make_datasets",
+    "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of", "attention",
+    "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
     "local_folder",  # transformers_Trainer.py
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
@@ -278,18 +277,6 @@ def make_model(
     return model
 
 
-def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str]) -> None:
-    """Give a model that was made on the meta device, sharded and given memory the weights of
-    :func:`make_model`; each rank gets its shards. Of a decoder ranks draw or read one parameter at
-    a time. Of other models rank 0 has the whole, on its CPU. All ranks call it."""
-    models = jobs.choice.models_of(args)
-    if one_by_one := getattr(models, "init_weights", None):
-        return one_by_one(args, model, classes)
-    weights = models.make_model(args, classes).state_dict() if RANK == 0 else {}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-
-
 # ---------------------------------------------------------------------- optimizer and schedule
 
 
@@ -405,8 +392,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
 
 
 def save_model(args: argparse.Namespace, state_dict: dict[str, Tensor]) -> None:
-    """Write ``model.pt``, in fp32 (float64 under ``--double``), as plain torchvision loads it; of a
-    Llama also the folder that transformers loads."""
+    """Write ``model.pt``, in fp32 (float64 under ``--double``), and what else a Llama has."""
     dtype = torch.get_default_dtype()
     state = {
         k: v.to("cpu", dtype if v.is_floating_point() else None).contiguous()

@@ -112,11 +112,8 @@ class RingAttention(torch.autograd.Function):
         return of_q, *(of_own + travelling), None
 
 
-def make_ring(group=None):
-    return lambda q, k, v: RingAttention.apply(q, k, v, group)
-
-
-ATTENTIONS = {"ring": make_ring, **attention.OTHERS, "pytorch": attention_kernels.pytorch_ring}
+ATTENTIONS = {"ring": lambda group=None: lambda q, k, v: RingAttention.apply(q, k, v, group)}
+ATTENTIONS |= {**attention.OTHERS, "pytorch": attention_kernels.pytorch_ring}
 
 
 class WholeSequences(nn.Module):

@@ -52,10 +52,8 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SLOW)
 
-    def wrap(forward):  # ND: a function, which the compiler traces, and a partial() it does not
-        return lambda *args, **kwargs: checkpoint(
-            forward, *args, **kwargs, use_reentrant=False, **options
-        )
+    def wrap(forward):  # ND: the compiler traces a function, and no partial()
+        return lambda *x, **more: checkpoint(forward, *x, **more, use_reentrant=False, **options)
 
     for block in blocks:
         block.forward = wrap(block.forward)

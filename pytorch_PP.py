@@ -32,11 +32,8 @@ from libraries.pipelining import SCHEDULES, divide, make_shapes
 
 
 class Stage(nn.Module):
-    """Some of the blocks, in the first stage the embeddings, in the last one the head.
-
-    Args:
-        positions: of the tokens, if not all of a sequence in order.
-    """
+    """Some of the blocks, in the first stage the embeddings, in the last one the head. ``positions``
+    are given if they are not those of whole sequences."""
 
     def __init__(self, model: nn.Module, number: int, stages: int, positions=None):
         super().__init__()
@@ -64,9 +61,8 @@ def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
     for number, block in enumerate(model.blocks):
         if kept.isdisjoint(block.parameters()):
             model.blocks[number] = nn.Identity()  # or those after it would have other numbers
-    for name in {*model.before, *model.after}:  # with --tie token and head are one
-        parameters = list(getattr(model, name).parameters())
-        if parameters and kept.isdisjoint(parameters):
+    for name in {*model.before, *model.after} - {"dropout"}:  # with --tie token and head are one
+        if kept.isdisjoint(getattr(model, name).parameters()):
             delattr(model, name)
 
 
@@ -103,7 +99,6 @@ def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, 
 
 
 def mean_loss(parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of one part of a batch, so that those of all parts add up to the mean."""
     return F.cross_entropy(logits.to(torch.get_default_dtype()), labels) / parts
 
 
@@ -139,8 +134,7 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
     size = common.size_of(args)
-    # PP: before ranks wait for each other
-    owners, microbatches = divide(args, size.layers, world_size)
+    owners, microbatches = divide(args, size.layers, world_size)  # PP: before ranks wait
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
 import jobs.classifiers
 import jobs.decoder
 import jobs.encoder
@@ -16,7 +19,7 @@ import jobs.images
 import jobs.reviews
 import jobs.text
 from harness.command_line import ArgumentParser, fail, place, positive, trim_url
-from harness.ranks import SCRIPT
+from harness.ranks import RANK, SCRIPT
 
 DATASETS = {
     jobs.images: ["auto", "cifar10", "folder", "synthetic"],
@@ -75,6 +78,18 @@ def data_of(args: argparse.Namespace) -> ModuleType:
 
 def models_of(args: argparse.Namespace) -> ModuleType:
     return MODELS[data_of(args)]
+
+
+def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str]) -> None:
+    """Give a model that was made on the meta device, sharded and given memory the weights of
+    ``make_model()``; each rank gets its shards. Of a decoder ranks draw or read one parameter at a
+    time. Of other models rank 0 has the whole, on its CPU. All ranks call it."""
+    models = models_of(args)
+    if one_by_one := getattr(models, "init_weights", None):
+        return one_by_one(args, model, classes)
+    weights = models.make_model(args, classes).state_dict() if RANK == 0 else {}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
 
 
 def check_is_gpt(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from harness.command_line import fail
 from harness.files import check_weights, load_file
 from harness.remote import fetch_input
-from jobs import gpt, llama
+from jobs import gpt, llama, llama_folder
 from jobs.gpt import GPT, Decoder, Size
 from jobs.llama import Llama, LlamaSize
 from libraries import hub
@@ -59,7 +59,7 @@ def size_of(args: argparse.Namespace) -> Size:
 @functools.cache
 def size_of_folder(folder: Path) -> LlamaSize:
     try:
-        return llama.size_of_config(json.loads((folder / "config.json").read_text()))
+        return llama_folder.size_of_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         fail(f"--weights {folder}: config.json cannot be used ({why}); give another folder")
@@ -196,7 +196,7 @@ def draw(args: argparse.Namespace, name: str, shape: torch.Size) -> Tensor:
 
 
 def their_name(args: argparse.Namespace, name: str) -> str:
-    return llama.their_name("token.weight" if args.tie and name == "head.weight" else name)
+    return llama_folder.their_name("token.weight" if args.tie and name == "head.weight" else name)
 
 
 def read_file(args: argparse.Namespace, points: Tensor) -> dict[str, Tensor]:
@@ -223,12 +223,12 @@ def write_folder(args: argparse.Namespace, weights: dict[str, Tensor], folder: P
         return
     shared = "head.weight" if args.tie else ""
     theirs = {
-        llama.their_name(name): tensor
+        llama_folder.their_name(name): tensor
         for name, tensor in weights.items()
         if name not in ("vocabulary", shared)
     }
     context = size.context if is_folder(args) else args.context
-    config = llama.make_config(size, context, len(weights["token.weight"]), bool(args.tie))
+    config = llama_folder.make_config(size, context, len(weights["token.weight"]), bool(args.tie))
     hub.write_folder(folder, config, theirs)
     if args.tokenizer == "hub":
         hub.copy_tokenizer(folder_of(args), folder)

@@ -1,7 +1,5 @@
 """Llama (Touvron et al. 2023, arXiv:2302.13971), to be read beside gpt.py: rotary positions in the
-place of learned ones, RMSNorm, SwiGLU, grouped queries, no dropout. Its sizes, and the names that
-its configuration and its weights have on huggingface.co.
-"""
+place of learned ones, RMSNorm, SwiGLU, grouped queries, no dropout; and its sizes."""
 
 import dataclasses
 import math
@@ -37,11 +35,9 @@ class LlamaSize(Size):
 # From config.json of TinyLlama/TinyLlama-1.1B-Chat-v1.0, meta-llama/Llama-2-7b-hf, -13b-hf,
 # Meta-Llama-3-8B, -70B and Llama-3.2-1B on https://huggingface.co. Context: what they were trained
 # with, of Llama 3.2 before it was stretched.
+SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 LLAMA3 = {"vocabulary": 128_256, "base": 500_000.0}
-STRETCHED = (
-    ("factor", 32.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0),
-    ("original_max_position_embeddings", 8192.0),
-)  # fmt: skip
+STRETCHED = tuple(zip(SCALING, (32.0, 1.0, 4.0, 8192.0), strict=True))
 SIZES = {
     "tinyllama-1.1b": LlamaSize(22, 32, 2048, 2048, 0.0, 4, 5632, 32_000),
     "llama2-7b": LlamaSize(32, 32, 4096, 4096, 0.0, 32, 11_008, 32_000),
@@ -123,65 +119,3 @@ class Llama(Decoder):
         make_norm = partial(nn.RMSNorm, eps=size.eps)
         make_attention, make_mlp = partial(RotaryAttention, size), partial(SwiGLU, size)
         super().__init__(vocabulary, size, make_norm, make_attention, make_mlp, **options)
-
-
-# ------------------------------------------------------------------------------ as others name it
-
-NAMES = {  # of the state dict, here and there
-    "token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-}  # fmt: skip
-
-
-def their_name(name: str) -> str:
-    """Of one of our parameters."""
-    module, _, kind = name.rpartition(".")
-    blocks, _, inner = module.partition(".")
-    number, _, inner = inner.partition(".")
-    where = f"model.layers.{number}.{NAMES[inner]}" if blocks == "blocks" else NAMES[module]
-    return f"{where}.{kind}"
-
-
-def make_config(size: LlamaSize, context: int, vocabulary: int, tie: bool) -> dict:
-    """``config.json``."""
-    scaling = {"rope_type": "llama3", **dict(size.scaling)} if size.scaling else None
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": size.width, "intermediate_size": size.mlp_width,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads, "max_position_embeddings": context,
-        "rms_norm_eps": size.eps, "rope_theta": size.base, "rope_scaling": scaling,
-        "vocab_size": vocabulary, "tie_word_embeddings": tie,
-    }  # fmt: skip
-
-
-def size_of_config(config: dict) -> LlamaSize:
-    """The shape that a ``config.json`` describes.
-
-    Raises:
-        ValueError: it is not a Llama's, or one that computes what is not here.
-    """
-    rope = {"rope_theta": 10_000.0, **(config.get("rope_scaling") or {})}
-    rope |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    rope |= config.get("rope_parameters") or {}  # of transformers 5
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    needed = {
-        "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "head_dim": width // heads,
-    }  # fmt: skip
-    for name, value in needed.items():
-        if config.get(name, value) not in (value, None):
-            raise ValueError(f"its {name} is {config[name]}, and only {value} is known here")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"its rope_type is {kind}, and only default and llama3 are known here")
-    scaling = tuple((name, float(rope[name])) for name, _ in STRETCHED) if kind == "llama3" else ()
-    return LlamaSize(
-        config["num_hidden_layers"], heads, width, config["max_position_embeddings"], 0.0,
-        config.get("num_key_value_heads") or heads, config["intermediate_size"],
-        config["vocab_size"], rope["rope_theta"], scaling, config["rms_norm_eps"],
-        config.get("tie_word_embeddings", False),
-    )  # fmt: skip
