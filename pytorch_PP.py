@@ -32,8 +32,7 @@ from libraries.pipelining import SCHEDULES, divide, make_shapes
 
 
 class Stage(nn.Module):
-    """Some of the blocks, in the first stage the embeddings, in the last one the head. ``positions``
-    are given if they are not those of whole sequences."""
+    """Some of the blocks, in the first stage the embeddings, in the last one the head."""
 
     def __init__(self, model: nn.Module, number: int, stages: int, positions=None):
         super().__init__()
