@@ -10,7 +10,16 @@ import torch
 from conftest import ROOT, cases, launch, launcher, succeed
 from torch import nn
 
-from estimator import gpu_rules, network, own_model, published, recommend, techniques
+from estimator import (
+    gpu_rules,
+    network,
+    own_model,
+    published,
+    published_elsewhere,
+    recommend,
+    techniques,
+)
+from estimator.allocator import MIB, Allocator
 from estimator.fit import LargestBatch
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, load_function
@@ -128,6 +137,41 @@ def test_published_figures_are_met(name):
     rows = json.loads((ROOT / "results" / "estimate.json").read_text())["published"]
     [row] = [row for row in rows if row["name"] == name]
     assert predicted == pytest.approx(row["predicted"], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "name", cases([(n,) for n in published_elsewhere.ELSEWHERE], lambda n: n.startswith("Zero"))
+)
+def test_figures_published_elsewhere_are_met(name):
+    """Of PyTorch's recipe to the million; of DeepSpeed's example all but 64 MiB, as much as two
+    workspaces are, to what it rounds. Both pages show what is predicted now."""
+    code = f"from estimator.published_elsewhere import *; print(*predict_elsewhere({name!r}))"
+    predicted = succeed([sys.executable, "-c", code]).stdout.splitlines()[-1].split()
+    _, unit, figures, options = published_elsewhere.ELSEWHERE[name]
+    sizes = [int(size) / unit for size in predicted]
+    if "zero" in options:
+        assert tuple(int(size) for size in sizes) == figures
+        return
+    for size, figure in zip(sizes, figures, strict=True):
+        assert figure - size == pytest.approx(64 / 1024, abs=0.006)
+    cells = " | ".join(", ".join(f"{size:.2f}" for size in row) for row in (figures, sizes))
+    for page in ("docs/estimate.md", "docs/estimate.zh-CN.md"):
+        assert f"| {cells} |" in (ROOT / page).read_text()
+
+
+def test_blocks_are_those_of_the_allocator():
+    """What is too little stays with a large block; what is freed is joined and used again."""
+    allocator = Allocator()
+    allocator.take(0, 16_000_000)
+    assert allocator.allocated == 16 * MIB
+    for number in (1, 2, 3, 4):  # of one segment of 20 MiB, and the last of another
+        allocator.take(number, 6 * MIB)
+    assert allocator.allocated == 40 * MIB and allocator.segments == 3
+    allocator.give_back(1)
+    allocator.give_back(2)
+    allocator.take(5, 12 * MIB)  # in the place of both, with no rest
+    allocator.take(6, 512)
+    assert allocator.allocated == 40 * MIB + 512 and allocator.segments == 4
 
 
 def test_another_tracker_agrees():

@@ -1,0 +1,158 @@
+"""Predictions beside what two other pages published, whose jobs are written here once more.
+
+PyTorch's recipe for ZeroRedundancyOptimizer (pytorch/tutorials,
+recipes_source/zero_redundancy_optimizer.rst) prints the running maximum at four points, in millions
+of bytes, of PyTorch 1.8 on two GPUs. DeepSpeed's example of weights in bfloat16
+(deepspeedai/DeepSpeedExamples, training/bf16_master_weight) prints what is allocated after the last
+step and the maximum of the whole run, in GiB. Where our functions differ from their scripts, a
+comment says why.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
+from torch.distributed.utils import _sync_module_states as sync_module_states
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils.checkpoint import checkpoint
+
+from estimator import fakes, trial
+from estimator.allocator import allocated_at
+from estimator.live_bytes import LiveBytes
+
+SMALL = {"layers": 12, "width": 1024, "heads": 16, "batch_size": 4}  # 254 million parameters
+LARGE = {"layers": 32, "width": 4096, "heads": 32, "batch_size": 1}  # 6.86 billion
+LEAN = LARGE | {"checkpoints": True}
+BF16 = {"low": True}
+ELSEWHERE = {  # GPUs, bytes of a unit, what was published, and what the job is given
+    "Adam": (2, 1e6, (335, 656, 992, 1697), {"zero": False}),
+    "ZeroRedundancyOptimizer": (2, 1e6, (335, 656, 992, 1361), {"zero": True}),
+    "254 M, 1 GPU": (1, 2**30, (4.14, 5.93), SMALL),
+    "254 M, 1 GPU, bf16": (1, 2**30, (2.71, 5.73), SMALL | BF16),
+    "254 M": (4, 2**30, (1.29, 3.57), SMALL),
+    "254 M, bf16": (4, 2**30, (0.94, 4.44), SMALL | BF16),
+    "6.86 B": (4, 2**30, (25.74, 41.28), LARGE),
+    "6.86 B, bf16": (4, 2**30, (16.17, 33.20), LARGE | BF16),
+    "6.86 B, checkpointing": (4, 2**30, (25.74, 31.38), LEAN),
+    "6.86 B, checkpointing, bf16": (4, 2**30, (16.17, 18.93), LEAN | BF16),
+}
+
+
+def take_recipe(live: LiveBytes, zero: bool) -> list[int]:
+    """One step of twenty linear layers. Returns what ``live`` had counted at each point."""
+    distributed._sync_module_states = sync_module_states  # which sends copies, and they count
+    # PyTorch 1.8 divided parameters as they come; today's sorts them by size first. Then one weight
+    # follows another, of which Adam still holds a temporary: 1378 MB instead of 1361.
+    zero_redundancy_optimizer.sorted = lambda parameters, **_: parameters
+    # Its Adam updated one parameter after the other; today's takes lists on a GPU.
+    options = {"lr": 0.01, "foreach": False}
+    model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(20)])
+    moments = [len(live.changes)]
+    ddp_model = DistributedDataParallel(model)
+    moments.append(len(live.changes))
+    loss_fn = nn.MSELoss()
+    if zero:
+        adam = torch.optim.Adam
+        optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), optimizer_class=adam, **options)
+    else:
+        optimizer = torch.optim.Adam(ddp_model.parameters(), **options)
+    outputs = ddp_model(torch.randn(20, 2000))
+    labels = torch.randn(20, 2000)
+    loss_fn(outputs, labels).backward()
+    moments.append(len(live.changes))
+    optimizer.step()
+    return [*moments, len(live.changes)]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ff = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        attended, _ = self.attention(x, x, x)  # kept to the end of this, as theirs is
+        x = self.norm1(x + attended)
+        fed = self.ff(x)
+        return self.norm2(x + fed)
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, checkpoints: bool):
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.tokens, self.positions = nn.Embedding(50000, width), nn.Embedding(512, width)
+        self.layers = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.output = nn.Linear(width, 50000)
+
+    def forward(self, ids):
+        positions = torch.arange(ids.shape[1]).unsqueeze(0).expand(len(ids), -1)
+        x = self.tokens(ids) + self.positions(positions)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return self.output(x)
+
+
+def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> list[int]:
+    """Three of the twenty steps: ZeRO-3 fetches by plan from its second, and the third is as that.
+    Returns how much ``live`` had counted in the end.
+
+    Args:
+        low: master weights, gradients and what Adam keeps are in bfloat16, too.
+    """
+    from libraries import deepspeed_engine
+
+    bf16 = {"bf16_master_weights_and_grads": low, "bf16_optimizer_states": low}
+    config = {  # of configs/baseline.json and configs/bf16_full.json
+        "log_level": "error",
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True} | bf16,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 0,
+            # The default, true, did nothing for a model like this one before DeepSpeed 0.19.4
+            # (its pull request 8189), and the figures are older: autograd keeps whole weights.
+            "memory_efficient_linear": False,
+        },
+        "torch_autocast": {"enabled": low, "dtype": "torch.bfloat16"},
+    }
+    fakes.stand_in_for_deepspeed(deepspeed_engine)
+    file = SimpleNamespace(deepspeed_config="")
+    deepspeed = deepspeed_engine.import_deepspeed(file, torch.device("cpu"), config)
+    live.counts = False  # the model is made on the host
+    model = Transformer(checkpoints=checkpoints, **sizes)
+    live.counts = True
+    # DeepSpeed's FusedAdam has to be compiled. PyTorch's keeps the same, and makes nothing else.
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.01, fused=True)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config
+    )
+    loss_fn = nn.CrossEntropyLoss()
+    for _ in range(3):
+        input_ids, labels = (torch.zeros(batch_size, 512, dtype=torch.int64) for _ in range(2))
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            logits = engine(input_ids)
+            loss = loss_fn(logits.view(-1, 50000), labels.view(-1))
+        loss.backward()
+        engine.step()
+    return [len(live.changes)]
+
+
+def predict_elsewhere(name: str) -> list[int]:
+    """Bytes at the points that were published, in this process, which is of no other use then."""
+    gpus, _, _, options = ELSEWHERE[name]
+    trial.prepare(gpus)
+    dist.init_process_group("fake", rank=0, world_size=gpus)
+    live = LiveBytes()
+    take = take_recipe if "zero" in options else take_steps
+    with trial.counting(live, gpus):
+        moments = take(live, **options)
+    found = allocated_at(live, moments)
+    return [most for _, most in found] if "zero" in options else list(found[0])
