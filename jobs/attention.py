@@ -34,7 +34,7 @@ def in_order(shards: Tensor, dim: int, group=None) -> Tensor:
 def shard(whole: Tensor, dim: int = 1, group=None) -> Tensor:
     """This rank's positions."""
     shards = in_rank_order(whole, dim, group).chunk(dist.get_world_size(group), dim)
-    return shards[dist.get_rank(group)]
+    return shards[dist.get_rank(group)].contiguous()
 
 
 class Gather(torch.autograd.Function):
