@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
-from harness import command_line, loaders, process, ranks, remote
+from harness import command_line, hangs, loaders, process, ranks, remote
 from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
 from harness.files import load_file, save_file
 from harness.measure import device_name, whole
@@ -110,7 +110,7 @@ def prepare_process(args: argparse.Namespace) -> None:
     process.die_with_launcher()
     if WORLD_SIZE == LOCAL_WORLD_SIZE:
         process.listen_on_loopback()
-    process.explain_timeouts(Path(sys.argv[0]).absolute())
+    hangs.prepare(Path(sys.argv[0]).absolute(), local_folder(args.output_dir))
     if args.profile_memory and args.device == "cpu":
         process.keep_no_free_memory()
     if RANK == 0:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from harness import breakdown, checkpoint, result
+from harness import breakdown, checkpoint, hangs, result
 from harness.clock import StepClock
 from harness.command_line import fail
 from harness.display import Display
@@ -185,12 +185,12 @@ class Run:
             print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
         self.guard.attach(checkpoint.plain(model), optimizer, **skips_by)
-        engine = skips_by.get("engine") or model
-        self.clock.phases.attach(engine, optimizer, len(self.clock.devices))
+        self.clock.phases.attach(skips_by.get("engine", model), optimizer, len(self.clock.devices))
         if RANK == 0:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
         self.stop.listen()
+        hangs.listen()
 
     # ---------------------------------------------------------------------------------- steps
 

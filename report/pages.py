@@ -102,6 +102,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
+    blocks["hangs"] = hangs_block(root)
     blocks["bubble"] = bubble_block(root / "results" / "bubble.json")
     estimate = predictions.read(root)
     for name in SUITES:
@@ -154,6 +155,15 @@ def sweep_block(root: Path, found: dict) -> str:
     about += "[results/collectives.json](results/collectives.json)"
     since = stale.note(root, found["git_commit"], [found["command"]])
     return f"{tables.markdown(header, rows)}\n\n{about}{since}"
+
+
+def hangs_block(root: Path) -> str:
+    """What tests/faults/hang.py saw."""
+    found = json.loads((root / "results" / "hangs.json").read_text())
+    scripts = {f"{row['script']}.py" for row in found["rows"]}
+    about = f"torch {found['torch']}; [results/hangs.json](results/hangs.json)"
+    since = stale.note(root, found["commit"], sorted(scripts))
+    return f"{tables.hangs_table(found['rows'])}\n\n{about}{since}"
 
 
 def bubble_block(path: Path) -> str:

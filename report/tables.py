@@ -367,6 +367,25 @@ def silent_table(rows: list[dict]) -> str:
     return markdown(["mistake", "script", "off by"], lines)
 
 
+HANGS = {  # what rank 1 does, in tests/faults/hang.py
+    "skip": "skips a collective", "order": "calls two collectives in another order",
+    "shape": "passes a tensor of another shape", "dtype": "passes another dtype",
+    "loop": "is in an endless loop", "stop": "is stopped (SIGSTOP)",
+    "kill": "is killed (SIGKILL)", "sleep": "waits for its loader",
+}  # fmt: skip
+
+
+def hangs_table(rows: list[dict]) -> str:
+    """What was printed first, and the scripts whose rank, collective and line were named."""
+    lines = []
+    for fault, does in HANGS.items():
+        group = [row for row in rows if row["fault"] == fault]
+        said = group[0]["lines"][0].partition("; recorded in")[0]
+        named = [r["script"].rpartition("_")[2] for r in group if not r["missed"]]
+        lines.append([does, f"`{said}`", ", ".join(named)])
+    return markdown(["rank 1", "first line, of DDP", "named in"], lines)
+
+
 TRIAL = re.compile(
     r"trial +\d+: (?P<kind>\w+) .*?(?P<end>clean|wrong|hung|fallback|silent|failed)\b"
 )

@@ -258,22 +258,6 @@ def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
     assert finished.code == 1 and "InjectedFault" in finished.stderr
 
 
-def test_a_rank_that_hangs_is_named(tmp_path):
-    fault = {"kind": "stop", "rank": 1, "step": 3, "phase": "forward"}
-    events = {"events": str(tmp_path / "events")}
-    command = launcher("pytorch_torchrun_DDP", 2, "tests/faults/victim.py")
-    with started(
-        f"{command} {SMALL} --timeout 5 --output-dir {tmp_path}/run",
-        FAULT=json.dumps(fault | events),
-    ) as process:
-        wait_for(lambda: "error: rank" in "".join(process.output))
-        os.kill(ranks_of(tmp_path / "run")[1], signal.SIGCONT)  # or torchrun would wait 30 s
-        finished = process.end()
-    assert finished.code == 1
-    [line] = [line for line in finished.stderr.splitlines() if ": error: " in line]
-    assert "rank 1 did not come to loss.backward()  # DDP: averages" in line  # the first collective
-
-
 # ------------------------------------------------------------------------------------- the disk
 
 

@@ -1,15 +1,12 @@
 """The pipeline: that it trains as one process does, what it waits for, and how it ends badly."""
 
 import argparse
-import os
-import signal
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, launcher, started, succeed, wait_for
+from conftest import ROOT, launch, launcher, succeed
 from measure_bubble import count_idle, formula, order_of, plan, read_steps
-from test_faults import ranks_of
 from test_parity import relative_difference
 
 import pytorch_PP
@@ -160,13 +157,9 @@ def lose_a_rank(name, schedule, flags, folder):
 @pytest.mark.parametrize("schedule", LOST_IN)
 def test_a_rank_that_hangs_is_named(schedule, tmp_path):
     """By its neighbours, each of which waits for it in the middle of a step."""
-    with started(lose_a_rank("SIGSTOP", schedule, "--timeout 10", tmp_path)) as process:
-        wait_for(lambda: "error: rank" in "".join(process.output))
-        os.kill(ranks_of(tmp_path / "run")[1], signal.SIGCONT)  # or torchrun would wait 30 s
-        finished = process.end(60)
-    assert finished.code == 1
-    [line] = [line for line in finished.stderr.splitlines() if ": error: " in line]
-    assert "rank 1 did not come to schedule.step(" in line, str(finished)
+    finished = launch(lose_a_rank("SIGSTOP", schedule, "--timeout 10", tmp_path), timeout=60)
+    assert finished.code == 1 and finished.stderr.count(": error: ") == 1, str(finished)
+    assert "rank 1 (stopped by a signal) is at pytorch_PP.py:" in finished.stderr, str(finished)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

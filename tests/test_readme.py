@@ -47,6 +47,7 @@ ELSEWHERE = {  # commands, by what runs them
     "test_data.py": ["python pytorch_SingleGPU.py --dataset folder --data-dir PATH"],
     "test_estimate.py": ["python estimate.py"],
     "test_first_command": ["pip install -r requirements.txt && torchrun"],
+    "test_hangs.py": ["python -m torch.distributed.flight_recorder.fr_trace"],
     "test_inference.py": ["python model_inference.py"],
     "test_lightning.py": ["fabric run ", "torchrun --standalone --nproc_per_node=2 lightning_"],
     "test_remote.py": ["moto_server", "export AWS_", "python -c", "ssh-keygen -q", "/usr/sbin/sshd"]

@@ -134,7 +134,7 @@ def test_windows_are_a_function_of_seed_epoch_and_step():
     assert torch.equal(inputs[:, 1:], labels[:, :-1]), "a label is the next token"
     later = inputs[:, 0] - 8 * torch.arange(len(data))
     assert later[:-1].min() >= 0 and later.max() < 8 and later[:-1].unique().numel() > 3
-    assert labels.max() < 200
+    assert labels.max() < 200 and labels.min() >= 0, "no padding: each window is full"
 
 
 def test_ranks_share_out_the_windows():

@@ -3,7 +3,9 @@
 Used in place of a script's name, after its launcher; inject.py does so. The environment variable
 FAULT says what happens: a JSON object with
 
-    kind     kill (SIGKILL), term (SIGTERM), stop (SIGSTOP) or exception, of this very process
+    kind     kill (SIGKILL), term (SIGTERM), stop (SIGSTOP) or exception, of this very process; loop
+             (for ever) or sleep (for a minute); skip, order, shape or dtype: what this rank gets
+             wrong of collectives that all ranks call
     rank     whose
     step     at which step; of a phase that belongs to a snapshot: while the first snapshot is
              written at this step or a later one
@@ -24,6 +26,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -41,6 +44,7 @@ from harness.ranks import RANK, RESTARTS  # noqa: E402
 from jobs import images, text  # noqa: E402
 
 FAULT = json.loads(os.environ["FAULT"])
+COLLECTIVES = "skip", "order", "shape", "dtype"
 step = 0  # of this start, the first is 1
 place = 0, 0  # the same, as epoch and step
 stop.VOTE_EVERY = 0  # the job ends sooner than half a second from a signal
@@ -61,14 +65,31 @@ def happen(phase):
     global armed
     saving = phase in ("during write", "before rename", "after rename")
     due = step >= FAULT["step"] if saving else step == FAULT["step"]
-    if not armed or phase != FAULT["phase"] or not due:
+    if not armed or phase != FAULT["phase"] or not due or FAULT["kind"] in COLLECTIVES:
         return
     armed = False
     note("fault")
     if FAULT["kind"] == "exception":
         raise InjectedFault(phase)
+    while FAULT["kind"] == "loop":
+        pass
+    if FAULT["kind"] == "sleep":
+        time.sleep(60)
+        return
     signals = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
     os.kill(os.getpid(), signals[FAULT["kind"]])
+
+
+def call_collectives(kind, wrong):
+    """As a user may add them to a loop, and what one rank may get wrong of them."""
+    first = torch.zeros(8 if wrong and kind == "shape" else 7)
+    first = first.double() if wrong and kind == "dtype" else first
+    if wrong and kind == "order":
+        dist.broadcast(torch.zeros(3), 0)
+    if not (wrong and kind == "skip"):
+        dist.all_reduce(first)
+    if kind == "order":
+        dist.broadcast(torch.zeros(3), 0)
 
 
 def before(module, name, phase):
@@ -122,7 +143,13 @@ def after_first_step(*_):
         note("step")
 
 
-register_optimizer_step_pre_hook(lambda *_: happen("optimizer"))
+def before_optimizer(*_):
+    happen("optimizer")
+    if FAULT["kind"] in COLLECTIVES and step == FAULT["step"]:
+        call_collectives(FAULT["kind"], RANK == FAULT["rank"])
+
+
+register_optimizer_step_pre_hook(before_optimizer)
 register_optimizer_step_post_hook(after_first_step)
 
 if RANK == 0:

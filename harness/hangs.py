@@ -1,0 +1,295 @@
+"""When ranks wait for one that does not come: which collective, who is there, and at which line.
+
+PyTorch records the collectives of each process in its flight recorder. When one times out, loses a
+rank or ends in an abort, all ranks write theirs to ``--output-dir``/flight_recorder and tell each
+other where they are, and one of them prints what follows from it. A rank that does not wait itself
+is asked by a thread of its own, which looks once a second whether another one has failed.
+
+What is not public in PyTorch is used in :func:`read_recorder` only.
+"""
+
+import atexit
+import ctypes
+import json
+import linecache
+import os
+import pickle
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from harness.diagnosis import call_of, describe, diagnose
+from harness.ranks import RANK, RESTARTS, WORLD_SIZE, print0
+from harness.trust import PlainUnpickler
+
+WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
+WORDS += ("Broken pipe",)  # in errors of gloo, nccl and the store: another rank is late, or gone
+PREFIX, REPORT = "rank_", "report.txt"  # files; the first as PyTorch's own tool finds them
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+ANSWER = 6  # seconds that a rank has to say where it is
+LINGER = 5  # seconds that it has to end by itself, afterwards
+LAST = 50  # collectives of each group that are compared
+BEGIN = time.time()
+STORE_ENDED = (KeyError, OSError, RuntimeError)  # or it is none of a launcher's
+
+Frames = list[tuple[FrameType, int]]  # and the line, from the outermost to the innermost
+
+
+class Watch:
+    """What a process does to name a rank that others wait for.
+
+    Args:
+        script: the file whose lines are named first.
+        folder: for what is recorded.
+    """
+
+    def __init__(self, script: Path, folder: Path):
+        self.script, self.folder = script, folder
+        self.process, self.told, self.over = os.getpid(), threading.Lock(), threading.Event()
+        self.stopped_at, self.continued = [], 0  # frames, and nanoseconds
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; else nothing is kept
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))  # of nccl's watchdog
+        sys.excepthook = self.after_exception
+        if sys.platform == "linux":  # gloo aborts if sizes differ, nccl's watchdog after a timeout
+            self.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.before_abort)
+            ctypes.CDLL(None).signal(signal.SIGABRT, self.on_abort)
+            atexit.register(ctypes.CDLL(None).signal, signal.SIGABRT, None)  # no Python by then
+        atexit.register(self.over.set)
+
+    def start(self) -> None:
+        """Begin to listen to the other ranks, all of which have joined by now. If the last run in
+        this folder could not say why it ended, rank 0 does."""
+        threading.Thread(target=self.listen, daemon=True).start()
+        if threading.current_thread() is threading.main_thread() and sys.platform == "linux":
+            signal.signal(signal.SIGCONT, self.after_stop)
+        if RANK == 0:
+            self.explain_last_run()
+
+    def explain_last_run(self) -> None:
+        """nccl's watchdog may have written what was recorded, and ended the process."""
+        files = {path.name[len(PREFIX) :]: path for path in self.folder.glob(f"{PREFIX}*")}
+        said = self.folder / REPORT
+        try:
+            newest = max(path.stat().st_mtime for path in files.values())
+            if said.exists() and said.stat().st_mtime > newest:
+                return
+            found = {int(r): PlainUnpickler(path.open("rb")).load() for r, path in files.items()}
+            accounts = {rank: self.account(recorded, "", None) for rank, recorded in found.items()}
+            print0(f"the last run hung: {self.write_report(accounts, {}, len(files))}")
+        except Exception:  # no files, or others than PyTorch's: no reason not to train
+            return
+
+    def after_exception(self, kind, error, trace) -> None:
+        sys.__excepthook__(kind, error, trace)
+        if dist.is_initialized() and any(words in str(error) for words in WORDS):
+            self.report(list(traceback.walk_tb(trace)), "waits")
+
+    def before_abort(self, signum: int) -> None:
+        """Called by the thread that aborts the process; when it returns, the process ends."""
+        if os.getpid() == self.process:
+            self.report(main_frames(), "aborts")
+
+    def after_stop(self, signum: int, frame: FrameType) -> None:
+        """Called first of all when the process goes on: see :func:`collect`."""
+        self.stopped_at, self.continued = outermost_first(frame), time.time_ns()
+
+    def listen(self) -> None:
+        try:
+            store = connect()
+            store.set(f"process {RANK}", json.dumps([socket.gethostname(), os.getpid()]))
+            while not store.check(["failed"]):
+                if self.over.wait(1):
+                    return
+            self.tell(store, main_frames(), "")
+            store.wait(["printed"], timedelta(seconds=2 * ANSWER))
+        except STORE_ENDED:
+            return
+        time.sleep(LINGER)
+        os._exit(1)  # or the launcher would kill it half a minute later
+
+    def report(self, frames: Frames, why: str) -> None:
+        """Collect what all ranks tell, and print what follows, unless another rank does."""
+        try:
+            store = connect()
+            store.set("failed", "")
+            self.tell(store, frames, why)
+            accounts, silent = collect(store)
+            if store.compare_set("printer", "", str(RANK)) == str(RANK).encode():
+                report = self.write_report(accounts, silent, WORLD_SIZE)
+                print(f"{self.script.stem}: error: {report}", file=sys.stderr, flush=True)
+                store.set("printed", "")
+            store.wait(["printed"], timedelta(seconds=ANSWER))
+        except STORE_ENDED:
+            return
+
+    def tell(self, store: dist.Store, frames: Frames, why: str) -> None:
+        """Write what this rank has recorded, and tell the others where it is, once."""
+        if not self.told.acquire(blocking=False):
+            return
+        recorded = read_recorder()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{PREFIX}{RANK}").write_bytes(pickle.dumps(recorded))
+        if stopped := store.check([f"stopped {RANK}"]) and bool(self.stopped_at):
+            frames, entries = self.stopped_at, recorded["entries"]
+            recorded["entries"] = [e for e in entries if e["time_created_ns"] < self.continued]
+        places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+        account = self.account(recorded, why, awaited_message(frames), self.name_places(places))
+        account["stopped"] = stopped
+        store.set(f"account {RANK}", json.dumps(account))
+
+    def account(self, recorded: dict, why: str, message: dict | None, place: str = "") -> dict:
+        """What :func:`diagnose` takes of a rank."""
+        calls, number_of = [], Counter()
+        for entry in reversed(recorded["entries"]):
+            number_of[entry["process_group"][0]] += 1
+            if number_of[entry["process_group"][0]] <= LAST:
+                frames = [(Path(f["filename"]), f["line"]) for f in entry.get("frames", [])[::-1]]
+                calls.insert(0, call_of(entry, self.name_places(frames)))
+        groups = {name: json.loads(g["ranks"]) for name, g in recorded["pg_config"].items()}
+        place = place or (calls[-1]["place"] if calls else "")
+        return {"why": why, "place": place, "message": message, "calls": calls, "groups": groups}
+
+    def name_places(self, places: list[tuple[Path, int]]) -> str:
+        """The line of the script, and the innermost line that is not a library's."""
+        ours = [p for p in places if p[0].is_file() and not str(p[0]).startswith(LIBRARIES)]
+        ours = [p for p in ours if p[0] != Path(__file__)]
+        of_script = [p for p in ours if p[0].absolute() == self.script]
+        named = dict.fromkeys([*of_script[-1:], *ours[-1:]])
+        return ", in ".join(
+            f"{path.name}:{line} {linecache.getline(str(path), line).partition('  #')[0].strip()}"
+            for path, line in named
+        )
+
+    def write_report(self, accounts: dict, silent: dict, world: int) -> str:
+        """What the ranks' accounts say, in lines; files of an earlier run are removed."""
+        for path in self.folder.glob(f"{PREFIX}*"):
+            if accounts and RANK in accounts and path.stat().st_mtime < BEGIN:
+                path.unlink()
+        first, *others = diagnose(accounts, silent, world)
+        report = "\n  ".join([f"{first}; recorded in {self.folder}", *others])
+        (self.folder / REPORT).write_text(report + "\n")
+        return report
+
+
+watch: Watch | None = None  # of this process
+
+
+def prepare(script: Path, output_dir: Path) -> None:
+    """Record collectives from now on, and explain why they fail."""
+    global watch
+    if WORLD_SIZE > 1:
+        watch = Watch(script, output_dir / "flight_recorder")
+
+
+def listen() -> None:
+    """Be asked by other ranks, too. All ranks have joined by now."""
+    if watch and dist.is_initialized():
+        watch.start()
+
+
+def main_frames() -> Frames:
+    return outermost_first(sys._current_frames()[threading.main_thread().ident])
+
+
+def outermost_first(frame: FrameType) -> Frames:
+    return list(traceback.walk_stack(frame))[::-1]
+
+
+def awaited_message(frames: Frames) -> dict | None:
+    """The message between two ranks that is waited for at these lines: gloo records none."""
+    if not frames or "torch/distributed" not in frames[-1][0].f_code.co_filename:
+        return None  # it computes
+    for frame, _ in reversed(frames):
+        given = frame.f_locals
+        if frame.f_code.co_name in ("send", "recv") and "tensor" in given:
+            end = "dst" if frame.f_code.co_name == "send" else "src"
+            group, peer = given["group"] or dist.group.WORLD, given[end]
+            peer = dist.get_global_rank(group, given[f"group_{end}"]) if peer is None else peer
+            return message(frame.f_code.co_name, given["tensor"], peer)
+        lists = [value for value in given.values() if isinstance(value, list)]
+        ops = [op for op in sum(lists, []) if isinstance(op, dist.P2POp)]
+        for op in sorted(ops, key=lambda op: op.op is dist.isend):
+            return message("send" if op.op is dist.isend else "recv", op.tensor, op.peer)
+    return None
+
+
+def message(kind: str, tensor: torch.Tensor, peer: int) -> dict:
+    what = describe(kind, [tensor.shape], tensor.dtype)
+    return {"peer": peer, "what": f"{what} {'from' if kind == 'recv' else 'to'} rank {peer}"}
+
+
+# ---------------------------------------------------------------------------------- other ranks
+
+
+def connect() -> dist.Store:
+    """A connection of its own to the launcher's store: one that waits blocks all who share it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, timeout=timedelta(seconds=ANSWER))
+    return dist.PrefixStore(f"hang {RESTARTS}", store)
+
+
+def collect(store: dist.Store) -> tuple[dict[int, dict], dict[int, str]]:
+    """What each rank tells, and why others tell nothing. A process that was stopped is continued:
+    the run is over, and it can say where it was."""
+    accounts, silent, until = {}, {}, time.monotonic() + ANSWER
+    while (waited := set(range(WORLD_SIZE)) - {*accounts, *silent}) and time.monotonic() < until:
+        for rank in waited:
+            state, process = state_of(store, rank)
+            if store.check([f"account {rank}"]):
+                accounts[rank] = json.loads(store.get(f"account {rank}"))
+            elif state == "T":
+                store.set(f"stopped {rank}", "")
+                os.kill(process, signal.SIGCONT)
+            elif state == "gone":
+                silent[rank] = "its process has ended"
+        time.sleep(0.05)
+    return accounts, silent | dict.fromkeys(waited, "it does not answer")
+
+
+def state_of(store: dist.Store, rank: int) -> tuple[str, int]:
+    """Of a rank's process, if it is on this machine: as ``ps`` has it, or gone."""
+    if not store.check([f"process {rank}"]):
+        return "", 0
+    host, process = json.loads(store.get(f"process {rank}"))
+    if host != socket.gethostname() or sys.platform != "linux":
+        return "", 0
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone", process
+    return "gone" if state in "ZX" else state, process
+
+
+# -------------------------------------------------------------------------------------- PyTorch
+
+
+def read_recorder() -> dict:
+    """What PyTorch has recorded: ``entries``, one a collective, and ``pg_config``, one a group.
+    Of messages between two ranks it records those of nccl only."""
+    try:
+        own = torch._C._distributed_c10d
+        read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
+        recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
+        names = dist.distributed_c10d._world.pg_names
+    except AttributeError:  # another version of PyTorch
+        recorded, names = {"version": "", "entries": []}, {}
+    recorded["pg_config"] = {  # which gloo leaves empty, and PyTorch's tool needs
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group, name in names.items()
+    }
+    return recorded

@@ -1,0 +1,120 @@
+"""Make runs hang or abort, and see whether their last lines name the rank, the collective and the
+line.
+
+    python tests/faults/hang.py --output results/hangs.json
+    python tests/faults/hang.py --scripts pytorch_FSDP --faults skip stop
+
+Each is a small run on four ranks, of which one, rank 1, does what FAULTS says in the third step
+(see victim.py). PyTorch's own tool has to read what the ranks have recorded. Exit code: 0 if all
+that could be named was.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from fork_server import Server  # noqa: E402
+
+from harness.measure import git_commit  # noqa: E402
+
+JOB = "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 1"
+JOB += " --device cpu --timeout 5"
+GPT = "--model gpt-4x4x16 --context 16"
+SCRIPTS = {
+    "pytorch_torchrun_DDP": "--model small_resnet",
+    "pytorch_FSDP": GPT,
+    "pytorch_TP": GPT,
+    "pytorch_PP": GPT,
+}
+OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
+SEVEN = r"differs: all_reduce of float32 \[7\] on ranks 0, 2, 3, "
+FORWARD = r"pytorch_\w+\.py:\d+ (logits = model\(|schedule\.step\()"
+FAULTS = {  # the collective, and the line of rank 1, as regular expressions
+    "skip": (SEVEN + r"\w+ of .* on rank 1;", r"rank 1: .*pytorch_\w+\.py:\d+ (?!optimizer)"),
+    "order": (SEVEN + r"broadcast of float32 \[3\] on rank 1;", rf"rank 1: .*{NEXT}"),
+    "shape": (SEVEN + r"all_reduce of float32 \[8\] on rank 1;", rf"rank 1: .*{OURS}"),
+    "dtype": (SEVEN + r"all_reduce of float64 \[7\] on rank 1;", rf"rank 1: .*{OURS}"),
+    "loop": (None, r"rank 1 is at .*victim\.py:\d+ (while FAULT|pass)"),
+    "stop": (None, rf"rank 1 \(stopped by a signal\) is at {FORWARD}"),
+    "kill": (None, r"rank 1: its process has ended"),
+    "sleep": (None, r"rank 1 is at .*victim\.py:\d+ time\.sleep\(60\)"),
+}
+WAITED = r"rank 1 did not join collective \d+, \w+ of \w+ \[[\d, ]*\]"
+WAITED += r"|ranks? [\d, ]+ waits? for a message: (send|recv) of \w+ \[[\d, ]+\] (to|from) rank 1;"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    bin = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with tempfile.TemporaryDirectory(prefix="hang-") as folder:
+        server = Server(os.environ | {"OMP_NUM_THREADS": "1", "PATH": bin, "TMPDIR": folder})
+        try:
+            rows = [try_one(server, s, fault) for fault in args.faults for s in args.scripts]
+        finally:
+            server.close()
+    if args.output:
+        about = {"commit": git_commit(), "torch": torch.__version__, "rows": rows}
+        args.output.write_text(json.dumps(about, indent=1) + "\n")
+    sys.exit(any(row["missed"] for row in rows))
+
+
+def try_one(server, script, fault):
+    """What was printed, and what of it is not as it should be."""
+    folder = Path(tempfile.mkdtemp(prefix="hang-"))
+    try:
+        phase = "data" if fault == "sleep" else "forward"
+        order = {"kind": fault, "rank": 1, "step": 3, "phase": phase, "events": f"{folder}/events"}
+        command = f"torchrun --nproc_per_node=4 tests/faults/victim.py {script}.py"
+        command += f" {JOB} {SCRIPTS[script]} --output-dir {folder}/run"
+        env = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": json.dumps(order)}
+        with open(folder / "log", "w+") as log:
+            run = server.start(shlex.split(command), stdout=log, stderr=log, cwd=ROOT, env=env)
+            run.wait(90)
+            log.seek(0)
+            lines = read_lines(log.read())
+        missed = judge(fault, lines)
+        tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+        tool += [str(folder / "run/flight_recorder"), "--allow-incomplete-ranks"]
+        read = subprocess.run(tool, capture_output=True, text=True)
+        if read.returncode and "gloo != 'nccl'" not in read.stderr:  # that of 2.11 knows nccl only
+            missed += ["PyTorch's tool"]
+    finally:
+        shutil.rmtree(folder)
+    print(f"{script}, {fault}:", "named" if not missed else f"missed: {missed}", *lines, sep="\n  ")
+    return {"script": script, "fault": fault, "lines": lines, "missed": missed}
+
+
+def read_lines(log):
+    """The error line, and those that follow it."""
+    log = re.sub(r"^\[rank\d\]: ?", "", log, flags=re.MULTILINE)
+    found = re.search(r"^pytorch_\w+: error: (.*\n(?:  ranks? .*\n)*)", log, re.MULTILINE)
+    return [line.strip() for line in found[1].splitlines()] if found else []
+
+
+def judge(fault, lines):
+    collective, place = FAULTS[fault]
+    text = "\n".join(lines)
+    missed = [] if re.search(collective or WAITED, text) else ["collective"]
+    missed += [] if re.search(r"^rank 1\b(?!,)", text, re.MULTILINE) else ["rank"]
+    return missed + ([] if re.search(place, text) else ["line"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Ranks that wait for one that does not come: what is said of it. See tests/faults/hang.py."""
+
+import json
+import pickle
+import sys
+
+import pytest
+from conftest import ROOT, cases, launch, launcher, server, succeed
+from test_faults import attack
+
+sys.path.insert(0, str(ROOT / "tests" / "faults"))
+import hang  # noqa: E402
+
+HANGS = [(script, fault) for script in hang.SCRIPTS for fault in hang.FAULTS]
+USUAL = [("pytorch_TP", "shape"), ("pytorch_PP", "loop")]
+JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
+
+
+@pytest.mark.parametrize("script, fault", cases(HANGS, lambda *row: row in USUAL))
+def test_rank_collective_and_line_are_named(script, fault):
+    row = hang.try_one(server([]), script, fault)
+    assert not row["missed"], row["lines"]
+
+
+def test_under_its_launcher(tmp_path):
+    """Which holds the store. It does not have to wait for the stopped rank, which ends itself."""
+    fault = {"kind": "stop", "rank": 1, "step": 3, "phase": "forward", "events": f"{tmp_path}/e"}
+    command = launcher("pytorch_torchrun_DDP", 2, "tests/faults/victim.py")
+    command += f" {JOB} --model small_resnet --timeout 5 --output-dir {tmp_path}/run"
+    finished = launch(command, timeout=60, FAULT=json.dumps(fault))
+    assert finished.code == 1
+    [line] = [line for line in finished.stderr.splitlines() if ": error: " in line]
+    assert "error: rank 1 did not join collective " in line
+    assert f"recorded in {tmp_path}/run/flight_recorder" in line
+    assert "rank 0 waits at pytorch_torchrun_DDP.py:" in finished.stderr
+    assert "rank 1 (stopped by a signal) is at pytorch_torchrun_DDP.py:" in finished.stderr
+    assert line.partition("error: ")[2] in (tmp_path / "run/flight_recorder/report.txt").read_text()
+
+
+def entry(number, kind, sizes, line, over):
+    """As nccl's watchdog records it."""
+    frames = [{"name": "main", "filename": str(ROOT / "pytorch_torchrun_DDP.py"), "line": line}]
+    return {
+        "process_group": ("0", "default_pg"), "collective_seq_id": number, "p2p_seq_id": 0,
+        "profiling_name": f"nccl:{kind}", "input_sizes": sizes, "input_dtypes": ["Float"],
+        "output_sizes": sizes, "output_dtypes": ["Float"], "state": "completed" if over else
+        "started", "time_created_ns": number, "retired": over, "is_p2p": False, "frames": frames,
+    }  # fmt: skip
+
+
+def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
+    """Its watchdog ends a process without a word of Python."""
+    folder = tmp_path / "flight_recorder"
+    folder.mkdir()
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    for rank, last in ((0, 8), (1, 7)):
+        entries = [entry(n, "all_reduce", [[512]], 60 + n, n < 8) for n in range(1, last + 1)]
+        dump = {"version": "2.10", "entries": entries, "pg_config": groups}
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+    command = f"{launcher('pytorch_torchrun_DDP', 2, 'tests/small_resnet.py')} {JOB} --max-steps 1"
+    command += f" --model small_resnet --output-dir {tmp_path}"
+    said = succeed(command, forked=True).stdout
+    assert (
+        "the last run hung: rank 1 did not join collective 8, all_reduce of float32 [512]" in said
+    )
+    assert "rank 0 waits at pytorch_torchrun_DDP.py:68 " in said
+    assert "the last run hung" not in succeed(command + " --resume none", forked=True).stdout
+
+
+def test_what_is_no_record_is_left_alone(tmp_path):
+    """A file that would run code, and one that is cut off."""
+    folder = tmp_path / "flight_recorder"
+    folder.mkdir()
+    (folder / "rank_0").write_bytes(pickle.dumps(attack(tmp_path / "attacked")))
+    (folder / "rank_1").write_bytes(b"\x80\x04")
+    command = f"{launcher('pytorch_torchrun_DDP', 2, 'tests/small_resnet.py')} {JOB} --max-steps 1"
+    said = succeed(f"{command} --model small_resnet --output-dir {tmp_path}", forked=True).stdout
+    assert "the last run hung" not in said and not (tmp_path / "attacked").exists()
