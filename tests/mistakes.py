@@ -1,8 +1,8 @@
-"""Run a script with one mistake in it, of those that no error tells of.
+"""Run a script with one silent mistake in it.
 
 Used in place of a script's name, after its launcher; the environment variable MISTAKE names it:
 
-    MISTAKE=untied torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_TP.py ...
+    MISTAKE=fused torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_TP.py ...
 
 What is right and what is wrong stands in MISTAKES, so a script that has changed is noticed.
 """
@@ -23,7 +23,6 @@ from jobs import gpt  # noqa: E402
 
 MISTAKES = {  # name: lines of a script, and what somebody might write in their place
     "none": {},
-    "untied": {"if tied:": "if False:"},
     "batch by rank": {'"rank": row}': '"rank": rank % rows}'},
     "fused": {
         '"attention.query"': '"attention.fused"',
@@ -31,7 +30,7 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
         '"attention.value": ColwiseParallel(),': "",
     },
     "clipped by stage": {"dist.all_reduce(squares := own.square())": "squares = own.square()"},
-    "summed over micro-batches": {"(logits, labels) / microbatches": "(logits, labels)"},
+    "summed over micro-batches": {", labels) / parts": ", labels)"},
     "tied matrix not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
     "experts summed": {"lambda gradient: gradient / world_size": "lambda gradient: gradient"},
     "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},
@@ -50,7 +49,7 @@ class FusedAttention(gpt.Attention):
         del self.query, self.key, self.value
         self.fused = nn.Linear(width, 3 * width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         q, k, v = (self.split(part) for part in self.fused(x).chunk(3, -1))
         return self.dropout(self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
 
