@@ -1,6 +1,7 @@
 """DDP averages the gradients over the ranks. A loss divided by their number averages them again.
 
-On two ranks the steps of SGD are half as long. AdamW hides a factor, clipping does not.
+On two ranks the steps of SGD are half as long. AdamW divides by the size of the gradients, and so
+hides a constant factor.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """BatchNorm's running statistics are those of the samples that a rank has seen.
 
-The model that rank 0 saves has the statistics of its own shard of the data; the ranks' averages
-belong to all of it. (`SyncBatchNorm` computes with those of all ranks at every step, on GPUs.)
+The model that rank 0 saves has the statistics of rank 0's shard of the data; their average over the
+ranks describes all of it. (``SyncBatchNorm`` computes them over all ranks at each step, on GPUs.)
 """
 
 import torch

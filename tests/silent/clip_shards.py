@@ -1,7 +1,7 @@
 """The gradient norm is that of the whole model, not of the shards of one rank.
 
-``clip_grad_norm_`` knows sharded tensors and sums their squares over the ranks. With local tensors
-each rank sees a smaller norm, and another one than the other ranks.
+``clip_grad_norm_`` knows sharded tensors and sums their squares over the ranks. The norm of local
+tensors is smaller, and differs between the ranks.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Ranks with the same seed drop the same units, so averaging reduces dropout's noise by less.
 
 The variance of the averaged gradient is compared with that of a single process, which draws a mask
-for every sample of the global batch. Few draws leave some error when all is right.
+for every sample of the global batch. The right result differs from it by sampling noise.
 """
 
 import torch

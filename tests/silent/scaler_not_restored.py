@@ -1,7 +1,6 @@
 """A GradScaler has a state: the scale that it found. A checkpoint without it starts at 65536 again.
 
-Gradients overflow in float16 then, and steps are skipped until the scale has been halved often
-enough.
+The gradients overflow in float16, and steps are skipped until the scale is small enough again.
 """
 
 import torch
@@ -12,14 +11,15 @@ STEPS = 24
 
 
 def off_by(mistake):
-    whole, resumed = make_state(), make_state()
+    whole, first_half = make_state(), make_state()
     train(*whole, range(STEPS))
-    train(*resumed, range(STEPS // 2))
+    train(*first_half, range(STEPS // 2))
+    saved = [part.state_dict() for part in first_half]
     model, optimizer, scaler = make_state()
-    for mine, saved in ((model, resumed[0]), (optimizer, resumed[1])):
-        mine.load_state_dict(saved.state_dict())
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
     if mistake is None:
-        scaler.load_state_dict(resumed[2].state_dict())  # wrong without this line
+        scaler.load_state_dict(saved[2])  # wrong without this line
     train(model, optimizer, scaler, range(STEPS // 2, STEPS))
     return difference(model, whole[0])
 

@@ -1,7 +1,7 @@
-"""A schedule is stepped once per optimizer step, and ends with the last one, on every rank.
+"""A schedule is stepped once per optimizer step, and ends with the last step of this rank's loader.
 
-The rate falls to zero in a straight line here. Stepped once per rank it is there after half of the
-training; made for the batches of all ranks, it has come half of the way at the end.
+The rate falls linearly to zero here. Stepped once per rank, it is zero after half of the training.
+With the number of steps that one rank needs for all samples, it ends at half of its first value.
 """
 
 import torch
@@ -21,9 +21,9 @@ def off_by(mistake):
 def train(model, rank=0, world_size=1, mistake=None):
     _, inputs, targets = make_task()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = len(inputs)  # right: of this rank, which are all there are
+    steps, batch, _ = inputs.shape
     if mistake == "counted for all ranks":
-        steps = inputs[..., 0].numel() // (8 // world_size)  # wrong: samples / batch of a rank
+        steps = steps * batch // (batch // world_size)  # wrong: all samples / batch of a rank
     scheduler = LinearLR(optimizer, 1, 0, total_iters=steps)
     for x, y in zip(inputs, targets, strict=True):
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Weights that are tied before the model is sharded are not tied afterwards.
 
-Tensor parallelism puts a sharded parameter into each layer, one by one, and so makes two of one.
-(`fully_shard` of each layer does the same on PyTorch 2.11; 2.15 refuses it with an error.)
+``parallelize_module`` replaces the parameters layer by layer, and so makes two of one.
+(``fully_shard`` on each layer does the same in PyTorch 2.11; in 2.15 it raises an error.)
 """
 
 import torch

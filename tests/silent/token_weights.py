@@ -46,9 +46,7 @@ def off_by(mistake):
             if mistake == "over ranks":
                 loss = total / (mine >= 0).sum()  # wrong: DDP averages the ranks' means
             elif mistake == "over parts":
-                loss = (
-                    total * world_size / count_all(targets) / PARTS
-                )  # wrong: a mean for each part
+                loss = total * world_size / count_all(targets) / PARTS  # wrong: each part's mean
             elif mistake == "over both":
                 loss = F.cross_entropy(logits, targets) / PARTS  # wrong: means on each rank, too
             else:

@@ -1,7 +1,7 @@
 """Gradients are unscaled before they are clipped.
 
-A GradScaler makes the loss, and so the gradients, 65536 times larger at first. Clipped like that
-they all are too long; unscaled afterwards they are next to nothing.
+At first a GradScaler multiplies the loss, and so the gradients, by 65536. Their norm is always
+above the limit then, and unscaling divides the clipped gradients by 65536.
 """
 
 import torch
