@@ -2,7 +2,7 @@
 
 Used in place of a script's name, after its launcher; the environment variable MISTAKE names it:
 
-    MISTAKE=fused torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_TP.py ...
+    MISTAKE='tied gradients not summed' torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_PP.py ...
 
 What is right and what is wrong stands in MISTAKES, so a script that has changed is noticed.
 """
@@ -23,19 +23,23 @@ from jobs import gpt  # noqa: E402
 
 MISTAKES = {  # name: lines of a script, and what somebody might write in their place
     "none": {},
-    "batch by rank": {'"rank": row}': '"rank": rank % rows}'},
-    "fused": {
+    "batch divided by rank instead of row": {'"rank": row}': '"rank": rank % rows}'},
+    "fused QKV split by columns": {
         '"attention.query"': '"attention.fused"',
         '"attention.key": ColwiseParallel(),': "",
         '"attention.value": ColwiseParallel(),': "",
     },
-    "clipped by stage": {"dist.all_reduce(squares := own.square())": "squares = own.square()"},
-    "summed over micro-batches": {", labels) / parts": ", labels)"},
-    "tied matrix not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
-    "experts summed": {"lambda gradient: gradient / world_size": "lambda gradient: gradient"},
-    "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},
-    "each part begins at position 0": {"model(tokens, positions)": "model(tokens)"},
-    "attention looks at its own part": {
+    "clipped by the norm of each stage": {
+        "dist.all_reduce(squares := own.square())": "squares = own.square()"
+    },
+    "micro-batch losses summed instead of averaged": {", labels) / parts": ", labels)"},
+    "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
+    "expert gradients summed instead of averaged": {
+        "lambda gradient: gradient / world_size": "lambda gradient: gradient"
+    },
+    "load balanced on each rank alone": {"mixture.mean_over_ranks = mean_over_ranks": ""},
+    "every shard starts at position 0": {"model(tokens, positions)": "model(tokens)"},
+    "attention sees local keys only": {
         "attend = ATTENTIONS[args.attention]()": "from jobs.gpt import attend"
     },
 }
