@@ -2,7 +2,8 @@
 
 Used in place of a script's name, after its launcher; the environment variable MISTAKE names it:
 
-    MISTAKE='tied gradients not summed' torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_PP.py ...
+    MISTAKE='tied gradients not summed' torchrun --standalone --nproc_per_node=2 \\
+        tests/mistakes.py pytorch_PP.py ...
 
 What is right and what is wrong stands in MISTAKES, so a script that has changed is noticed.
 """

@@ -10,7 +10,7 @@ WEIGHS = "labels weigh unequally"
 EXAMPLES = {  # file: {mistake as it is printed: in words, and what it does}
     "averaged_twice": {"": ("gradients averaged twice", "steps are too short")},
     "batchnorm_statistics": {
-        "": ("BatchNorm statistics of rank 0 alone", "evaluation uses a part of the data's")
+        "": ("BatchNorm statistics of rank 0 alone", "evaluation knows 1/N of the samples")
     },
     "buffers_not_saved": {
         "": ("buffers missing from the checkpoint", "evaluation uses initial statistics")
@@ -24,19 +24,22 @@ EXAMPLES = {  # file: {mistake as it is printed: in words, and what it does}
     "optimizer_before_sharding": {
         "": ("optimizer made before `fully_shard`", "the model never learns")
     },
-    "repeated_samples": {"": ("evaluation counts repeated samples", "some samples count twice")},
+    "repeated_samples": {"": ("evaluation counts repeated samples", "loss and accuracy are off")},
     "same_dropout": {"": ("identical dropout on every rank", "gradients are noisier")},
     "scaler_not_restored": {"": ("GradScaler not restored", "steps are skipped after resuming")},
     "schedule_per_rank": {
-        "stepped per rank": ("schedule stepped once per rank", "the rate falls too fast"),
-        "counted for all ranks": ("schedule counts every rank's steps", "the rate never gets low"),
+        "stepped per rank": ("schedule stepped once per rank", "the learning rate falls too fast"),
+        "counted for all ranks": (
+            "schedule counts every rank's steps",
+            "the learning rate stays too high",
+        ),
     },
     "set_epoch": {"": ("`set_epoch` forgotten", "the same order in every epoch")},
     "tied_before_sharding": {"": ("weights tied before sharding", "they drift apart")},
     "token_weights": {
-        "over ranks": ("mean of the ranks' means", WEIGHS),
-        "over parts": ("mean of the micro-batches' means", WEIGHS),
-        "over both": ("mean of both means", WEIGHS),
+        "over ranks": ("token loss averaged per rank", WEIGHS),
+        "over parts": ("token loss averaged per micro-batch", WEIGHS),
+        "over both": ("token loss averaged per rank and micro-batch", WEIGHS),
     },
     "unscale_after_clip": {"": ("clipped before `unscale_`", "the model hardly learns")},
 }
