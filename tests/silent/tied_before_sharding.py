@@ -10,11 +10,7 @@ from ranks import difference, show
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 
 torch.manual_seed(0)
 tokens, labels = torch.randint(12, (2, 4, 8, 6))
@@ -38,9 +34,9 @@ def train(model):
 
 def off_by(mistake):
     mesh = init_device_mesh("cpu", (2,))
-    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    head = ColwiseParallel(output_layouts=Replicate())
-    model = parallelize_module(make_model(), mesh, {"0": embedding, "1": head})
+    embedding = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    head = tp.ColwiseParallel(output_layouts=Replicate())
+    model = tp.parallelize_module(make_model(), mesh, {"0": embedding, "1": head})
     if mistake is None:
         model[1].weight = model[0].weight  # wrong without this line: ties them again
     trained, alone = train(model)[:1], train(make_model())[:1]  # the embedding
