@@ -20,6 +20,7 @@ from report.scripts import BEYOND, DEFINITIONS, PARENTS
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews", "parallel", "local_sgd")
 SUITES += ("ecosystem",)
 PROOF = ("parity", "parity_gpt", "parity_shared", "bytes", "sent", "loss", "shared", "silent")
+PROOF += ("silent_examples",)
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 # Of tables, in Chinese: whole cells, and phrases below them and where nothing was measured.
 CELLS, PHRASES = (read_words()[kind] for kind in ("cells", "phrases"))
@@ -133,7 +134,8 @@ def suite_blocks(root: Path, name: str, found: dict, proof: dict, predicted: dic
 def proof_note(root: Path, proof: dict, name: str) -> str:
     """The line below a table of the proof."""
     scripts = [f"{row['script'].split()[0]}.py" for row in proof[name]]
-    since = stale.note(root, proof["commits"][name], scripts)
+    below = ["tests/silent/ranks.py"] if name == "silent_examples" else stale.BELOW
+    since = stale.note(root, proof["commits"][name], scripts, below)
     about = f"torch {proof['versions']['torch']}; [results/proof.json](results/proof.json)"
     return f"\n\n{about}{since}"
 

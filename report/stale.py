@@ -13,7 +13,9 @@ SHOWN = 6  # files; if there are more, the note says how many
 UNKNOWN = "; since then: unknown"  # stands for what the page has said so far
 
 
-def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
+def note(
+    root: Path, commit: str | None, commands: Iterable[str], below: Iterable[str] = BELOW
+) -> str:
     """What the line below a table says of the code; nothing if it is what it was.
 
     The files as they lie in the working tree are compared with those of the commit, so that to
@@ -24,6 +26,7 @@ def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
         commit: of the result, as ``git describe --dirty`` names it.
         commands: that were measured. They name the scripts and the files in config/ that count,
             besides what all scripts use.
+        below: files and folders that all of them use.
 
     Returns:
         :data:`UNKNOWN` where there is no clone, or one without the commit, such as a shallow one.
@@ -34,7 +37,7 @@ def note(root: Path, commit: str | None, commands: Iterable[str]) -> str:
     listed = git(root, "ls-tree", "-r", commit)
     if listed is None:
         return UNKNOWN
-    measured = {*BELOW, *(word for command in commands for word in shlex.split(command))}
+    measured = {*below, *(word for command in commands for word in shlex.split(command))}
     if "model_inference.py" in measured:
         measured.add("inference")
     changed = []

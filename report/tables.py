@@ -359,7 +359,7 @@ def shared_table(rows: list[dict]) -> str:
 
 
 def silent_table(rows: list[dict]) -> str:
-    """Mistakes that no error tells of, by how far the weights are off after twelve steps."""
+    """Silent mistakes in model parallelism, by how far the weights are off after twelve steps."""
     lines = [
         [row["mistake"], f"`{row['script'].removeprefix('pytorch_')}`", f"{row['value']:.2f}"]
         for row in sorted(rows, key=lambda row: -row["value"])
@@ -384,6 +384,15 @@ def hangs_table(rows: list[dict]) -> str:
         named = [r["script"].rpartition("_")[2] for r in group if not r["missed"]]
         lines.append([does, f"`{said}`", ", ".join(named)])
     return markdown(["rank 1", "first line, of DDP", "named in"], lines)
+
+
+def silent_examples_table(rows: list[dict]) -> str:
+    """Silent mistakes in any training loop, by how far they are off."""
+    lines = [
+        [row["mistake"], row["effect"], f"{row['value']:.2g}", row["of"], f"`{row['script']}.py`"]
+        for row in sorted(rows, key=lambda row: -row["value"])
+    ]
+    return markdown(["mistake", "effect", "off by", "measured on", "run"], lines)
 
 
 TRIAL = re.compile(

@@ -18,7 +18,7 @@ from harness.measure import git_commit  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
 TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss", "shared", "silent")
-TABLES += ("parity_shared",)
+TABLES += ("parity_shared", "silent_examples")
 
 
 def read_measured(paths):
@@ -28,7 +28,7 @@ def read_measured(paths):
     for node in (node for path in paths for node in ElementTree.parse(path).iter("property")):
         if node.get("name") in found:
             row = json.loads(node.get("value"))
-            key = row["script"], row["ranks"], row.get("optimizer"), row.get("mistake")
+            key = row["script"], row.get("ranks"), row.get("optimizer"), row.get("mistake")
             found[node.get("name")][key] = row
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     about = {"versions": versions, "machine": platform.processor() or platform.machine()}

@@ -1,8 +1,9 @@
-"""Run a script with one mistake in it, of those that no error tells of.
+"""Run a script with one silent mistake in it.
 
 Used in place of a script's name, after its launcher; the environment variable MISTAKE names it:
 
-    MISTAKE=untied torchrun --standalone --nproc_per_node=2 tests/mistakes.py pytorch_TP.py ...
+    MISTAKE='tied gradients not summed' torchrun --standalone --nproc_per_node=2 \\
+        tests/mistakes.py pytorch_PP.py ...
 
 What is right and what is wrong stands in MISTAKES, so a script that has changed is noticed.
 """
@@ -23,20 +24,23 @@ from jobs import gpt  # noqa: E402
 
 MISTAKES = {  # name: lines of a script, and what somebody might write in their place
     "none": {},
-    "untied": {"if tied:": "if False:"},
-    "batch by rank": {'"rank": row}': '"rank": rank % rows}'},
-    "fused": {
+    "batch divided by rank instead of row": {'"rank": row}': '"rank": rank % rows}'},
+    "fused QKV split by columns": {
         '"attention.query"': '"attention.fused"',
         '"attention.key": ColwiseParallel(),': "",
         '"attention.value": ColwiseParallel(),': "",
     },
-    "clipped by stage": {"dist.all_reduce(squares := own.square())": "squares = own.square()"},
-    "summed over micro-batches": {"(logits, labels) / microbatches": "(logits, labels)"},
-    "tied matrix not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
-    "experts summed": {"lambda gradient: gradient / world_size": "lambda gradient: gradient"},
-    "balanced by rank": {"mixture.mean_over_ranks = mean_over_ranks": ""},
-    "each part begins at position 0": {"model(tokens, positions)": "model(tokens)"},
-    "attention looks at its own part": {
+    "clipped by the norm of each stage": {
+        "dist.all_reduce(squares := own.square())": "squares = own.square()"
+    },
+    "micro-batch losses summed instead of averaged": {", labels) / parts": ", labels)"},
+    "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
+    "expert gradients summed instead of averaged": {
+        "lambda gradient: gradient / world_size": "lambda gradient: gradient"
+    },
+    "load balanced on each rank alone": {"mixture.mean_over_ranks = mean_over_ranks": ""},
+    "every shard starts at position 0": {"model(tokens, positions)": "model(tokens)"},
+    "attention sees local keys only": {
         "attend = ATTENTIONS[args.attention]()": "from jobs.gpt import attend"
     },
 }
@@ -50,7 +54,7 @@ class FusedAttention(gpt.Attention):
         del self.query, self.key, self.value
         self.fused = nn.Linear(width, 3 * width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         q, k, v = (self.split(part) for part in self.fused(x).chunk(3, -1))
         return self.dropout(self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
 

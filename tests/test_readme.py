@@ -55,6 +55,7 @@ ELSEWHERE = {  # commands, by what runs them
     "test_resume.py": ["torchrun --standalone --max-restarts=3"],
     "test_reviews.py": ["python pytorch_SingleGPU.py --dataset reviews --data-dir PATH"],
     "test_a_script_is_its_parent_and_a_technique": ["diff pytorch_"],
+    "test_silent_examples.py": ["python tests/silent/"],
     "test_slow.py": ["torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace"],
     "test_text.py": ["python pytorch_SingleGPU.py --model gpt-nano"],
     "test_timeline.py": ["python timeline.py"],

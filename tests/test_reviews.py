@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, cases, launch, launcher, read_run, succeed
+from conftest import ROOT, cases, distance, launch, launcher, read_run, succeed
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,16 +46,19 @@ MORE += ["pytorch_FSDP_offload", "lightning_Trainer", "lightning_Trainer --strat
 EIGHT_STEPS = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
 
 
-@pytest.mark.parametrize(
-    "script", cases([(s,) for s in TECHNIQUES + MORE], lambda script: script == "pytorch_FSDP")
-)
+USUAL = ("pytorch_FSDP", "pytorch_gradient_accumulation --accumulate 2")
+
+
+@pytest.mark.parametrize("script", cases([(s,) for s in TECHNIQUES + MORE], USUAL.__contains__))
 def test_techniques_agree(script, review_folder, tmp_path):
-    """In float64, after eight steps; FSDP makes the model of two ranks without memory."""
-    expected, _ = train("pytorch_SingleGPU", 1, review_folder, tmp_path / "single", EIGHT_STEPS)
-    weights, _ = train(script, 2, review_folder, tmp_path / "ranks", EIGHT_STEPS)
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.allclose(weights[name], tensor, rtol=1e-9, atol=1e-12), name
+    """In float64, after eight steps: each review has one label, however long it is, so a mean over
+    parts of equal size is right. FSDP makes the model of two ranks without memory."""
+    both = [
+        train(name, n, review_folder, tmp_path / str(n), EIGHT_STEPS)[0]
+        for name, n in (("pytorch_SingleGPU", 1), (script, 2))
+    ]
+    expected, weights = ({k: t for k, t in w.items() if t.is_floating_point()} for w in both)
+    assert distance(weights, expected) < 1e-11
 
 
 def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch, capsys):

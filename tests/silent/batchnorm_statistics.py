@@ -1,0 +1,35 @@
+"""BatchNorm's running statistics are those of the samples that a rank has seen.
+
+The model that rank 0 saves has the statistics of rank 0's shard of the data; their average over the
+ranks describes all of it. (``SyncBatchNorm`` computes them over all ranks at each step, on GPUs.)
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import make_task, show
+from torch import nn
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def off_by(mistake):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, alone, (_, inputs, targets) = make_model(), make_model(), make_task()
+    for x in inputs:
+        model(x[rank::world_size])  # the running statistics learn
+        alone(x)
+    if mistake is None:
+        for buffer in (model[1].running_mean, model[1].running_var):
+            dist.all_reduce(buffer)
+            buffer /= world_size  # right: the mean over the ranks
+    with torch.no_grad():
+        loss, expected = (F.mse_loss(m.eval()(inputs[0]), targets[0]) for m in (model, alone))
+    return abs(loss / expected - 1).item()
+
+
+if __name__ == "__main__":
+    show(off_by, "evaluation loss")

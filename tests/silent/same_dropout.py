@@ -1,0 +1,37 @@
+"""Ranks with the same seed drop the same units, so averaging reduces dropout's noise by less.
+
+The variance of the averaged gradient is compared with that of a single process, which draws a mask
+for every sample of the global batch. The right result differs from it by sampling noise.
+"""
+
+import torch
+import torch.distributed as dist
+from ranks import make_task, show
+from torch import nn
+
+SEED, DRAWS = 0, 2000
+
+
+def off_by(mistake):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    _, inputs, _ = make_task()
+    x = inputs[0].abs()  # as activations behind a ReLU
+    if mistake is None:
+        torch.manual_seed(SEED + rank)  # right
+    else:
+        torch.manual_seed(SEED)  # wrong: all ranks draw the same masks
+    averaged = draw_gradients(x[rank::world_size]) / world_size
+    dist.all_reduce(averaged)
+    torch.manual_seed(SEED + world_size)
+    ours, theirs = (g.var(0).sum() for g in (averaged, draw_gradients(x)))
+    return abs(ours / theirs - 1).item()
+
+
+def draw_gradients(x):
+    layer = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
+    losses = (layer(x).mean() for _ in range(DRAWS))
+    return torch.stack([torch.autograd.grad(loss, layer[1].weight)[0] for loss in losses])
+
+
+if __name__ == "__main__":
+    show(off_by, "gradient variance")
