@@ -7,8 +7,8 @@ ranks describes all of it. (``SyncBatchNorm`` computes them over all ranks at ea
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import make_task, show
 from torch import nn
+from two_ranks import make_task, show
 
 
 def make_model():

@@ -7,8 +7,8 @@ import io
 
 import torch
 import torch.nn.functional as F
-from ranks import make_task, show
 from torch import nn
+from two_ranks import make_task, show
 
 
 def make_model():

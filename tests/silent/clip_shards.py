@@ -7,10 +7,10 @@ tensors is smaller, and differs between the ranks.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import difference, make_task, show, train_alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from two_ranks import difference, make_task, show, train_alone
 
 LIMIT = 0.1
 

@@ -7,8 +7,8 @@ ranks, the rate is usually scaled with it once (Goyal et al. 2017, arXiv:1706.02
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import difference, make_task, show, train_alone
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import difference, make_task, show, train_alone
 
 BATCH, RATE = 8, 0.1  # of a single process
 

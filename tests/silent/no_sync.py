@@ -8,8 +8,8 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import difference, make_task, show, train_alone
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import difference, make_task, show, train_alone
 
 PARTS = 2
 

@@ -7,9 +7,9 @@ which never get a gradient, so the model does not learn at all.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import difference, make_task, show, train_alone
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from two_ranks import difference, make_task, show, train_alone
 
 
 def off_by(mistake):

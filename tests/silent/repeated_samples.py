@@ -6,8 +6,8 @@ Nine samples on two ranks become ten: the first one counts twice.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import make_task, show
 from torch.utils.data import DistributedSampler
+from two_ranks import make_task, show
 
 
 def off_by(mistake):

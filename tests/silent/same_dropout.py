@@ -6,8 +6,8 @@ for every sample of the global batch. The right result differs from it by sampli
 
 import torch
 import torch.distributed as dist
-from ranks import make_task, show
 from torch import nn
+from two_ranks import make_task, show
 
 SEED, DRAWS = 0, 2000
 

@@ -5,7 +5,7 @@ The gradients overflow in float16, and steps are skipped until the scale is smal
 
 import torch
 import torch.nn.functional as F
-from ranks import difference, make_task, show
+from two_ranks import difference, make_task, show
 
 STEPS = 24
 

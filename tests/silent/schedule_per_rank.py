@@ -7,9 +7,9 @@ With the number of steps that one rank needs for all samples, it ends at half of
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import difference, make_task, show
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
+from two_ranks import difference, make_task, show
 
 
 def off_by(mistake):

@@ -5,9 +5,9 @@ Its order depends on its seed and on the epoch that it was told, which stays 0.
 
 import torch
 import torch.nn.functional as F
-from ranks import difference, make_task, show
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from two_ranks import difference, make_task, show
 
 EPOCHS, BATCH = 3, 8
 

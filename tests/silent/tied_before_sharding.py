@@ -6,11 +6,11 @@
 
 import torch
 import torch.nn.functional as F
-from ranks import difference, show
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import parallel as tp
+from two_ranks import difference, show
 
 torch.manual_seed(0)
 tokens, labels = torch.randint(12, (2, 4, 8, 6))

@@ -9,9 +9,9 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import difference, show
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import difference, show
 
 PARTS, LENGTHS = 2, torch.tensor([12, 1, 7, 2, 11, 3, 4, 2])  # of eight sequences
 torch.manual_seed(0)

@@ -6,8 +6,8 @@ above the limit then, and unscaling divides the clipped gradients by 65536.
 
 import torch
 import torch.nn.functional as F
-from ranks import difference, make_task, show, train_alone
 from torch import nn
+from two_ranks import difference, make_task, show, train_alone
 
 LIMIT = 0.1
 
