@@ -5,7 +5,7 @@ rank or ends in an abort, all ranks write theirs to ``--output-dir``/flight_reco
 other where they are, and one of them prints what follows from it. A rank that does not wait itself
 is asked by a thread of its own, which looks once a second whether another one has failed.
 
-What is not public in PyTorch is used in :func:`read_recorder` only.
+What is not public in PyTorch is used in the last two functions only.
 """
 
 import atexit
@@ -42,6 +42,8 @@ LINGER = 2  # seconds that it has to end by itself, afterwards
 LAST = 50  # collectives of each group that are compared
 BEGIN = time.time()
 STORE_ENDED = (KeyError, OSError, RuntimeError)  # or it is none of a launcher's
+
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # 2.11
 
 Frames = list[tuple[FrameType, int]]  # and the line, from the outermost to the innermost
 
@@ -92,8 +94,12 @@ class Watch:
 
     def after_exception(self, kind, error, trace) -> None:
         sys.__excepthook__(kind, error, trace)
-        if dist.is_initialized() and any(words in str(error) for words in WORDS):
-            self.report(list(traceback.walk_tb(trace)), "waits")
+        frames = list(traceback.walk_tb(trace))
+        while error and not any(words in str(error) for words in WORDS):
+            error = error.__cause__ or error.__context__  # a pipeline's schedule wraps it
+            frames += traceback.walk_tb(error.__traceback__) if error else []
+        if error and dist.is_initialized():
+            self.report(frames, "waits")
 
     def before_abort(self, signum: int) -> None:
         """Called by the thread that aborts the process; when it returns, the process ends."""
@@ -150,13 +156,17 @@ class Watch:
 
     def account(self, recorded: dict, why: str, message: dict | None, place: str = "") -> dict:
         """What :func:`diagnose` takes of a rank."""
+        # Groups of other ranks may have the same name.
+        key = {name: f"{name} of {g['ranks']}" for name, g in recorded["pg_config"].items()}
         calls, number_of = [], Counter()
         for entry in reversed(recorded["entries"]):
-            number_of[entry["process_group"][0]] += 1
-            if number_of[entry["process_group"][0]] <= LAST:
+            name = entry["process_group"][0]
+            number_of[name] += 1
+            if number_of[name] <= LAST:
                 frames = [(Path(f["filename"]), f["line"]) for f in entry.get("frames", [])[::-1]]
-                calls.insert(0, call_of(entry, self.name_places(frames)))
-        groups = {name: json.loads(g["ranks"]) for name, g in recorded["pg_config"].items()}
+                place_of = self.name_places(frames)
+                calls.insert(0, call_of(entry, place_of) | {"group": key.get(name, name)})
+        groups = {key[name]: json.loads(g["ranks"]) for name, g in recorded["pg_config"].items()}
         place = place or (calls[-1]["place"] if calls else "")
         return {"why": why, "place": place, "message": message, "calls": calls, "groups": groups}
 
@@ -192,9 +202,12 @@ def prepare(script: Path, output_dir: Path) -> None:
         watch = Watch(script, output_dir / "flight_recorder")
 
 
-def listen() -> None:
-    """Be asked by other ranks, too. All ranks have joined by now."""
+def listen(timeout: float) -> None:
+    """Be asked by other ranks, too. All ranks have joined by now. What a device mesh or a library
+    has made waits as long as the group of all ranks: ``timeout`` seconds."""
     if watch and dist.is_initialized():
+        for group in groups_of_process():
+            set_timeout(timedelta(seconds=timeout), group)
         watch.start()
 
 
@@ -281,15 +294,20 @@ def read_recorder() -> dict:
         own = torch._C._distributed_c10d
         read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
         recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
-        names = dist.distributed_c10d._world.pg_names
     except AttributeError:  # another version of PyTorch
-        recorded, names = {"version": "", "entries": []}, {}
+        recorded = {"version": "", "entries": []}
     recorded["pg_config"] = {  # which gloo leaves empty, and PyTorch's tool needs
         name: {
             "name": name,
             "desc": group.group_desc,
             "ranks": str(dist.get_process_group_ranks(group)),
         }
-        for group, name in names.items()
+        for group, name in groups_of_process().items()
     }
     return recorded
+
+
+def groups_of_process() -> dict[dist.ProcessGroup, str]:
+    """With their names."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return dict(getattr(world, "pg_names", {}))

@@ -190,7 +190,7 @@ class Run:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
         self.stop.listen()
-        hangs.listen()
+        hangs.listen(self.args.timeout)
 
     # ---------------------------------------------------------------------------------- steps
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "tests" / "faults"))
 import hang  # noqa: E402
 
 HANGS = [(script, fault) for script in hang.SCRIPTS for fault in hang.FAULTS]
-USUAL = [("pytorch_TP", "shape"), ("pytorch_PP", "loop")]
+USUAL = [("pytorch_TP", "shape"), ("pytorch_ND_parallel", "loop")]
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
 
 

@@ -36,6 +36,8 @@ SCRIPTS = {
     "pytorch_FSDP": GPT,
     "pytorch_TP": GPT,
     "pytorch_PP": GPT,
+    "pytorch_FSDP_TP": f"{GPT} --tp 2",  # groups of two ranks each
+    "pytorch_ND_parallel": f"{GPT} --tp 2 --pp 2",
 }
 OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
 SEVEN = r"differs: all_reduce of float32 \[7\] on ranks 0, 2, 3, "
