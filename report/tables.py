@@ -381,7 +381,7 @@ def hangs_table(rows: list[dict]) -> str:
     for fault, does in HANGS.items():
         group = [row for row in rows if row["fault"] == fault]
         said = group[0]["lines"][0].partition("; recorded in")[0]
-        named = [r["script"].rpartition("_")[2] for r in group if not r["missed"]]
+        named = [r["script"].removeprefix("pytorch_") for r in group if not r["missed"]]
         lines.append([does, f"`{said}`", ", ".join(named)])
     return markdown(["rank 1", "first line, of DDP", "named in"], lines)
 
