@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from harness.command_line import ArgumentParser, fail, number
-from libraries.pipelining import SCHEDULES
+from libraries.pipelining import IN_A_V, SCHEDULES
 
 
 def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
@@ -68,14 +68,16 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
         fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
-    if args.tie and args.pp > 1 and args.pipeline_schedule == "zbv":
-        fail("--tie: embedding and head would be two stages of one rank; use another schedule")
-    if args.pipeline_schedule == "zbv" and args.compile:
-        fail("--compile frees what --pipeline-schedule zbv needs in both parts of its backward; "
-             "use another schedule")  # fmt: skip
-    if args.pipeline_schedule == "zbv" and args.ac == "selective":
-        fail("--ac selective: backward computes once what --pipeline-schedule zbv needs in both of "
-             "its parts; use --ac full or another schedule")  # fmt: skip
+    if args.pp == 1 or args.pipeline_schedule not in IN_A_V:
+        return
+    schedule = f"--pipeline-schedule {args.pipeline_schedule}"
+    if args.tie:
+        fail(f"--tie: with {schedule} one rank has both stages; use another schedule")
+    if args.compile:
+        fail(f"--compile frees what {schedule} needs in both parts of backward; use another one")
+    if args.ac == "selective":
+        fail(f"--ac selective: backward computes once what {schedule} needs in both of its parts; "
+             "use --ac full or another schedule")  # fmt: skip
 
 
 def connect_ends(stages: int) -> dist.ProcessGroup:
