@@ -26,11 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -65,12 +61,16 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtyp
     options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     if args.offload:  # pinned: copied in the background
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
-    if args.pp > 1:  # ND: stays gathered in a step, or each micro-batch would gather it again
-        options["reshard_after_forward"] = False
     for stage in stages:
-        for block in stage.blocks:
-            fully_shard(block, **options)
+        blocks = list(stage.blocks)
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=args.reshard_after_forward, **options)
         fully_shard(stage, **options)
+        if args.keep_last:  # ND: backward begins with it
+            blocks[-1].set_reshard_after_forward(False)
+        for n, block in enumerate(blocks if args.prefetch else ()):  # ND: gathered ahead of time
+            block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + args.prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(0, n - args.prefetch) : n][::-1])
 
 
 def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:

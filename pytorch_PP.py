@@ -12,7 +12,7 @@ Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with mom
             (AdamW) for the optimizer, the first and the last rank more: embedding and head. And the
             activations of its blocks: gpipe of the whole batch, 1f1b of N micro-batches at most.
 Sends       per step and rank, 4 bytes per token and unit of width to the next rank, and as many
-            back; twice that with two stages on a rank (interleaved, zbv). Nothing per parameter.
+            back; twice that with two stages on a rank (not gpipe, 1f1b). Nothing per parameter.
 """
 
 import os
@@ -83,7 +83,7 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
 
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
     """For evaluation: all stages, one after the other. All ranks call it, and get the logits. (Of
-    the schedules, zbv cannot evaluate.) With their first message, nccl connects two ranks."""
+    the schedules, not all can.) With their first message, nccl connects two ranks."""
     x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
     hidden, logits = (x.new_empty(len(x), *s.shape[1:], dtype=s.dtype) for s in shapes[1:])
     for number, stage in stages.items():

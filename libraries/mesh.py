@@ -6,7 +6,12 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from harness.command_line import ArgumentParser, fail, number
-from libraries.pipelining import SCHEDULES
+from libraries.pipelining import IN_A_V, SCHEDULES
+
+
+def free_or_keep(text: str) -> bool | int:
+    """As ``fully_shard`` takes it."""
+    return {"yes": True, "no": False}[text] if text in ("yes", "no") else number(int, 2)(text)
 
 
 def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
@@ -35,6 +40,12 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
          help="dtype of compute and of the gathered weights (default: float32)")
     flag("--accumulate", type=positive, default=1, metavar="K",
          help="compute the batch in K parts, one after the other (default: 1)")
+    flag("--reshard-after-forward", type=free_or_keep, metavar="K",
+         help="free the gathered parameters of a block after its forward (yes), keep them (no), "
+         "or keep a shard over K neighbors for backward to gather (default: yes; with --pp no)")
+    flag("--keep-last", action="store_true", help="keep the last block's gathered parameters")
+    flag("--prefetch", type=number(int, 0), default=0, metavar="N",
+         help="gather the parameters of N blocks ahead, in forward and backward (default: 0)")
     flag("--offload", action="store_true", help="keep parameters and optimizer in CPU memory")
     # fmt: on
 
@@ -53,6 +64,13 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
         )
     if args.attention == "pytorch" and (args.device == "cpu" or args.double):
         fail("--attention pytorch runs on GPUs, not in float64; use --attention ring")
+    free, shards = args.reshard_after_forward, args.dp_shard * args.cp
+    if args.pp > 1 and free:
+        fail("--reshard-after-forward: in a pipeline each micro-batch would gather again; use no")
+    if free and free is not True and (free >= shards or shards % free):
+        fail(f"--reshard-after-forward {free} does not divide {shards} shards; use yes, no, or a "
+             f"divisor of {shards}")  # fmt: skip
+    args.reshard_after_forward = args.pp == 1 if free is None else free
     heads = size.kv_heads
     if args.attention == "ulysses" and heads // args.tp % args.cp:
         why = f"{heads // args.tp} heads cannot be divided among --cp {args.cp}"
@@ -68,14 +86,16 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
         fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
-    if args.tie and args.pp > 1 and args.pipeline_schedule == "zbv":
-        fail("--tie: embedding and head would be two stages of one rank; use another schedule")
-    if args.pipeline_schedule == "zbv" and args.compile:
-        fail("--compile frees what --pipeline-schedule zbv needs in both parts of its backward; "
-             "use another schedule")  # fmt: skip
-    if args.pipeline_schedule == "zbv" and args.ac == "selective":
-        fail("--ac selective: backward computes once what --pipeline-schedule zbv needs in both of "
-             "its parts; use --ac full or another schedule")  # fmt: skip
+    if args.pp == 1 or args.pipeline_schedule not in IN_A_V:
+        return
+    schedule = f"--pipeline-schedule {args.pipeline_schedule}"
+    if args.tie:
+        fail(f"--tie: with {schedule} one rank has both stages; use another schedule")
+    if args.compile:
+        fail(f"--compile frees what {schedule} needs in both parts of backward; use another one")
+    if args.ac == "selective":
+        fail(f"--ac selective: backward computes once what {schedule} needs in both of its parts; "
+             "use --ac full or another schedule")  # fmt: skip
 
 
 def connect_ends(stages: int) -> dist.ProcessGroup:

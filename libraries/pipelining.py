@@ -12,13 +12,17 @@ SCHEDULES = {
     "1f1b": pipelining.Schedule1F1B,  # back as soon as can be: fewer activations are kept
     "interleaved": pipelining.ScheduleInterleaved1F1B,  # two stages a rank: shorter waits
     "zbv": pipelining.ScheduleZBVZeroBubble,  # and gradients of weights where it would wait
+    "dualpipev": pipelining.ScheduleDualPipeV,  # forward of one micro-batch, backward of another
 }
+IN_A_V = "zbv", "dualpipev"  # of two stages a rank; they take backward apart
 
 
 def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
     """The rank that holds each stage: each one, two in a loop (0 1 0 1), or in a V (0 1 1 0)."""
     once = list(range(ranks))
-    return once + {"interleaved": once, "zbv": once[::-1]}.get(schedule, [])
+    if schedule in IN_A_V:
+        return once + once[::-1]
+    return once + once if schedule == "interleaved" else once
 
 
 def divide(
@@ -53,7 +57,7 @@ def divide(
 
 
 def fitting_microbatches(schedule: str, batch: int, ranks: int) -> list[int]:
-    least = ranks if schedule == "1f1b" else 1
+    least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     fit = [n for n in range(least, batch + 1) if batch % n == 0]
     if schedule == "interleaved":  # which takes them in equal rounds
         fit = [n for n in fit if n % max(1, n // ranks) == 0]

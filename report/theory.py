@@ -74,7 +74,7 @@ def share_of_gpt(words: list[str], run: dict) -> float:
         return (matrices / n + (whole - matrices) / rows) / whole
     if script == "pytorch_PP":
         apart = abs(run["context"] - 2) * width  # what the first has more than the last
-        held = ends if n == 1 or "zbv" in words else (ends + apart) / 2
+        held = ends if n == 1 or {"zbv", "dualpipev"} & set(words) else (ends + apart) / 2
         return ((whole - ends) / n + held) / whole
     if script == "pytorch_EP":
         experts = 8 * layers * width**2 * int(flags.get("--experts", 8))

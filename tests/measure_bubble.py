@@ -41,11 +41,10 @@ UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward, backward; its halves, for i
 
 def formula(schedule: str, ranks: int, microbatches: int) -> Fraction:
     """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, for v stages a rank: of (p - 1) / m of
-    the work, 1 / v. With zbv what is left is p - 1 forwards of a stage, of six parts for each
-    micro-batch, from 2 * p - 1 micro-batches on."""
-    waits, works = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (1, 2), "zbv": (1, 6)}[schedule]
-    waits *= ranks - 1
-    return Fraction(waits, microbatches * works + waits)
+    the work, 1 / v. With those in a V what is left is p - 1 forwards of a stage, of six parts for
+    each micro-batch, from 2 * p - 1 (dualpipev: 2 * p) micro-batches on."""
+    works = {"interleaved": 2, "zbv": 6, "dualpipev": 6}.get(schedule, 1)
+    return Fraction(ranks - 1, microbatches * works + ranks - 1)
 
 
 def order_of_1f1b(ranks: int, microbatches: int) -> list[list[tuple]]:
@@ -82,9 +81,9 @@ def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
         return order_of_1f1b(ranks, microbatches)
     order, planned = [], plan(schedule, ranks, microbatches).pipeline_order
     for rank in range(ranks):
-        names = map(str, planned[rank])  # such as 0F1; None is a gap
-        parts = filter(None, (re.fullmatch(r"(\d+)([FBIW])(\d+)", name) for name in names))
-        order.append([(part[2], int(part[1]), int(part[3])) for part in parts])
+        names = " ".join(map(str, planned[rank]))  # such as 0F1, or two in a bracket; None is a gap
+        parts = re.findall(r"\b(\d+)([FBIW])(\d+)\b", names)
+        order.append([(kind, int(stage), int(number)) for stage, kind, number in parts])
     return order
 
 

@@ -56,6 +56,7 @@ TECHNIQUES = [
     Technique("pytorch_PP --pipeline-schedule 1f1b", (3, 1, 2, 4), "sgd"),
     Technique("pytorch_PP --pipeline-schedule interleaved", (2, 1, 3, 4)),
     Technique("pytorch_PP --pipeline-schedule zbv", (3, 1, 2, 4)),
+    Technique("pytorch_PP --pipeline-schedule dualpipev", (2, 1, 3, 4)),
     Technique("pytorch_CP --attention ring", (3, 1, 2, 4), "sgd"),
     Technique("pytorch_CP --attention allgather", (2, 1, 3, 4)),
     Technique("pytorch_CP --attention ulysses", (3, 1, 2, 4)),
@@ -85,9 +86,13 @@ TECHNIQUES += [
     Technique(f"{ND} --tp 2 --pp 2", (4,)),
     Technique(f"{ND} --pp 2 --cp 2", (4,)),
     Technique(f"{ND} --dp-replicate 2 --dp-shard 2 --ac full", (4,)),
+    Technique(f"{ND} --reshard-after-forward 2 --prefetch 1", (4,)),
+    Technique(f"{ND} --reshard-after-forward no", (4,)),
+    Technique(f"{ND} --keep-last --prefetch 2", (4,)),
 ]
 SHARED = (ND, "pytorch_TP", "pytorch_FSDP_TP", "pytorch_PP", "pytorch_CP", "pytorch_EP")
 FULL = ("pytorch_DP", "pytorch_DDP", "pytorch_FSDP_TP --tp 1", "pytorch_FSDP_TP --tp 3")
+FULL += (f"{ND} --reshard-after-forward no", f"{ND} --keep-last --prefetch 2")
 PARITY = [
     (t.script, n, optimizer, t.model)
     for t in TECHNIQUES
@@ -178,7 +183,19 @@ def replicas(n):
     return WHOLE / 2, (3 * (MATRICES + NORMS) + 2 * (FIRST + LAST) + WHOLE) * share(2)
 
 
+def gathered_again(of_blocks):
+    """``of_blocks``: what backward gathers of each rank's blocks."""
+
+    def of(n):
+        return WHOLE / n, 2 * WHOLE * share(n) + of_blocks(n) * (MATRICES + NORMS)
+
+    return of
+
+
 THEORY = {
+    f"{ND} --reshard-after-forward 2 --prefetch 1": gathered_again(lambda n: share(2)),
+    f"{ND} --reshard-after-forward no": gathered_again(lambda n: 0),
+    f"{ND} --keep-last --prefetch 2": gathered_again(lambda n: share(n) * (1 - 1 / LAYERS)),
     f"{ND} --dp-shard 2 --tp 2": grid,
     f"{ND} --tp 2 --pp 2": tensors_in_stages,
     f"{ND} --pp 2 --cp 2": contexts_in_stages,
@@ -190,6 +207,7 @@ THEORY = {
     "pytorch_PP --pipeline-schedule 1f1b": pipeline,
     "pytorch_PP --pipeline-schedule interleaved": looped,
     "pytorch_PP --pipeline-schedule zbv": in_a_v,
+    "pytorch_PP --pipeline-schedule dualpipev": in_a_v,
     "pytorch_CP --attention ring": context(lambda n: 6),
     "pytorch_CP --attention allgather": context(lambda n: 4),
     "pytorch_CP --attention ulysses": context(lambda n: 8 / n),

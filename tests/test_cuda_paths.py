@@ -233,7 +233,7 @@ ON_GPTS = [  # of which a rank holds a shard of the model or of the sequences
     "pytorch_TP --sequence-parallel",
     "pytorch_FSDP_TP --tp 2",
     "pytorch_PP",
-    "pytorch_PP --pipeline-schedule interleaved",  # zbv's halves of backward need a real GPU
+    "pytorch_PP --pipeline-schedule interleaved",  # a V's halves of backward need a real GPU
     "pytorch_CP",
     "pytorch_CP --attention allgather",
     "pytorch_CP --attention ulysses",

@@ -218,7 +218,9 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
         "--pp 2 --pipeline-schedule zbv --ac selective",
         ["use --ac full or"],
     ),
-    ("pytorch_ND_parallel", 2, "--pp 2 --pipeline-schedule zbv --tie", ["--tie", "another"]),
+    ("pytorch_ND_parallel", 2, "--pp 2 --pipeline-schedule dualpipev --tie", ["--tie", "another"]),
+    ("pytorch_PP", 2, "--pipeline-schedule dualpipev --microbatches 2", ["use 4 or"]),
+    ("pytorch_ND_parallel", 2, "--reshard-after-forward 3", ["forward 3 does not divide 2 shards"]),
     ("pytorch_ND_parallel", 2, "--attention pytorch --cp 2", ["--attention pytorch runs on GPUs"]),
     # a Llama
     ("pytorch_SingleGPU", 1, "--model llama-2x4", ["--model llama-2x4 is no decoder"]),

@@ -2,9 +2,10 @@
 single process; a snapshot of one mesh is that of another, and of the lessons."""
 
 import itertools
+import json
 
 import pytest
-from conftest import cases
+from conftest import cases, launcher, succeed
 from test_contract import TOLERANCE, in_double
 from test_parity import relative_difference
 
@@ -64,3 +65,16 @@ def test_parity(dimensions, model, optimizer, extra, train, measured):
     assert difference < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
+
+
+def test_weights_kept_between_forward_and_backward(tmp_path):
+    """Of 8 blocks: all, or half of each, and two gathered: the last, and the one prefetched."""
+    job = "--model gpt-8x4x64 --context 8 --dataset synthetic --train-samples 96 --eval-samples 24 "
+    job += "--batch-size 4 --epochs 1 --max-steps 3 --optimizer sgd"
+    block, peaks = 4 * (12 * 64**2 + 4 * 64), {}
+    for kept in ("no", "2"):
+        command = launcher("pytorch_ND_parallel", 4, "tests/count_live.py")
+        command += f" {job} --reshard-after-forward {kept} --output-dir {tmp_path / kept}"
+        succeed(command, forked=True)
+        peaks[kept] = json.loads((tmp_path / kept / "rank0.json").read_text())["temporary"]
+    assert peaks["no"] - peaks["2"] == (8 - (8 / 2 + 2)) * block

@@ -11,7 +11,7 @@ from test_parity import relative_difference
 
 import pytorch_PP
 from jobs import decoder, gpt
-from libraries.pipelining import SCHEDULES, divide, ranks_of_stages
+from libraries.pipelining import IN_A_V, SCHEDULES, divide, ranks_of_stages
 
 JOB = (
     "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
@@ -30,7 +30,7 @@ def in_double(weights):
 
 
 FEW = [("gpipe", 3, 1), ("1f1b", 3, 3), ("interleaved", 3, 2), ("interleaved", 4, 6), ("zbv", 3, 1)]
-FEW += [("zbv", 2, 24)]
+FEW += [("zbv", 2, 24), ("dualpipev", 2, 24), ("dualpipev", 3, 6)]
 
 
 @pytest.mark.parametrize("schedule, n, microbatches", FEW)
@@ -69,7 +69,7 @@ def test_ranks_have_each_tensor_once_under_its_own_name(schedule, n, tie):
         holders = [part[name] for part in parts if name in part]
         assert all(torch.equal(held, tensor) for held in holders)
         everywhere = name == "vocabulary"
-        twice = tie and name in ("token.weight", "head.weight") and schedule != "zbv" and n > 1
+        twice = tie and name in ("token.weight", "head.weight") and schedule not in IN_A_V and n > 1
         assert len(holders) == (n if everywhere else 2 if twice else 1), name
     assert set().union(*parts) == whole.keys()
 
