@@ -63,7 +63,7 @@ __all__ = [
     "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of", "attention",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
-    "local_folder",  # transformers_Trainer.py
+    "save_file", "local_folder",  # pytorch_checkpoint.py, transformers_Trainer.py
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
 ]
 # fmt: on

@@ -5,6 +5,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -36,7 +37,7 @@ def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
 
 
-def exit_stopped(signum: int, when: str, saved: str | None) -> NoReturn:
+def exit_stopped(signum: int, when: str, saved: str | Path | None) -> NoReturn:
     """End a run that was asked to stop by a signal. All ranks call it.
 
     Args:
@@ -137,18 +138,35 @@ class Run:
             size: how many bytes, of all ranks.
             parts: what ``state.pt`` holds besides the run, by name.
         """
-        self.guard.check_snapshot()
-        step, parts = self.step, parts | {"run": self.state.state_dict(), "clock": self.clock}
-        name = f"step-{step:08}" + ("-evaluated" if self.state.evaluated == step else "")
-        saved, failure = self.store.save(name, parts, write_files, size)
+        saved, failure = self.store.save(
+            self.snapshot_folder.name, self.state_dict() | parts, write_files, size
+        )
         if failure and self.args.on_save_error == "stop":
-            fail(f"step {step}: {failure}, then resume with --resume auto", code=3)
+            fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
-            print0(f"step {step}: {failure}; training goes on (--on-save-error continue)")
+            print0(f"step {self.step}: {failure}; training goes on (--on-save-error continue)")
+        self.stop_if_asked(saved)
+
+    @property
+    def snapshot_folder(self) -> Path:
+        """Where a snapshot of this step belongs."""
+        evaluated = "-evaluated" if self.state.evaluated == self.step else ""
+        return self.store.folder / f"step-{self.step:08}{evaluated}"
+
+    def state_dict(self) -> dict:
+        """What a snapshot holds besides model and optimizer, for :meth:`start`; if one of these
+        two is not finite, the run ends here. All ranks call it."""
+        self.guard.check_snapshot()
+        parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
+        return self.store.about | {k: part and part.state_dict() for k, part in parts.items()}
+
+    def stop_if_asked(self, saved: str | Path | None) -> None:
+        """End the run if it was asked to stop by a signal: see :func:`exit_stopped`."""
         self.display.flush()
         if self.stop.agreed:
             self.display.close()
-            exit_stopped(self.stop.agreed, f"after step {step} of {self.total_steps}", saved)
+            after = f"after step {self.step} of {self.total_steps}"
+            exit_stopped(self.stop.agreed, after, saved)
 
     def snapshot_is_due(self) -> bool:
         """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,
