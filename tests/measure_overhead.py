@@ -141,7 +141,9 @@ def compare_saves() -> str:
     seconds = {kind: spent[1:] for kind, spent in seconds.items()}  # the first of each warms up
     at_once, in_background = map(statistics.median, seconds.values())
     whole = statistics.median(whole_after[1:])
-    found = {"seconds": seconds, "whole_after": whole_after[1:], "command": shlex.join(sys.argv)}
+    command = f"torchrun --nproc_per_node={common.WORLD_SIZE} tests/measure_overhead.py saves "
+    command += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    found = {"seconds": seconds, "whole_after": whole_after[1:], "command": command}
     found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
     if common.RANK == 0:
         (ROOT / "results" / "saves.json").write_text(json.dumps(found, indent=1) + "\n")
