@@ -30,7 +30,7 @@ import common
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """Those in a folder, the newest last. DCP writes `.metadata` after all shards, by a rename."""
-    places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")
+    places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: what is whole
     return [path.parent for place in places for path in sorted(folder.glob(place))]
 
 
@@ -38,7 +38,7 @@ def save(run, model, optimizer, group, writing):
     """Save a checkpoint, and return what is still to be written. All ranks call it."""
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
         writing.result()  # DCP: raises what went wrong in the thread
-    rank, folder = dist.get_rank(), run.snapshot_folder
+    rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
     for old in whole_checkpoints(folder.parent)[:-2] if rank == 0 else []:
         (old / ".metadata").unlink()  # DCP: first, as it was written last
         shutil.rmtree(old)
@@ -46,15 +46,15 @@ def save(run, model, optimizer, group, writing):
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: of this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
-    others = run.state_dict() | {"param_groups": state["param_groups"]}
-    if rank == 0:  # DCP: a file apart, as DCP reads what is no tensor like any pickle
+    others = run.store.about | run.state_dict() | {"param_groups": state["param_groups"]}
+    if rank == 0:  # DCP: apart, as it would pickle what is no tensor, and read any pickle
         folder.mkdir(parents=True, exist_ok=True)
         common.save_file(others, folder / "run.pt")
     if run.args.async_save and not (run.stop.agreed or run.step == run.total_steps):
-        # DCP: returns when the shards are copied to the CPU; a thread writes them
-        return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)
-    dcp.save(tensors, checkpoint_id=folder, process_group=group)
-    run.stop_if_asked(folder)
+        # It returns when the shards are copied to the CPU; a thread writes the copy.
+        return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: later
+    dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: now; `.metadata` comes last
+    common.stop_if_asked(run, str(folder))
 
 
 def load(run, model, optimizer, scheduler, group) -> None:
@@ -127,8 +127,8 @@ def main():
     optimizer = common.make_optimizer(args, model, fused)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    # DCP: a group of its own, on the CPU: the thread's collectives must not mix with training's
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
+    # Not the default group: the thread's collectives must not mix with those of training.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))  # DCP: its own
     load(run, model, optimizer, scheduler, group)
     writing = None
 

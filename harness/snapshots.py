@@ -163,7 +163,7 @@ class SnapshotStore:
             the snapshot's name for ``--resume``, if it was written; and what went wrong and what to
             do, if anything has.
         """
-        folder, state = self.folder / name, {}
+        folder, state = self.folder / name, dict(self.about)
         if RANK == 0:
             for part, value in parts.items():
                 state[part] = value.state_dict() if hasattr(value, "state_dict") else value
