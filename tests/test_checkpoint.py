@@ -3,11 +3,14 @@ resumes with the same bits: test_contract.py. Killed in the middle: test_injecti
 
 import re
 import signal
+from concurrent.futures import Future
 
 import pytest
 import torch
 from conftest import ROOT, launch, launcher, read_run, snapshots, started, succeed, wait_for
 from safetensors.torch import load_file
+
+import pytorch_checkpoint
 
 JOB = "--model gpt-2x2x16 --context 16 --dataset synthetic --train-samples 400 --eval-samples 8"
 JOB += " --batch-size 8 --epochs 1 --print-freq 1 --dropout 0.1 --deterministic --snapshot-every 3"
@@ -64,3 +67,11 @@ def test_another_model_is_refused_in_one_line(stopped, tmp_path):
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
     assert all("--model gpt-2x2x16, and this one has gpt-2x2x32" in e for e in finished.errors)
     assert finished.errors
+
+
+def test_a_second_save_waits_for_the_first():
+    """And raises what went wrong in the thread that wrote it, before anything is touched."""
+    first = Future()
+    first.set_exception(OSError("No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        pytorch_checkpoint.save(None, None, None, None, first)

@@ -38,7 +38,7 @@ def inject_faults(monkeypatch, capfd):
         (
             "pytorch_checkpoint.py --async-save --resume auto",
             2,
-            "--forked --kinds kill --phases 'during write' 'before rename'",
+            "--forked --kinds kill --phases 'before rename' 'after rename' 'during write'",
         ),
         pytest.param("pytorch_torchrun_DDP.py", 20, "--forked", marks=pytest.mark.full),
         pytest.param("pytorch_torchrun_DDP.py", 1, "", marks=pytest.mark.full),
