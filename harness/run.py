@@ -36,15 +36,20 @@ def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
 
 
-def exit_stopped(signum: int, when: str, saved: str | None) -> NoReturn:
+def stop_if_asked(run: "Run", saved: str | None) -> None:
     """End a run that was asked to stop by a signal. All ranks call it.
 
     Args:
         saved: the snapshot to resume from.
     """
+    run.display.flush()
+    if not run.stop.agreed:
+        return
+    run.display.close()
+    when = f"by {signal.Signals(run.stop.agreed).name} after step {run.step} of {run.total_steps}"
     where = f"snapshot {saved}" if saved else "no snapshot of it"
-    print0(f"stopped by {signal.Signals(signum).name} {when}: {where}; resume with --resume auto")
-    exit_all(128 + signum)
+    print0(f"stopped {when}: {where}; resume with --resume auto")
+    exit_all(128 + run.stop.agreed)
 
 
 def exit_done(store: SnapshotStore, at: str) -> NoReturn:
@@ -67,10 +72,9 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, device, train_loader: DataLoader, gpus: int = 1):
         self.args, self.device, self.train_set = args, device, train_loader.dataset
-        self.steps_per_epoch = len(train_loader)
+        self.steps_per_epoch, self.start_epoch = len(train_loader), 0
         self.total_steps = total_steps(args, self.steps_per_epoch)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
-        self.start_epoch = 0
         self.state = RunState(torch.zeros((), dtype=torch.float64, device=device))
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
@@ -137,18 +141,19 @@ class Run:
             size: how many bytes, of all ranks.
             parts: what ``state.pt`` holds besides the run, by name.
         """
-        self.guard.check_snapshot()
-        step, parts = self.step, parts | {"run": self.state.state_dict(), "clock": self.clock}
-        name = f"step-{step:08}" + ("-evaluated" if self.state.evaluated == step else "")
+        name, parts = self.state.snapshot_name, self.state_dict() | parts
         saved, failure = self.store.save(name, parts, write_files, size)
         if failure and self.args.on_save_error == "stop":
-            fail(f"step {step}: {failure}, then resume with --resume auto", code=3)
+            fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
-            print0(f"step {step}: {failure}; training goes on (--on-save-error continue)")
-        self.display.flush()
-        if self.stop.agreed:
-            self.display.close()
-            exit_stopped(self.stop.agreed, f"after step {step} of {self.total_steps}", saved)
+            print0(f"step {self.step}: {failure}; training goes on (--on-save-error continue)")
+        stop_if_asked(self, saved)
+
+    def state_dict(self) -> dict:
+        """What a snapshot holds of the run, once model and optimizer are known to be finite."""
+        self.guard.check_snapshot()
+        parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
+        return {name: part and part.state_dict() for name, part in parts.items()}
 
     def snapshot_is_due(self) -> bool:
         """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,

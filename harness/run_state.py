@@ -33,6 +33,11 @@ class RunState:
         """How many were evaluated; the last one may have been cut short."""
         return len(self.history["seconds"])
 
+    @property
+    def snapshot_name(self) -> str:
+        """Of a snapshot of this step."""
+        return f"step-{self.step:08}" + ("-evaluated" if self.evaluated == self.step else "")
+
     def end_epoch(self, train_loss: float, metrics: dict, seconds: float) -> dict[str, float]:
         """Keep the figures of an epoch, and return them.
 

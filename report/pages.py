@@ -7,6 +7,7 @@ import ast
 import json
 import os
 import re
+import statistics
 import textwrap
 from collections.abc import Iterable
 from functools import partial
@@ -102,6 +103,8 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["inference"] = tables.inference_table(inference) + since
     blocks["hardware"] = tables.hardware_table(results, inference)
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
+    blocks["faults-checkpoint"] = tables.outcomes_table(folder / "faults_checkpoint.txt", "fault")
+    blocks["saves"] = saves_block(root)
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
     blocks["hangs"] = hangs_block(root)
     blocks["bubble"] = bubble_block(root / "results" / "bubble.json")
@@ -179,6 +182,23 @@ def bubble_block(path: Path) -> str:
     where = f"{tables.machine_line(found['hardware'], True)}; torch {found['versions']['torch']}; "
     where += f"[results/{path.name}](results/{path.name})"
     return f"{tables.markdown(head, lines)}\n\n{where}"
+
+
+def saves_block(root: Path) -> str:
+    """How long a checkpoint holds a step, written at once or in the background."""
+    found, lines = json.loads((root / "results" / "saves.json").read_text()), []
+    whole = {"save": found["seconds"]["save"], "async_save": found["whole_after"]}
+    at_once = statistics.median(whole["save"])
+    for kind, seconds in found["seconds"].items():
+        middle, after = statistics.median(seconds), statistics.median(whole[kind])
+        held = f"{1e3 * middle:,.0f} ({1e3 * min(seconds):,.0f}–{1e3 * max(seconds):,.0f})"
+        share = f"{middle / at_once:.0%}"
+        lines.append([f"`{kind}`", len(seconds), held, share, f"{1e3 * after:,.0f}"])
+    head = ["call", "saves", "step waits ms (min–max)", "of `save`", "whole after ms"]
+    where = f"{tables.machine_line(found['hardware'], True)}; torch {found['versions']['torch']}; "
+    where += f"`{found['command']}`; [results/saves.json](results/saves.json)"
+    since = stale.note(root, found["git_commit"], ["pytorch_checkpoint.py"])
+    return f"{tables.markdown(head, lines)}\n\n{where}{since}"
 
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:

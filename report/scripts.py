@@ -19,6 +19,7 @@ PARENTS = {  # each script, and the one that it is a diff against
     "compile": "torchrun_DDP",
     "HSDP": "FSDP",
     "FSDP_offload": "FSDP",
+    "checkpoint": "FSDP",
     "TP": "torchrun_DDP",
     "FSDP_TP": "TP",
     "PP": "torchrun_DDP",

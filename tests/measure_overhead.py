@@ -3,23 +3,30 @@ the same machine. Whichever is asked for, the last line gives both medians.
 
     python tests/measure_overhead.py loop pytorch_SingleGPU.py --max-steps 60
     torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py marks pytorch_DDP.py ...
+    torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py saves \\
+        pytorch_checkpoint.py --async-save --snapshot-every 5 --model gpt-6x6x384 ...
 
 loop   after each step of the script one of a bare loop: same model, optimizer and DDP options, on
        tensors that are already there, without loader, crops, losses, progress bar or TensorBoard.
        A ratio of 1.00 would be a script that costs nothing.
 marks  of the breakdown (harness/phases.py): steps with them and without, and what those of a step
        take themselves.
+saves  checkpoints that DCP writes at once and in the background, in turn: how long the call takes,
+       from when all ranks are there. Also written to results/saves.json.
 
 On a GPU its own clock times the steps, and no step is waited for (harness/clock.py).
 """
 
+import json
 import runpy
+import shlex
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +37,7 @@ sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
 
 import common  # noqa: E402
 from harness.clock import WARMUP_STEPS, StepClock  # noqa: E402
+from harness.measure import git_commit, hardware, versions  # noqa: E402
 from harness.phases import Phases  # noqa: E402
 
 
@@ -114,5 +122,38 @@ def compare_with_unmarked_steps() -> str:
     )
 
 
+def compare_saves() -> str:
+    async_save, seconds, whole_after = dcp.async_save, {"save": [], "async_save": []}, []
+
+    def take_turns(tensors, **where):
+        kind = "async_save" if len(seconds["save"]) > len(seconds["async_save"]) else "save"
+        dist.barrier()
+        began = time.perf_counter()
+        writing = (async_save if kind == "async_save" else dcp.save)(tensors, **where)
+        seconds[kind].append(time.perf_counter() - began)
+        if kind == "save":
+            return None
+        writing.add_done_callback(lambda _: whole_after.append(time.perf_counter() - began))
+        return writing
+
+    dcp.async_save = take_turns
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    seconds = {kind: spent[1:] for kind, spent in seconds.items()}  # the first of each warms up
+    at_once, in_background = map(statistics.median, seconds.values())
+    whole = statistics.median(whole_after[1:])
+    command = f"torchrun --nproc_per_node={common.WORLD_SIZE} tests/measure_overhead.py saves "
+    command += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    found = {"seconds": seconds, "whole_after": whole_after[1:], "command": command}
+    found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
+    if common.RANK == 0:
+        (ROOT / "results" / "saves.json").write_text(json.dumps(found, indent=1) + "\n")
+    return (
+        f"median of {len(seconds['save'])} saves: save holds a step for {at_once * 1e3:.1f} ms, "
+        f"async_save for {in_background * 1e3:.1f} ms, {in_background / at_once:.3f} of it, and "
+        f"is whole after {whole * 1e3:.1f} ms"
+    )
+
+
 if __name__ == "__main__":
-    common.print0({"loop": compare_with_bare_loop, "marks": compare_with_unmarked_steps}[what]())
+    kinds = {"loop": compare_with_bare_loop, "marks": compare_with_unmarked_steps}
+    common.print0((kinds | {"saves": compare_saves})[what]())

@@ -24,6 +24,7 @@ KEPT = {
     "pytorch_activation_checkpointing": lambda n: PLAIN,
     "pytorch_HSDP --shard 2": lambda n: {"parameters": 2, "gradients": 2, "state": 1 / 2},
     "pytorch_FSDP_offload": lambda n: {"parameters": 4 / n, "gradients": 4 / n, "state": 1 / n},
+    "pytorch_checkpoint": lambda n: {"parameters": 4 / n, "gradients": 4 / n, "state": 1 / n},
     "pytorch_DDP_by_hand": lambda n: PLAIN,
     "pytorch_ZeRO_by_hand": lambda n: PLAIN | {"state": 1 / n},
     "pytorch_ZeRO_by_hand --stage 2": lambda n: PLAIN | {"gradients": 4 / n, "state": 1 / n},
@@ -71,6 +72,7 @@ SENT = [
     ("pytorch_FSDP", 4, {"allgather": 8, "reduce_scatter": 4}),
     ("pytorch_FSDP --dtype bfloat16", 2, {"allgather": 4, "reduce_scatter": 4}),
     ("pytorch_FSDP_offload", 2, {"allgather": 8, "reduce_scatter": 4}),
+    ("pytorch_checkpoint", 2, {"allgather": 8, "reduce_scatter": 4}),
     # two rows of two ranks: 4 and 2 within a row, and 2 between them
     (
         "pytorch_HSDP --shard 2",

@@ -61,6 +61,7 @@ SCRIPTS = [
     "pytorch_ZeRO_by_hand",
     "pytorch_ZeRO_by_hand --stage 2",
     "pytorch_FSDP_by_hand",
+    "pytorch_checkpoint --async-save",
 ]
 OFFLOAD = "pytorch_FSDP_offload"  # whose steps wait for the CPU's optimizer
 DEEPSPEED = [

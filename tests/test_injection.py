@@ -35,6 +35,11 @@ def inject_faults(monkeypatch, capfd):
     "script, trials, how",
     [
         ("pytorch_torchrun_DDP.py", 3, "--forked"),
+        (
+            "pytorch_checkpoint.py --async-save --resume auto",
+            2,
+            "--forked --kinds kill --phases 'before rename' 'after rename' 'during write'",
+        ),
         pytest.param("pytorch_torchrun_DDP.py", 20, "--forked", marks=pytest.mark.full),
         pytest.param("pytorch_torchrun_DDP.py", 1, "", marks=pytest.mark.full),
         pytest.param("pytorch_FSDP.py", 1, "--forked", marks=pytest.mark.full),

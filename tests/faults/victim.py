@@ -14,7 +14,9 @@ FAULT says what happens: a JSON object with
              what, after how many restarts, and at which epoch and step of it, counted from 0
 
 A rank that does not write snapshots has the last three at the points where it waits for the one
-that does.
+that does. Of checkpoints that torch.distributed.checkpoint writes by itself, every rank has them:
+half of its shards are written, or all; and, at the latest when the next one is begun, the last one
+is whole, which adds a line, too.
 """
 
 import json
@@ -28,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, filesystem
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -55,9 +58,10 @@ class InjectedFault(Exception):
     """No type that anything catches."""
 
 
-def note(event):
+def note(event, at=None):
+    epoch, index = at or place
     with open(FAULT["events"], "a") as file:
-        file.write(f"{time.time():.3f} {event} {RESTARTS} {place[0]} {place[1]}\n")
+        file.write(f"{time.time():.3f} {event} {RESTARTS} {epoch} {index}\n")
 
 
 def happen(phase):
@@ -152,6 +156,36 @@ def before_optimizer(*_):
 register_optimizer_step_pre_hook(before_optimizer)
 register_optimizer_step_post_hook(after_first_step)
 
+write_data, rename = FileSystemWriter.write_data, filesystem.FileSystem.rename
+written = 0  # checkpoints of torch.distributed.checkpoint
+
+
+def write_in_halves(writer, plan, planner):
+    global written
+    results = write_data(writer, plan, planner)
+    if Path(writer.path).parent.name != "snapshots":  # it is a part of one of the harness's
+        return results
+    if RANK > 0 and written:
+        happen("after rename")
+    written += 1
+    for path in Path(writer.path).glob(f"__{RANK}_*.distcp"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        happen("during write")
+        path.write_bytes(whole)
+    happen("before rename")
+    return results
+
+
+def rename_and_note(files, path, new_path):
+    rename(files, path, new_path)
+    folder = Path(new_path).parent
+    if folder.parent.name == "snapshots":
+        note("whole", at=(0, int(folder.name.split("-")[1]) - 1))
+        happen("after rename")
+
+
+FileSystemWriter.write_data, filesystem.FileSystem.rename = write_in_halves, rename_and_note
 if RANK == 0:
     note("start")
     save = torch.save

@@ -1,0 +1,170 @@
+"""Train with FSDP, and save and resume with torch.distributed.checkpoint (DCP).
+
+Differs     from pytorch_FSDP.py: DCP saves and resumes, not the harness. Lines tagged "# DCP:".
+Command:    torchrun --nproc_per_node=4 pytorch_checkpoint.py --async-save
+            torchrun --nproc_per_node=2 pytorch_checkpoint.py --async-save --resume auto
+Use it      to save and resume a sharded model in a loop of your own. Not where the harness's
+            snapshots will do: they also verify checksums and refuse pickles that run code.
+Holds       what pytorch_FSDP.py holds; while --async-save writes, also a copy of its shards.
+Sends       what pytorch_FSDP.py sends; a checkpoint sends buffers, and names and shapes of shards.
+"""
+
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Those in a folder, the newest last. DCP writes `.metadata` after all shards, by a rename."""
+    places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: what is whole
+    return [path.parent for place in places for path in sorted(folder.glob(place))]
+
+
+def save(run, model, optimizer, group, writing):
+    """Save a checkpoint, and return what is still to be written. All ranks call it."""
+    if writing:  # DCP: one at a time, so there is never more than one copy of the shards
+        writing.result()  # DCP: raises what went wrong in the thread
+    rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
+    for old in whole_checkpoints(folder.parent)[:-2] if rank == 0 else []:
+        (old / ".metadata").unlink()  # DCP: first, as it was written last
+        shutil.rmtree(old)
+    for buffer in model.buffers():  # DCP: of which any rank's may be written
+        dist.broadcast(buffer, src=0)
+    weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: of this rank's shards
+    tensors = {"model": weights, "optimizer": state["state"]}
+    others = run.store.about | run.state_dict() | {"param_groups": state["param_groups"]}
+    if rank == 0:  # DCP: apart, as it would pickle what is no tensor, and read any pickle
+        folder.mkdir(parents=True, exist_ok=True)
+        common.save_file(others, folder / "run.pt")
+    if run.args.async_save and not (run.stop.agreed or run.step == run.total_steps):
+        # It returns when the shards are copied to the CPU; a thread writes the copy.
+        return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: later
+    dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: now; `.metadata` comes last
+    common.stop_if_asked(run, str(folder))
+
+
+def load(run, model, optimizer, scheduler, group) -> None:
+    """Resume from the checkpoint that --resume means, or begin. All ranks call it."""
+    asked, others = run.args.resume, None
+    whole = whole_checkpoints(run.store.folder if asked in ("auto", "none") else Path(asked))
+    if asked not in ("auto", "none") and not whole:
+        common.fail(f"--resume {asked} holds no whole checkpoint of DCP; give another, or none")
+    found = [whole[-1] if whole and asked != "none" else None]
+    dist.broadcast_object_list(found, src=0)  # DCP: all ranks take the one that rank 0 sees
+    if path := found[0]:
+        run.store.resumed, others = path, common.load_file(path / "run.pt", "--resume")
+        run.store.check(others, "param_groups")  # of this model, data and batch size
+        weights, state = dcp_state.get_state_dict(model, optimizer)
+        tensors = {"model": weights, "optimizer": state["state"]}  # DCP: of these keys, each rank
+        dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards
+        state["param_groups"] = others["param_groups"]
+        dcp_state.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    run.start(model, optimizer, scheduler, others)
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--async-save", action="store_true", help="save while training goes on")
+    args = common.parse_args(parser)
+    if common.local_folder(args.output_dir) != args.output_dir:
+        common.fail(f"--output-dir {args.output_dir}: DCP writes to a folder; give one")
+    common.prepare_process(args)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    with torch.device("meta"):  # FSDP: shapes alone, as no rank is to hold the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    mesh = init_device_mesh(device.type, (world_size,))
+    for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # FSDP: what is in no block
+    model.to_empty(device=device)  # FSDP: memory for this rank's shards
+    common.init_weights(args, model, train_set.classes)  # FSDP: on each rank its shards
+
+    # 4. Optimizer and schedule
+    fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
+    optimizer = common.make_optimizer(args, model, fused)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    # Not the default group: the thread's collectives must not mix with those of training.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))  # DCP: its own
+    load(run, model, optimizer, scheduler, group)
+    writing = None
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)  # FSDP: gathers block by block
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                writing = save(run, model, optimizer, group, writing)  # DCP: its shards
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        writing = save(run, model, optimizer, group, writing)  # DCP: its shards
+
+    # 7. Save and report
+    whole = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0
+    if rank == 0:
+        common.save_model(args, weights)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""pytorch_checkpoint.py: what its page says of checkpoints that DCP writes by itself. (That it
+resumes with the same bits: test_contract.py. Killed in the middle: test_injection.py.)"""
+
+import re
+import signal
+from concurrent.futures import Future
+
+import pytest
+import torch
+from conftest import ROOT, launch, launcher, read_run, snapshots, started, succeed, wait_for
+from safetensors.torch import load_file
+
+import pytorch_checkpoint
+
+JOB = "--model gpt-2x2x16 --context 16 --dataset synthetic --train-samples 400 --eval-samples 8"
+JOB += " --batch-size 8 --epochs 1 --print-freq 1 --dropout 0.1 --deterministic --snapshot-every 3"
+COMMAND = f"{launcher('pytorch_checkpoint --async-save', 2)} {JOB}"
+RUN = "runs/pytorch_checkpoint"  # as the page has it
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A folder with a run that was stopped by SIGTERM, and then resumed to its end."""
+    root = tmp_path_factory.mktemp("checkpoint")
+    with started(f"{COMMAND} --output-dir {root / RUN}", forked=True) as process:
+        wait_for(lambda: len(snapshots(root / RUN)) > 1 or not process.running)
+        process.send(signal.SIGTERM)
+        finished = process.end()
+    [said] = [line for line in finished.lines if line.startswith("stopped by SIGTERM")]
+    assert f"snapshot {snapshots(root / RUN)[0]}; resume with --resume auto" in said
+    assert all((folder / ".metadata").exists() for folder in snapshots(root / RUN))
+    finished = succeed(f"{COMMAND} --output-dir {root / RUN} --resume auto", forked=True)
+    assert f"resumed from {said.split()[9].rstrip(';')} at epoch 1, step" in finished.stdout
+    return root
+
+
+def test_a_stop_changes_no_bit(stopped, tmp_path):
+    succeed(f"{COMMAND} --output-dir {tmp_path}", forked=True)
+    (expected, _), (found, _) = read_run(tmp_path), read_run(stopped / RUN)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(snapshots(stopped / RUN)) == 3, "two, and the one that was written last"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_alone_as_one_file_and_as_safetensors(stopped, monkeypatch):
+    """By the lines of the page. And DCP says nothing of a bit that has flipped."""
+    page = (ROOT / "docs/techniques/checkpoint.md").read_text()
+    [lines] = re.findall(r"```python\n(from pathlib .*?)```", page, re.DOTALL)
+    monkeypatch.chdir(stopped)
+    exec(lines, {})
+    expected, _ = read_run(stopped / RUN)
+    [safetensors] = (stopped / "safetensors").glob("*.safetensors")
+    for found in (torch.load("model.pt", weights_only=True), load_file(safetensors)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    row = expected["blocks.0.attention.query.weight"][0].numpy().tobytes()
+    [shards] = [p for p in snapshots(stopped / RUN)[0].glob("*.distcp") if row in p.read_bytes()]
+    shards.write_bytes(shards.read_bytes().replace(row, bytes([row[0] ^ 1]) + row[1:]))
+    exec(lines, {})
+    found = torch.load("model.pt", weights_only=True)
+    assert sum(torch.equal(found[name], expected[name]) for name in expected) == len(expected) - 1
+
+
+def test_another_model_is_refused_in_one_line(stopped, tmp_path):
+    other = COMMAND.replace("gpt-2x2x16", "gpt-2x2x32")
+    finished = launch(f"{other} --output-dir {tmp_path} --resume {stopped / RUN}", forked=True)
+    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
+    assert all("--model gpt-2x2x16, and this one has gpt-2x2x32" in e for e in finished.errors)
+    assert finished.errors
+
+
+def test_a_second_save_waits_for_the_first():
+    """And raises what went wrong in the thread that wrote it, before anything is touched."""
+    first = Future()
+    first.set_exception(OSError("No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        pytorch_checkpoint.save(None, None, None, None, first)
