@@ -1,12 +1,16 @@
 """Several machines, as far as one machine can show them: two torchrun agents, and two networks."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 
+import jsonschema
 import pytest
+import yaml
 from conftest import (
     ROOT,
     environment,
@@ -18,31 +22,37 @@ from conftest import (
     succeed,
     wait_for,
 )
-from test_faults import JOB, listening, same
+from test_faults import JOB, same
 
-SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic"
+SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic --epochs 20"  # seconds, for a signal
 FLAGS = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=job"
 ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def check_that_a_lost_agent_can_come_back(first, second, output, reference):
-    """Train on both nodes, kill the second agent, start it again, and finish.
+def check_that_a_lost_agent_can_come_back(nodes, output, reference, lost=1, how=signal.SIGKILL):
+    """Train on both nodes, end an agent by a signal, start it again, and finish.
 
     Args:
-        first, second: commands of the two agents; the first one holds the store where they meet.
+        nodes: command and variables of the two agents. The first one holds the store where they
+            meet: without it the other one ends, too, and both are started again.
     """
-    with started(first, **ENV) as one:
-        wait_for(lambda: listening(one.process.pid))  # it has opened the store
-        with started(second, **ENV):
-            wait_for(lambda: snapshots(output))
-        # left with SIGKILL: the agent, and by its death its rank
-        assert one.running
-        step = snapshots(output)[0].name
-        with started(second, **ENV) as back:
-            ends = [one.end(240), back.end()]
+    with contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(started(command, **env)) for command, env in nodes]
+        wait_for(lambda: snapshots(output))
+        agents[lost].send(how)  # with SIGKILL: the agent, and by its death its rank
+        gone = {lost, 1}
+        ends = [agents[rank].end() for rank in gone]
+        assert agents[0].running == (lost == 1)
+        for rank in gone:
+            command, env = nodes[rank]
+            agents[rank] = stack.enter_context(started(command, **env))
+        codes = [finished.code for finished in ends]
+        ends += [agent.end(240) for agent in agents]
     text = "\n".join(map(str, ends))
-    assert not any(finished.code for finished in ends), text
-    assert "resumed from" in text and step.startswith("step-")
+    assert set(codes) == {1 if how == signal.SIGTERM else -how}, text
+    assert not any(finished.code for finished in ends[-2:]), text
+    assert "resumed from" in text
+    assert how != signal.SIGTERM or "stopped by SIGTERM after step" in text
     assert same(output, reference)
     assert json.loads((output / "result.json").read_text())["world_size"] == 2
 
@@ -51,21 +61,105 @@ def check_that_a_lost_agent_can_come_back(first, second, output, reference):
 def reference(tmp_path_factory):
     """The same job on two ranks of one machine, without an accident."""
     folder = tmp_path_factory.mktemp("reference")
-    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --epochs 6 --output-dir {folder}"
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --output-dir {folder}"
     succeed(command, forked=True)
     shutil.rmtree(folder / "snapshots")
     return folder
 
 
+def read_kubeflow_file():
+    return list(yaml.safe_load_all((ROOT / "config" / "kubeflow_torchrun.yaml").read_text()))
+
+
+def kubeflow_node(rank, port, output):
+    """What Kubeflow Trainer runs in a Pod, and the variables there."""
+    runtime, job = (document["spec"] for document in read_kubeflow_file())
+    [pods], trainer = runtime["template"]["spec"]["replicatedJobs"], job["trainer"]
+    [container] = pods["template"]["spec"]["template"]["spec"]["containers"]
+    fields = {
+        "status.podIP": "127.0.0.1",
+        "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "job",
+    }
+    env = {  # those of the file, and its own
+        each["name"]: each.get("value") or fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        for each in container["env"]
+    } | {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(rank),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+    flags = f"{SMALL} --output-dir {output}".split()
+    return [*trainer["command"], *trainer["args"], *flags], env
+
+
+def skypilot_node(rank, port, output):
+    """What SkyPilot runs on a machine, and the variables there."""
+    task = yaml.safe_load((ROOT / "config" / "skypilot_torchrun.yaml").read_text())
+    env = task["envs"] | {
+        "BUCKET": str(output.parent),
+        "FLAGS": f"{task['envs']['FLAGS']} {SMALL}",
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "SKYPILOT_TASK_ID": output.name,
+    }
+    return ["bash", "-c", task["run"].replace("29400", str(port))], env
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "node, lost, how",
+    [
+        (kubeflow_node, 1, signal.SIGTERM),  # only this Pod is replaced
+        (kubeflow_node, 1, signal.SIGKILL),
+        (kubeflow_node, 0, signal.SIGTERM),  # all of them are,
+        (skypilot_node, 0, signal.SIGTERM),  # and all machines
+    ],
+    ids="kubeflow kubeflow-killed kubeflow-first skypilot".split(),
+)
+def test_files_of_clusters(node, lost, how, reference, tmp_path):
+    """Their commands, as they are, with the variables that the cluster sets."""
+    port, output = free_port(), tmp_path / "job"
+    nodes = [node(rank, port, output) for rank in (0, 1)]
+    check_that_a_lost_agent_can_come_back(nodes, output, reference, lost, how)
+
+
+def kubeflow_accepts(text):
+    """Whether the classes of its API have all that a file says: they leave out unknown keys."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    with contextlib.suppress(ValueError):
+        documents = list(yaml.safe_load_all(text))
+        kinds = [getattr(models, f"TrainerV1alpha1{document['kind']}") for document in documents]
+        return [
+            kind.from_dict(d).to_dict() for kind, d in zip(kinds, documents, strict=True)
+        ] == documents
+    return False
+
+
+def skypilot_accepts(text):
+    schema = json.loads((ROOT / "tests" / "schemas" / "skypilot_task.json").read_text())
+    return jsonschema.Draft202012Validator(schema).is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    "name, accepts, keys",
+    [
+        ("kubeflow", kubeflow_accepts, "restartStrategy terminationGracePeriodSeconds claimName"),
+        ("kubeflow", kubeflow_accepts, "numProcPerNode podFailurePolicy onPodConditions status"),
+        ("skypilot", skypilot_accepts, "num_nodes use_spot max_restarts_on_errors run"),
+    ],
+)
+def test_schemas_of_clusters(name, accepts, keys):
+    """Also, that a misspelt key is refused: Kubernetes would drop it and say nothing."""
+    text = (ROOT / "config" / f"{name}_torchrun.yaml").read_text()
+    assert accepts(text)
+    assert not [key for key in keys.split() if accepts(re.sub(rf"\b{key}:", f"{key}s:", text))]
+
+
 as_root = os.geteuid() == 0 and shutil.which("ip") is not None
-
-
-@pytest.mark.skipif(as_root, reason="test_two_networks shows the same, and more")
-def test_two_agents(reference, tmp_path):
-    agent = f"torchrun {FLAGS} --rdzv_endpoint=127.0.0.1:{free_port()} --local_addr=127.0.0.1"
-    command = f"{agent} pytorch_torchrun_DDP.py {SMALL} --epochs 6 --resume auto"
-    command += f" --output-dir {tmp_path}"
-    check_that_a_lost_agent_can_come_back(command, command, tmp_path, reference)
 
 
 @pytest.fixture
@@ -93,16 +187,15 @@ def networks():
 @pytest.mark.full
 @pytest.mark.skipif(not as_root, reason="makes network namespaces, as root")
 def test_two_networks(networks, reference, tmp_path):
-    commands = []
+    nodes = []
     for number, name in enumerate(networks, 1):
         agent = f"torchrun {FLAGS} --rdzv_endpoint=10.77.0.1:29400 --local_addr=10.77.0.{number}"
         # a machine whose name leads to its address sees this by itself
         agent += f" --rdzv_conf=is_host={'true' if number == 1 else 'false'}"
-        commands.append(
-            f"ip netns exec {name} env GLOO_SOCKET_IFNAME=v{name} {agent} pytorch_torchrun_DDP.py "
-            f"{SMALL} --epochs 6 --resume auto --output-dir {tmp_path}"
-        )
-    check_that_a_lost_agent_can_come_back(*commands, tmp_path, reference)
+        command = f"ip netns exec {name} {agent} pytorch_torchrun_DDP.py {SMALL}"
+        command += f" --resume auto --output-dir {tmp_path}"
+        nodes.append((command, ENV | {"GLOO_SOCKET_IFNAME": f"v{name}"}))
+    check_that_a_lost_agent_can_come_back(nodes, tmp_path, reference)
 
 
 @pytest.mark.full
@@ -129,7 +222,7 @@ def test_slurm_file(tmp_path):
         "SLURM_GPUS_ON_NODE": "1",
     }
     env = slurm | {"PATH": path, "CALLS": str(calls)}
-    command = f"bash config/slurm_torchrun.sbatch {SMALL} --epochs 6 --output-dir {output}"
+    command = f"bash config/slurm_torchrun.sbatch {SMALL} --output-dir {output}"
     with started(command, **env) as job:
         wait_for(lambda: snapshots(output))
         job.send(signal.SIGTERM)
@@ -151,5 +244,10 @@ def test_hostfile():
 def test_the_files_agree_with_the_page():
     page = (ROOT / "docs" / "multi_node.md").read_text()
     assert (ROOT / "config" / "hostfile").read_text().split("\n", 2)[2].strip() in page
-    for word in ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "--rdzv_backend=c10d", "29400"]:
-        assert word in page and word in (ROOT / "config" / "slurm_torchrun.sbatch").read_text()
+    words = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "--rdzv_backend=c10d", "--max-restarts=3"]
+    words += ["pytorch_torchrun_DDP.py --output-dir ", " --resume auto"]
+    for name in ["slurm_torchrun.sbatch", "kubeflow_torchrun.yaml", "skypilot_torchrun.yaml"]:
+        text = (ROOT / "config" / name).read_text()
+        assert not [word for word in words if word not in page or word not in text], name
+        assert "29400" in page and ("29400" in text or "PET_MASTER_PORT" in text)
+        assert "exec torchrun" in text or "scancel --signal" in text  # the signal must reach it

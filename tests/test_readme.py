@@ -61,7 +61,9 @@ ELSEWHERE = {  # commands, by what runs them
     "test_timeline.py": ["python timeline.py"],
     "test_transformers.py": ["torchrun --standalone --nproc_per_node=2 transformers_Trainer.py"],
 }
-NEEDS = re.compile(r"# (needs (\d+ (GPUs|machines)|Slurm|a folder[^\n]*)|runs all tests)$")
+NEEDS = re.compile(
+    r"# (needs (\d+ (GPUs|machines)|Slurm|Kubernetes|SkyPilot|a folder[^\n]*)|runs all tests)$"
+)
 
 
 def shell_blocks(text):
