@@ -20,6 +20,7 @@ PARENTS = {  # each script, and the one that it is a diff against
     "HSDP": "FSDP",
     "FSDP_offload": "FSDP",
     "checkpoint": "FSDP",
+    "Muon": "FSDP",
     "TP": "torchrun_DDP",
     "FSDP_TP": "TP",
     "PP": "torchrun_DDP",

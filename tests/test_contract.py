@@ -43,6 +43,7 @@ TECHNIQUES = [
     Technique("pytorch_HSDP --shard 2", (4, 2)),
     Technique("pytorch_FSDP_offload", (2, 1)),
     Technique("pytorch_checkpoint", (2, 3)),
+    Technique("pytorch_Muon", (3, 1, 2, 4)),
     Technique("pytorch_DDP_by_hand", (2, 1, 3, 4)),
     Technique("pytorch_ZeRO_by_hand", (2, 1, 3, 4)),
     Technique("pytorch_ZeRO_by_hand --stage 2", (3, 1, 2, 4)),
@@ -99,7 +100,9 @@ PARITY = [
     for t in TECHNIQUES
     for n in t.ranks
     for optimizer in TOLERANCE
+    if optimizer == "adamw" or "Muon" not in t.script
 ]
+REFERENCE = {"pytorch_Muon": "tests/torch_muon.py"}  # what runs the single process, if not itself
 USUAL = [
     (t.script, t.ranks[0], t.usual, t.model)
     for t in TECHNIQUES
@@ -229,6 +232,9 @@ def by_theory(name, n):
         kept, sent = THEORY[name](n)
         whole = THEORY[name](1)[0] if "--experts" in name else WHOLE
         return 4 * kept / whole, 4 * kept / whole, kept / whole, sent
+    if name == "pytorch_Muon":  # of matrices one momentum, not two
+        sent = (3 * WHOLE + 2 * MATRICES / n) * share(n)
+        return 4 / n, 4 / n, (1 - MATRICES / WHOLE / 2) / n, sent
     script = name.removesuffix(" --selective")
     script = "pytorch_FSDP" if "HSDP" in script and n == 2 else script  # which is one row
     if script not in KEPT:
@@ -247,7 +253,8 @@ def in_double(weights):
 @pytest.mark.parametrize("script, n, optimizer, model", cases(PARITY, lambda *row: row in USUAL))
 def test_parity_and_bytes(script, n, optimizer, model, train, measured):
     flags = f"--max-steps 12 --optimizer {optimizer} {model}".rstrip()
-    expected, expected_result = train("pytorch_SingleGPU", 1, flags)
+    single = "pytorch_SingleGPU"
+    expected, expected_result = train(single, 1, flags, through=REFERENCE.get(script, ""))
     weights, result = train(script, n, flags, through="tests/count_sent.py")
     assert list(weights) == list(expected)
     difference = relative_difference(in_double(weights), in_double(expected))
@@ -337,6 +344,7 @@ SAME_BITS = [
     ("pytorch_torchrun_DDP", 2),
     ("pytorch_FSDP", 2),
     ("pytorch_checkpoint --async-save", 2),
+    ("pytorch_Muon", 2),
     ("pytorch_DDP_ZeRO --use_zero", 2),
     ("pytorch_HSDP --shard 2", 4),
     ("pytorch_ZeRO_by_hand --stage 2", 2),

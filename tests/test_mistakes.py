@@ -186,6 +186,7 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_FSDP", 1, "--dtype bfloat16 --double", ["--double", "bfloat16"]),
     ("pytorch_FSDP", 1, "--resume {0}/nowhere", ["--resume {0}/nowhere", "no such folder"]),
     ("pytorch_FSDP", 1, "--resume {0}/run", ["{0}/run", "pytorch_SingleGPU.py", "--weights"]),
+    ("pytorch_Muon", 1, "--optimizer sgd", ["--optimizer sgd", "goes with AdamW"]),
     ("pytorch_checkpoint", 1, "--resume {0}/run", ["--resume {0}/run", "no whole checkpoint"]),
     ("pytorch_checkpoint", 1, "--output-dir s3://a/b", ["--output-dir s3://a/b", "to a folder"]),
     ("pytorch_DDP_ZeRO", 1, "--use_zero --optimizer lbfgs", ["--optimizer", "lbfgs", "adamw"]),

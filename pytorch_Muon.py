@@ -1,0 +1,170 @@
+"""Train with Muon where parameters are sharded: each matrix is orthogonalized by one rank.
+
+Differs     from pytorch_FSDP.py: Muon (Jordan 2024) steps the matrices of the blocks, and AdamW
+            embeddings, norms and the last layer. Lines tagged "# Muon:".
+Command:    torchrun --nproc_per_node=4 pytorch_Muon.py
+Use it      for the blocks of a transformer. Not torch.optim.Muon: of a sharded matrix, each product
+            of its iteration gathers a factor on all ranks.
+Holds       what pytorch_FSDP.py holds with AdamW, less 4/N bytes per parameter of a matrix, which
+            has momentum alone; and one whole matrix at a time.
+Sends       what pytorch_FSDP.py sends and, per step and rank, 2 * 4 * (N - 1) / N**2 bytes per
+            parameter of a matrix in two all-to-alls; half of that on a GPU, in bfloat16.
+Computes    5 * (4 * m**2 * n + 2 * m**3) FLOPs for a matrix of m x n, m <= n: on one rank.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
+
+import common
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """U V^T of a matrix U S V^T, roughly: five steps of Newton-Schulz, in its dtype, bring the
+    singular values close to 1. Coefficients: https://kellerjordan.github.io/posts/muon."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # Muon: x @ x.T is then small
+    x = x / x.norm().clamp(min=1e-7)  # Muon: no singular value is above 1
+    for _ in range(5):
+        gram = x @ x.T
+        gram = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, gram, x, beta=3.4445)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for matrices that fully_shard has cut by rows, in the first group; AdamW for the rest."""
+
+    def __init__(self, groups: list[dict], matrices: list[Tensor], **options):
+        super().__init__(groups, **options)
+        self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: to deal out
+
+    def update(self, p: Tensor) -> Tensor:
+        """This rank's rows of what is to be orthogonalized, and rows of zeros, which stay zeros."""
+        gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW leaves out what has none
+        if not self.state[p]:
+            # Muon: sharded as p is; and what AdamW looks for when it loads a snapshot
+            self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.zeros(()))
+        momentum = self.state[p]["momentum_buffer"].to_local().lerp_(gradient, 1 - 0.95)
+        half = p.is_cuda and p.dtype == torch.float32  # Muon: not every CPU has fast bfloat16
+        update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if half else p.dtype)
+        return F.pad(update, (0, 0, 0, -(-len(p) // dist.get_world_size()) - len(update)))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rank, world_size, group = dist.get_rank(), dist.get_world_size(), self.param_groups[0]
+        for first in range(0, len(self.matrices), world_size):
+            dealt = self.matrices[first : first + world_size]  # Muon: to each rank one, or none
+            row = [self.update(p).flatten() for p in dealt]
+            sent = [len(shard) for shard in row] + [0] * (world_size - len(dealt))
+            row, got = torch.cat(row), [sent[rank]] * world_size
+            whole = row.new_empty(sum(got))
+            dist.all_to_all_single(whole, row, got, sent)  # Muon: its shards, from all ranks
+            if rank < len(dealt):
+                whole = orthogonalize(whole.view(-1, dealt[rank].shape[1])).flatten()
+            dist.all_to_all_single(row, whole, sent, got)  # Muon: and back
+            for p, update in zip(dealt, row.split(sent), strict=False):
+                shard = p.to_local()
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = 0.2 * max(p.shape) ** 0.5  # Muon: AdamW's lr will do (arXiv:2502.16982)
+                shard.add_(update.view(-1, p.shape[1])[: len(shard)], alpha=-group["lr"] * scale)
+        return super().step(closure)  # Muon: AdamW's part
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__, only_gpt=True)
+    args = common.parse_args(parser)
+    if args.optimizer != "adamw":
+        common.fail(f"--optimizer {args.optimizer}: Muon goes with AdamW; leave it out")
+    common.prepare_process(args)
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+
+    # 3. Model
+    with torch.device("meta"):  # FSDP: shapes alone, as no rank is to hold the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    mesh = init_device_mesh(device.type, (world_size,))
+    for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # FSDP: what is in no block
+    model.to_empty(device=device)  # FSDP: memory for this rank's shards
+    common.init_weights(args, model, train_set.classes)  # FSDP: on each rank its shards
+
+    # 4. Optimizer and schedule
+    matrices = [p for block in common.blocks_of(model) for p in block.parameters() if p.ndim == 2]
+    options = common.optimizer_class(args)[1]
+    optimizer = Muon(common.parameter_groups(args, model), matrices, **options)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images)  # FSDP: gathers block by block
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+    # 7. Save and report
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
+    if rank == 0:
+        common.save_model(args, weights)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""pytorch_Muon.py beyond the contract: its iteration against PyTorch's, matrices that ranks cannot
+divide, fewer of them than ranks, and what it saves against PyTorch's own on sharded parameters."""
+
+import re
+
+import pytest
+import torch
+from conftest import launcher, read_run, succeed
+from test_parity import relative_difference
+from torch.optim import _muon
+
+from pytorch_Muon import orthogonalize
+
+THROUGH = "tests/torch_muon.py"
+JOB = (
+    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 12 --epochs 9 "
+    "--print-freq 1 --double --warmup-steps 20 --context 16"
+)
+UNEVEN = "--model gpt-1x2x20"  # six matrices; 20 rows are 7, 7 and 6, or 80 are 27, 27 and 26
+EVEN = "--model gpt-4x4x48"
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (20, 80), (80, 20), (1, 5)])
+def test_orthogonalize(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    theirs = _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(orthogonalize(matrix.bfloat16()), theirs)
+    padded = torch.cat([matrix, torch.zeros_like(matrix)])
+    found = orthogonalize(padded)
+    assert not found[len(matrix) :].any()
+    torch.testing.assert_close(found[: len(matrix)], orthogonalize(matrix), atol=1e-13, rtol=0)
+    values = torch.linalg.svdvals(orthogonalize(matrix / 100))  # of a random one, however small
+    assert values.min() > 0.3 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("legs", [[(3, 12)], [(4, 5), (3, 12)]], ids=["3", "4, then 3"])
+def test_uneven(legs, train, tmp_path):
+    expected, _ = train("pytorch_SingleGPU", 1, f"{UNEVEN} --max-steps 12")
+    for n, steps in legs:
+        command = f"{launcher('pytorch_Muon', n)} {JOB} {UNEVEN} --max-steps {steps}"
+        succeed(f"{command} --resume auto --output-dir {tmp_path}", forked=True)
+    assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_cost(n, tmp_path, measured):
+    """Of the optimizers alone: all else of the two scripts is the same."""
+    matrices = 4 * [(48, 48)] * 4 + 4 * [(192, 48), (48, 192)]
+    theory = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in matrices) / n
+    numbers, found = sum(a * b for a, b in matrices), {}
+    for script in ("pytorch_Muon", "pytorch_FSDP"):
+        command = f"{launcher(script, n, THROUGH)} {JOB} {EVEN} --max-steps 3"
+        finished = succeed(f"{command} --output-dir {tmp_path / script}", forked=True)
+        flops = re.findall(r"^flops \d+ (\d+)", finished.stdout, re.MULTILINE)
+        result = read_run(tmp_path / script)[1]
+        found[script] = {
+            "sent": sum(result["sent"].values()) / 8 / numbers,  # in units of the matrices
+            "calls": sum(result["calls"].values()),
+            "flops": max(map(int, flops)) / theory,  # of the rank that has most
+        }
+        if script == "pytorch_Muon":  # what training sends without it
+            sent = result["sent"]["alltoall"] / 8 / numbers
+            fsdp = {"sent": found[script]["sent"] - sent, "flops": 0}
+            fsdp["calls"] = found[script]["calls"] - result["calls"]["alltoall"]
+    for script, costs in found.items():
+        costs = {kind: cost - fsdp[kind] for kind, cost in costs.items()}
+        name = script if script == "pytorch_Muon" else "pytorch_FSDP with torch.optim.Muon"
+        measured("muon", script=name, ranks=n, **costs)
+    ours = found["pytorch_Muon"]
+    assert ours["flops"] == 1 and ours["sent"] - fsdp["sent"] == 2 * (n - 1) / n**2
+    assert ours["calls"] - fsdp["calls"] == 2 * len(matrices) / n
+    assert found["pytorch_FSDP"]["sent"] - fsdp["sent"] > 5 * sent
