@@ -1,15 +1,15 @@
-"""Train with Muon where parameters are sharded: each matrix is orthogonalized by one rank.
+"""Train with Muon where parameters are sharded: one rank orthogonalizes each matrix.
 
-Differs     from pytorch_FSDP.py: Muon (Jordan 2024) steps the matrices of the blocks, and AdamW
-            embeddings, norms and the last layer. Lines tagged "# Muon:".
+Differs     from pytorch_FSDP.py: Muon (Jordan 2024) updates the matrices of the blocks, and AdamW
+            updates embeddings, norms and the last layer. Lines tagged "# Muon:".
 Command:    torchrun --nproc_per_node=4 pytorch_Muon.py
-Use it      for the blocks of a transformer. Not torch.optim.Muon: of a sharded matrix, each product
-            of its iteration gathers a factor on all ranks.
-Holds       what pytorch_FSDP.py holds with AdamW, less 4/N bytes per parameter of a matrix, which
-            has momentum alone; and one whole matrix at a time.
+Use it      for transformer blocks. Not torch.optim.Muon with sharded parameters: every matrix
+            product in it gathers one of its factors on all ranks.
+Holds       what pytorch_FSDP.py holds with AdamW, minus 4/N bytes per element of a matrix (Muon has
+            one momentum, AdamW has two), plus one full matrix at a time.
 Sends       what pytorch_FSDP.py sends and, per step and rank, 2 * 4 * (N - 1) / N**2 bytes per
-            parameter of a matrix in two all-to-alls; half of that on a GPU, in bfloat16.
-Computes    5 * (4 * m**2 * n + 2 * m**3) FLOPs for a matrix of m x n, m <= n: on one rank.
+            element of a matrix in two all-to-alls; on a GPU half of that, in bfloat16.
+Computes    5 * (4 * m**2 * n + 2 * m**3) FLOPs for an m x n matrix, m <= n, on one rank.
 """
 
 import os
@@ -29,10 +29,10 @@ import common
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """U V^T of a matrix U S V^T, roughly: five steps of Newton-Schulz, in its dtype, bring the
-    singular values close to 1. Coefficients: https://kellerjordan.github.io/posts/muon."""
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # Muon: x @ x.T is then small
-    x = x / x.norm().clamp(min=1e-7)  # Muon: no singular value is above 1
+    """Five Newton-Schulz iterations, in the dtype of the matrix. They bring its singular values
+    close to 1. Coefficients: https://kellerjordan.github.io/posts/muon."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # Muon: for the smaller x @ x.T
+    x = x / x.norm().clamp(min=1e-7)  # Muon: all singular values <= 1
     for _ in range(5):
         gram = x @ x.T
         gram = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
@@ -41,20 +41,19 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for matrices that fully_shard has cut by rows, in the first group; AdamW for the rest."""
+    """Muon for matrices, which fully_shard has cut by rows; AdamW for all other parameters."""
 
     def __init__(self, groups: list[dict], matrices: list[Tensor], **options):
         super().__init__(groups, **options)
-        self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: to deal out
+        self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: by size
 
     def update(self, p: Tensor) -> Tensor:
-        """This rank's rows of what is to be orthogonalized, and rows of zeros, which stay zeros."""
-        gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW leaves out what has none
+        """This rank's shard of what is to be orthogonalized, padded with zeros to the largest."""
+        gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips None
         if not self.state[p]:
-            # Muon: sharded as p is; and what AdamW looks for when it loads a snapshot
-            self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.zeros(()))
+            self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
         momentum = self.state[p]["momentum_buffer"].to_local().lerp_(gradient, 1 - 0.95)
-        half = p.is_cuda and p.dtype == torch.float32  # Muon: not every CPU has fast bfloat16
+        half = p.is_cuda and p.dtype == torch.float32  # Muon: slow on many CPUs
         update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if half else p.dtype)
         return F.pad(update, (0, 0, 0, -(-len(p) // dist.get_world_size()) - len(update)))
 
@@ -62,21 +61,21 @@ class Muon(torch.optim.AdamW):
     def step(self, closure=None):
         rank, world_size, group = dist.get_rank(), dist.get_world_size(), self.param_groups[0]
         for first in range(0, len(self.matrices), world_size):
-            dealt = self.matrices[first : first + world_size]  # Muon: to each rank one, or none
-            row = [self.update(p).flatten() for p in dealt]
-            sent = [len(shard) for shard in row] + [0] * (world_size - len(dealt))
-            row, got = torch.cat(row), [sent[rank]] * world_size
-            whole = row.new_empty(sum(got))
-            dist.all_to_all_single(whole, row, got, sent)  # Muon: its shards, from all ranks
-            if rank < len(dealt):
-                whole = orthogonalize(whole.view(-1, dealt[rank].shape[1])).flatten()
-            dist.all_to_all_single(row, whole, sent, got)  # Muon: and back
-            for p, update in zip(dealt, row.split(sent), strict=False):
+            matrices = self.matrices[first : first + world_size]  # Muon: at most one per rank
+            updates = [self.update(p).flatten() for p in matrices]
+            sent = [len(update) for update in updates] + [0] * (world_size - len(matrices))
+            shards, received = torch.cat(updates), [sent[rank]] * world_size
+            full = shards.new_empty(sum(received))
+            dist.all_to_all_single(full, shards, received, sent)  # Muon: from shards to a matrix
+            if rank < len(matrices):
+                full = orthogonalize(full.view(-1, matrices[rank].shape[1])).flatten()
+            dist.all_to_all_single(shards, full, sent, received)  # Muon: and back to shards
+            for p, update in zip(matrices, shards.split(sent), strict=False):
                 shard = p.to_local()
                 shard.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = 0.2 * max(p.shape) ** 0.5  # Muon: AdamW's lr will do (arXiv:2502.16982)
+                scale = 0.2 * max(p.shape) ** 0.5  # Muon: for AdamW's lr (arXiv:2502.16982)
                 shard.add_(update.view(-1, p.shape[1])[: len(shard)], alpha=-group["lr"] * scale)
-        return super().step(closure)  # Muon: AdamW's part
+        return super().step(closure)  # Muon: all other parameters
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -85,7 +84,9 @@ def main():
     parser = common.argument_parser(__doc__, only_gpt=True)
     args = common.parse_args(parser)
     if args.optimizer != "adamw":
-        common.fail(f"--optimizer {args.optimizer}: Muon goes with AdamW; leave it out")
+        common.fail(
+            f"--optimizer {args.optimizer}: Muon is combined with AdamW; leave the flag out"
+        )
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")

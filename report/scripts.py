@@ -21,6 +21,7 @@ PARENTS = {  # each script, and the one that it is a diff against
     "FSDP_offload": "FSDP",
     "checkpoint": "FSDP",
     "Muon": "FSDP",
+    "float8": "FSDP",
     "TP": "torchrun_DDP",
     "FSDP_TP": "TP",
     "PP": "torchrun_DDP",

@@ -1,0 +1,156 @@
+"""Train with FSDP and float8: the linear layers multiply in 8 bits (torchao).
+
+Differs     from pytorch_FSDP.py --dtype bfloat16: inputs, weights and gradients are scaled and cast
+            to float8 before they are multiplied. Lines tagged "# float8:".
+Command:    pip install -r requirements-ecosystem.txt
+            torchrun --nproc_per_node=4 pytorch_float8.py --compile
+            torchrun --nproc_per_node=4 pytorch_float8.py --compile --scaling rowwise
+Use it      for layers with thousands of inputs and outputs, on GPUs with compute capability 8.9 or
+            higher, and with --compile. Casting small matrices takes longer than the multiplication
+            saves. On all other devices float8 is emulated: rounded as on a GPU, but slower.
+Leaves out  the last layer, because its rounding error goes directly into the loss; layers whose
+            inputs or outputs are not a multiple of 16, which a GPU cannot multiply; and embeddings,
+            norms and attention.
+Holds       what pytorch_FSDP.py holds: weights, gradients and optimizer state in float32.
+Sends       what pytorch_FSDP.py --dtype bfloat16 sends: weights are cast after the all-gather.
+"""
+
+import dataclasses
+import os
+import shutil
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DistributedSampler
+
+import common
+
+float8 = common.import_optional("torchao.float8")
+
+
+def can_be_float8(layer: nn.Module, name: str) -> bool:
+    """Every linear layer but the last, if a GPU can multiply its shape."""
+    return name != "head" and layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+
+
+@record  # torchrun: shows the traceback of the rank that failed first
+def main():
+    # 1. Process and device
+    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser.add_argument(
+        "--scaling", choices=["tensorwise", "rowwise"], default="tensorwise",
+        help="one scale per tensor or per row of a tensor (default: tensorwise)",
+    )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile block by block")
+    parser.set_defaults(dtype="bfloat16")  # float8: for all other operations
+    args = common.parse_args(parser)
+    common.prepare_process(args)
+    compiler = os.environ.get("CXX", "c++")
+    if args.compile and args.device == "cpu" and not shutil.which(compiler):
+        common.fail(f"no C++ compiler ({compiler}) is installed; install g++ or clang, or set CXX")
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+    dist.init_process_group(  # DDP: returns when all ranks have joined
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    common.announce(args, device)
+    common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
+
+    # 2. Data
+    train_set, eval_set = common.make_datasets(args)
+    batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
+    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+    if (tokens := batch_size * args.context) % 16:  # float8: summed in backward
+        common.fail(
+            f"--context {args.context}: {tokens} tokens per rank, which must be a multiple of 16 "
+            "for float8; change --context or --batch-size"
+        )
+
+    # 3. Model
+    with torch.device("meta"):  # FSDP: shapes alone, as no rank is to hold the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    mesh = init_device_mesh(device.type, (world_size,))
+    emulate = device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)
+    config = float8.Float8LinearConfig.from_recipe_name(args.scaling)
+    config = dataclasses.replace(config, emulate=emulate)
+    layers = [(m, name) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    chosen = sum(can_be_float8(*layer) for layer in layers)
+    if not chosen:
+        common.fail(f"--model {args.model}: no linear layer is a multiple of 16; use another width")
+    how = "emulated, because this device cannot multiply float8" if emulate else "on the GPU"
+    common.print0(f"float8: {chosen} of {len(layers)} linear layers, {args.scaling}, {how}")
+    # float8: replaces each nn.Linear with a layer that scales, casts and multiplies
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=can_be_float8)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
+        if args.compile:
+            block.compile()  # float8: fuses scaling and casting with the operations around them
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: what is in no block
+    model.to_empty(device=device)  # FSDP: memory for this rank's shards
+    common.init_weights(args, model, train_set.classes)  # FSDP: on each rank its shards
+
+    # 4. Optimizer and schedule
+    fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
+    optimizer = common.make_optimizer(args, model, fused)
+    scheduler = common.make_scheduler(args, optimizer, len(train_loader))
+    run = common.Run(args, device, train_loader)
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
+
+    # 5. Train
+    for epoch in range(run.start_epoch, run.epochs):
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
+        model.train()
+        for images, labels in run.batches(train_loader, epoch):
+            optimizer.zero_grad()  # gradients would add up otherwise
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)  # fetched only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+        # 6. Evaluate
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+
+    # 7. Save and report
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
+    if rank == 0:
+        common.save_model(args, weights)
+    run.finish(model, optimizer)
+    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
+    # others, which are in the middle of a collective, and the error would stay unseen.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
