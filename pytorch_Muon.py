@@ -71,8 +71,7 @@ class Muon(torch.optim.AdamW):
                 full = orthogonalize(full.view(-1, matrices[rank].shape[1])).flatten()
             dist.all_to_all_single(shards, full, sent, received)  # Muon: and back to shards
             for p, update in zip(matrices, shards.split(sent), strict=False):
-                shard = p.to_local()
-                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard = p.to_local().mul_(1 - group["lr"] * group["weight_decay"])
                 scale = 0.2 * max(p.shape) ** 0.5  # Muon: for AdamW's lr (arXiv:2502.16982)
                 shard.add_(update.view(-1, p.shape[1])[: len(shard)], alpha=-group["lr"] * scale)
         return super().step(closure)  # Muon: all other parameters
