@@ -21,7 +21,7 @@ from report.scripts import BEYOND, DEFINITIONS, PARENTS
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews", "parallel", "local_sgd")
 SUITES += ("ecosystem",)
 PROOF = ("parity", "parity_gpt", "parity_shared", "bytes", "sent", "loss", "shared", "silent")
-PROOF += ("silent_examples",)
+PROOF += ("silent_examples", "optimizers")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 # Of tables, in Chinese: whole cells, and phrases below them and where nothing was measured.
 CELLS, PHRASES = (read_words()[kind] for kind in ("cells", "phrases"))
@@ -105,6 +105,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["faults-checkpoint"] = tables.outcomes_table(folder / "faults_checkpoint.txt", "fault")
     blocks["saves"] = saves_block(root)
+    blocks |= losses_blocks(root)
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
     blocks["hangs"] = hangs_block(root)
     blocks["bubble"] = bubble_block(root / "results" / "bubble.json")
@@ -199,6 +200,24 @@ def saves_block(root: Path) -> str:
     where += f"`{found['command']}`; [results/saves.json](results/saves.json)"
     since = stale.note(root, found["git_commit"], ["pytorch_checkpoint.py"])
     return f"{tables.markdown(head, lines)}\n\n{where}{since}"
+
+
+def losses_blocks(root: Path) -> dict[str, str]:
+    """Losses of a technique and of the one that it replaces, of three seeds each."""
+    blocks, file = {}, "results/losses.json"
+    for name, found in json.loads((root / file).read_text()).items():
+        lines, scripts = [], []
+        for row in found["rows"]:
+            script, _, flags = row["script"].partition(".py")
+            scripts.append(f"{script}.py")
+            label = f"`{script.removeprefix('pytorch_')}{flags}`"
+            each = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+            lines.append([label, f"{statistics.mean(row['losses']):.4f}", each])
+        about = f"`{found['flags']}`; torch {found['versions']['torch']}; [{file}]({file})"
+        since = stale.note(root, found["git_commit"], sorted(set(scripts)))
+        head = ["script", "evaluation loss (mean)", "of each seed"]
+        blocks[f"losses-{name}"] = f"{tables.markdown(head, lines)}\n\n{about}{since}"
+    return blocks
 
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:

@@ -358,6 +358,19 @@ def shared_table(rows: list[dict]) -> str:
     return markdown(["script", "ranks", "kept (theory)", "sent kB (theory)", "in"], lines)
 
 
+def optimizers_table(rows: list[dict]) -> str:
+    """Communication and FLOPs of optimizers, without the rest of the step, against theory."""
+    lines = [
+        [
+            f"`{row['script']}`", row["ranks"], f"{row['sent']:.2f} ({row['sent_theory']:.2f})",
+            f"{row['calls']:.0f}", f"{row['flops']:.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["ranks"], -row["sent"]))
+    ]  # fmt: skip
+    head = ["optimizer", "ranks", "elements sent per element of a matrix (theory)", "collectives"]
+    return markdown([*head, "FLOPs of theory's 1/N"], lines)
+
+
 def silent_table(rows: list[dict]) -> str:
     """Silent mistakes in model parallelism, by how far the weights are off after twelve steps."""
     lines = [

@@ -18,7 +18,7 @@ from harness.measure import git_commit  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
 TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss", "shared", "silent")
-TABLES += ("parity_shared", "silent_examples")
+TABLES += ("parity_shared", "silent_examples", "optimizers")
 
 
 def read_measured(paths):

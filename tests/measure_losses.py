@@ -22,43 +22,43 @@ sys.path.insert(0, str(ROOT))
 from harness.measure import git_commit, hardware, versions  # noqa: E402
 
 RECIPE = "@config/shakespeare.args --device cpu --print-freq 500"
-RATES = ("--lr 0.001", "--lr 0.002", "--lr 0.004")
+FLAGS = {"muon": RECIPE, "float8": f"{RECIPE} --max-steps 300"}
 ROWS = {
     "muon": [
-        f"{script}.py {RECIPE} {rate}"
+        f"{script}.py --lr {lr}"
         for script in ("pytorch_FSDP", "pytorch_Muon")
-        for rate in RATES
+        for lr in (0.001, 0.002, 0.004)
     ],
     "float8": [
-        f"{script} {RECIPE} --max-steps 300"
-        for script in (
-            "pytorch_FSDP.py",
-            "pytorch_FSDP.py --dtype bfloat16",
-            "pytorch_float8.py",
-            "pytorch_float8.py --scaling rowwise",
-        )
+        "pytorch_FSDP.py",
+        "pytorch_FSDP.py --dtype bfloat16",
+        "pytorch_float8.py",
+        "pytorch_float8.py --scaling rowwise",
     ],
 }
 RESULTS = ROOT / "results" / "losses.json"
 
 
-def loss(script, seed):
+def loss(row, seed):
+    script, _, own = row.partition(" ")
     with tempfile.TemporaryDirectory() as folder:
-        command = f"torchrun --standalone --nproc_per_node=2 {script} --seed {seed}"
-        command = [*shlex.split(command), *sys.argv[2:], "--output-dir", folder]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(Path(folder, "result.json").read_text())["eval_loss"]
+        command = f"torchrun --standalone --nproc_per_node=2 {script} {FLAGS[what]} {own}"
+        command = [*shlex.split(command), "--seed", str(seed), *sys.argv[2:]]
+        subprocess.run(
+            [*command, "--output-dir", folder], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
+        return json.loads(Path(folder, "result.json").read_text())["eval_loss"][-1]
 
 
 what = sys.argv[1]
 rows = []
-for script in ROWS[what]:
-    losses = [loss(script, seed) for seed in range(3)]
-    rows.append({"command": script, "losses": losses})
-    print(script, *(f"{each:.4f}" for each in losses), flush=True)
+for row in ROWS[what]:
+    losses = [loss(row, seed) for seed in range(3)]
+    rows.append({"script": row, "losses": losses})
+    print(row, *(f"{each:.4f}" for each in losses), flush=True)
 found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
 found[what] = {
-    "rows": rows, "hardware": hardware(), "versions": versions(),
+    "rows": rows, "flags": FLAGS[what], "hardware": hardware(), "versions": versions(),
     "git_commit": git_commit(),
 }  # fmt: skip
 RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -66,7 +66,7 @@ def test_cost(n, tmp_path, measured):
     for script, costs in found.items():
         costs = {kind: cost - fsdp[kind] for kind, cost in costs.items()}
         name = script if script == "pytorch_Muon" else "pytorch_FSDP with torch.optim.Muon"
-        measured("muon", script=name, ranks=n, **costs)
+        measured("optimizers", script=name, ranks=n, sent_theory=2 * (n - 1) / n**2, **costs)
     ours = found["pytorch_Muon"]
     assert ours["flops"] == 1 and ours["sent"] - fsdp["sent"] == 2 * (n - 1) / n**2
     assert ours["calls"] - fsdp["calls"] == 2 * len(matrices) / n
