@@ -83,9 +83,7 @@ def main():
     parser = common.argument_parser(__doc__, only_gpt=True)
     args = common.parse_args(parser)
     if args.optimizer != "adamw":
-        common.fail(
-            f"--optimizer {args.optimizer}: Muon is combined with AdamW; leave the flag out"
-        )
+        common.fail(f"--optimizer {args.optimizer}: Muon needs AdamW; leave the flag out")
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -128,6 +126,7 @@ def main():
     matrices = [p for block in common.blocks_of(model) for p in block.parameters() if p.ndim == 2]
     options = common.optimizer_class(args)[1]
     optimizer = Muon(common.parameter_groups(args, model), matrices, **options)
+    args.optimizer = "muon"  # Muon: no other optimizer can resume from its snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards

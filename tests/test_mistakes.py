@@ -186,7 +186,7 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_FSDP", 1, "--dtype bfloat16 --double", ["--double", "bfloat16"]),
     ("pytorch_FSDP", 1, "--resume {0}/nowhere", ["--resume {0}/nowhere", "no such folder"]),
     ("pytorch_FSDP", 1, "--resume {0}/run", ["{0}/run", "pytorch_SingleGPU.py", "--weights"]),
-    ("pytorch_Muon", 1, "--optimizer sgd", ["--optimizer sgd", "combined with AdamW"]),
+    ("pytorch_Muon", 1, "--optimizer sgd", ["--optimizer sgd", "needs AdamW"]),
     ("pytorch_float8", 1, "--double", ["--double", "bfloat16"]),
     ("pytorch_float8", 1, "--model gpt-2x2x20", ["--model gpt-2x2x20", "no linear layer"]),
     ("pytorch_float8", 1, "--context 9 --batch-size 4", ["--context 9", "36 tokens"]),
