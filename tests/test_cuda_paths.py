@@ -243,6 +243,8 @@ ON_GPTS = [  # of which a rank holds a shard of the model or of the sequences
     "pytorch_ND_parallel --tp 2 --pp 2 --ac full",
     "pytorch_ND_parallel --tp 2 --dtype bfloat16",
     "pytorch_TP --model llama-8x4x32 --kv-heads 4",
+    "pytorch_Muon",
+    "pytorch_float8 --scaling rowwise",
 ]
 USUAL_GPTS = (
     "pytorch_ND_parallel --tp 2 --pp 2 --ac full",

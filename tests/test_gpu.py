@@ -63,6 +63,7 @@ SCRIPTS = [
     "pytorch_FSDP_by_hand",
     "pytorch_checkpoint --async-save",
 ]
+ON_GPTS = ["pytorch_Muon", "pytorch_float8", "pytorch_float8 --scaling rowwise --compile"]
 OFFLOAD = "pytorch_FSDP_offload"  # whose steps wait for the CPU's optimizer
 DEEPSPEED = [
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
@@ -86,7 +87,7 @@ def test_one_gpu(script, tmp_path):
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-@pytest.mark.parametrize("script", [*SCRIPTS, OFFLOAD, *DEEPSPEED])
+@pytest.mark.parametrize("script", [*SCRIPTS, *ON_GPTS, OFFLOAD, *DEEPSPEED])
 def test_a_language_model(script, tmp_path):
     flags = "--model gpt-2x2x64 --context 32 --epochs 4"
     job = JOB.replace(" --image-size 64", "")
