@@ -254,8 +254,8 @@ def test_every_script_is_listed():
     scripts = [path.stem for path in ROOT.glob("pytorch_*.py")] + [*RAW]
     assert sorted(listed) == sorted([*scripts, "model_inference"])
     tree = re.search(r"```text\n(pytorch_collectives\.py\n.*?)```", README, re.DOTALL)[1]
-    lines = re.findall(r"^([│├└─ ]*)(\w+)\.py", tree, re.MULTILINE)
-    depth = {name: len(indent) for indent, name in lines}
+    lines = re.findall(r"^([│├└─ ]*)(.*)$", tree, re.MULTILINE)
+    depth = {n: len(indent) for indent, names in lines for n in re.findall(r"(\w+)\.py", names)}
     order = list(depth)
     assert sorted(order) == sorted(scripts)
     with_command = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
