@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+import torch
 from conftest import cases, launcher, succeed
 from test_contract import TOLERANCE, in_double
 from test_parity import relative_difference
@@ -68,7 +69,8 @@ def test_parity(dimensions, model, optimizer, extra, train, measured):
 
 
 def test_weights_kept_between_forward_and_backward(tmp_path):
-    """Of 8 blocks: all, or half of each, and two gathered: the last, and the one prefetched."""
+    """Of 8 blocks: all, or half of each, and two gathered: the last, and the one prefetched. With
+    PyTorch 2.11 it is almost one gathered block less."""
     job = "--model gpt-8x4x64 --context 8 --dataset synthetic --train-samples 96 --eval-samples 24 "
     job += "--batch-size 4 --epochs 1 --max-steps 3 --optimizer sgd"
     block, peaks = 4 * (12 * 64**2 + 4 * 64), {}
@@ -77,4 +79,6 @@ def test_weights_kept_between_forward_and_backward(tmp_path):
         command += f" {job} --reshard-after-forward {kept} --output-dir {tmp_path / kept}"
         succeed(command, forked=True)
         peaks[kept] = json.loads((tmp_path / kept / "rank0.json").read_text())["temporary"]
-    assert peaks["no"] - peaks["2"] == (8 - (8 / 2 + 2)) * block
+    saved = (peaks["no"] - peaks["2"]) / block
+    newest = torch.__version__ >= "2.12"  # which compares as a version
+    assert saved == 8 - (8 / 2 + 2) if newest else 2 < saved < 3
