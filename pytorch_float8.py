@@ -35,7 +35,7 @@ import common
 float8 = common.import_optional("torchao.float8")
 
 
-def can_be_float8(layer: nn.Module, name: str) -> bool:
+def fits(layer: nn.Module, name: str) -> bool:
     """Every linear layer but the last, if a GPU can multiply its shape."""
     return name != "head" and layer.in_features % 16 == 0 and layer.out_features % 16 == 0
 
@@ -92,16 +92,16 @@ def main():
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
     mesh = init_device_mesh(device.type, (world_size,))
     emulate = device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)
-    config = float8.Float8LinearConfig.from_recipe_name(args.scaling)
+    config = float8.Float8LinearConfig.from_recipe_name(args.scaling)  # float8: dtypes and scales
     config = dataclasses.replace(config, emulate=emulate)
     layers = [(m, name) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    chosen = sum(can_be_float8(*layer) for layer in layers)
+    chosen = sum(fits(*layer) for layer in layers)
     if not chosen:
         common.fail(f"--model {args.model}: no linear layer is a multiple of 16; use another width")
     how = "emulated, because this device cannot multiply float8" if emulate else "on the GPU"
     common.print0(f"float8: {chosen} of {len(layers)} linear layers, {args.scaling}, {how}")
-    # float8: replaces each nn.Linear with a layer that scales, casts and multiplies
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=can_be_float8)
+    # float8: each nn.Linear becomes a layer that scales, casts and multiplies
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=fits)  # float8: these
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
         if args.compile:
