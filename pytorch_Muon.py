@@ -3,8 +3,8 @@
 Differs     from pytorch_FSDP.py: Muon (Jordan 2024) updates the matrices of the blocks, and AdamW
             updates embeddings, norms and the last layer. Lines tagged "# Muon:".
 Command:    torchrun --nproc_per_node=4 pytorch_Muon.py
-Use it      for transformer blocks. Not torch.optim.Muon with sharded parameters: every matrix
-            product in it gathers one of its factors on all ranks.
+Use it      for transformer blocks. Not torch.optim.Muon with sharded parameters: each iteration
+            of it all-gathers three matrices, or all-reduces two.
 Holds       what pytorch_FSDP.py holds with AdamW, minus 4/N bytes per element of a matrix (Muon has
             one momentum, AdamW has two), plus one full matrix at a time.
 Sends       what pytorch_FSDP.py sends and, per step and rank, 2 * 4 * (N - 1) / N**2 bytes per
@@ -51,9 +51,10 @@ class Muon(torch.optim.AdamW):
         """This rank's shard of what is to be orthogonalized, padded with zeros to the largest."""
         gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips None
         if not self.state[p]:
+            # Muon: AdamW expects a step in the state when it loads a snapshot
             self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
         momentum = self.state[p]["momentum_buffer"].to_local().lerp_(gradient, 1 - 0.95)
-        half = p.is_cuda and p.dtype == torch.float32  # Muon: slow on many CPUs
+        half = p.is_cuda and p.dtype == torch.float32  # Muon: many CPUs are slow in it
         update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if half else p.dtype)
         return F.pad(update, (0, 0, 0, -(-len(p) // dist.get_world_size()) - len(update)))
 

@@ -51,7 +51,8 @@ def test_products(scaling):
 
 
 def test_a_stop_changes_no_bit(tmp_path):
-    """All linear layers but the last are in float8, on two ranks, and resume as they were."""
+    """All linear layers but the last are in float8, on two ranks, and resume as they were; also in
+    pytorch_FSDP.py, whose snapshots these are."""
     for folder, steps in ("whole", [6]), ("stopped", [3, 6]):
         for number in steps:
             command = f"{launcher('pytorch_float8', 2)} {JOB} --schedule none --max-steps {number}"
@@ -61,6 +62,9 @@ def test_a_stop_changes_no_bit(tmp_path):
             assert not finished.our_warnings
     (expected, _), (found, _) = read_run(tmp_path / "whole"), read_run(tmp_path / "stopped")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    command = f"{launcher('pytorch_FSDP --dtype bfloat16', 2)} {JOB} --schedule none --max-steps 8"
+    finished = succeed(f"{command} --resume auto --output-dir {tmp_path / 'whole'}", forked=True)
+    assert "at epoch 1, step 7" in finished.stdout
 
 
 @pytest.mark.full
