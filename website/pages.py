@@ -1,0 +1,90 @@
+"""Copy README and docs/ to where MkDocs reads them, and add what Markdown cannot do.
+
+Links are rewritten: GitHub shows every file of a repository, a site only those that are in it.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path, PurePosixPath
+
+from report.scripts import PARENTS
+from website import side_by_side, techniques
+
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its own
+CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
+CODE |= {".args": "text", ".toml": "toml", ".txt": "text"}
+
+
+def prepare(root: Path, target: Path) -> Path:
+    """Write all pages, in both languages, and the files that they link to.
+
+    Returns:
+        ``target``: MkDocs's ``docs_dir``.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(root / "website" / "assets", target / "assets")
+    linked: set[str] = set()
+    for path in [*root.glob("README*.md"), *(root / "docs").rglob("*")]:
+        if path.is_file():
+            copy = target / site_name(path.relative_to(root).as_posix())
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".md":
+                copy.write_text(page(root, path, linked))
+            else:
+                shutil.copy(path, copy)
+    for name in sorted(linked | {f"pytorch_{script}.py" for script in PARENTS}):
+        add_file(root, target, name)
+    return target
+
+
+def site_name(name: str) -> str:
+    """Where a file of the repository is on the site, by MkDocs's names of its sources."""
+    language = ".zh" if ".zh-CN." in name else ""
+    path = PurePosixPath(name.replace(".zh-CN.", "."))
+    if path.name == "README.md" and path.parent.name == "":
+        return f"index{language}.md"
+    if path.parts[0] == "docs":
+        path = path.relative_to("docs")
+        return str(path.with_name(f"{path.stem}{language}{path.suffix}"))
+    if path.suffix in CODE:
+        return f"source/{path.with_name(path.name.replace('.', '_'))}.md"  # .py is no language
+    return f"files/{path.with_name(path.stem + language + path.suffix)}"
+
+
+def page(root: Path, path: Path, linked: set[str]) -> str:
+    """The text of a page, with what the site adds, and links that lead somewhere on it."""
+    text = NAVIGATION.sub("", path.read_text(), count=1)
+    if path.parent.name == "techniques":
+        text = techniques.add_to(root, path, text)
+    parts = FENCED.split(text)
+    parts[::2] = [rewrite_links(root, path, part, linked) for part in parts[::2]]
+    return "".join(parts)
+
+
+def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:
+    here = PurePosixPath(site_name(path.relative_to(root).as_posix())).parent
+
+    def rewritten(match: re.Match) -> str:
+        target = os.path.normpath(path.parent.relative_to(root) / match[1]).replace(os.sep, "/")
+        name = site_name(target)
+        if not target.startswith("docs/") and not target.startswith("README"):
+            linked.add(target)
+        name = re.sub(r"\.zh\.(\w+)$", r".\1", name)  # of its own language a page finds it itself
+        return f"]({os.path.relpath(name, here)}{match[2] or ''})"
+
+    return LINK.sub(rewritten, text)
+
+
+def add_file(root: Path, target: Path, name: str) -> None:
+    """A file that pages link to: code as a page, which no search finds, anything else as it is."""
+    copy = target / site_name(name)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if copy.suffix != ".md":
+        return shutil.copy(root / name, copy)
+    kind = CODE[PurePosixPath(name).suffix]
+    head = f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
+    copy.write_text(f"{head}````{kind}\n{(root / name).read_text()}````\n")
+    return None
