@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from report import ecosystem, plots, predictions, stale, tables, timeline_picture
+from report import ecosystem, front_picture, plots, predictions, stale, tables, timeline_picture
 from report.results import ROOT, Unusable, read_figures, read_results, read_words, size_of
 from report.scripts import BEYOND, DEFINITIONS, PARENTS
 
@@ -45,8 +45,8 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
     drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
     blocks = make_blocks(root, results) | {"collectives": sweep_block(root, sweep)}
-    pictures = timeline_picture.pictures(root).items()
-    pictures = {root / "docs" / name: text for name, text in pictures}
+    pictures = timeline_picture.pictures(root) | front_picture.pictures(root)
+    pictures = {root / "docs" / name: text for name, text in pictures.items()}
     changed = {p: text for p, text in pictures.items() if not p.is_file() or p.read_text() != text}
     for chinese in (False, True):
         missing = dict.fromkeys(blocks)

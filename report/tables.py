@@ -15,6 +15,7 @@ MEMORY = {
     "allocated": ("process", "allocated"),
     "process": ("process",),
 }
+KEPT, PROVEN = "state B/param (theory)", "difference from one process"  # columns
 
 
 def markdown(header: list[str], rows: list[list]) -> str:
@@ -54,7 +55,7 @@ def techniques_table(rows: list[dict]) -> str:
     columns = ["technique", "ranks", "precision", "speed", "step ms (p95)"]
     columns += ["first step s" if text else "epoch s", "memory"]  # a text has no epoch to speak of
     columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []
-    columns += ["kept (theory)", "weights", "loss" if text else "accuracy"]
+    columns += [KEPT, "weights", "loss" if text else "accuracy"]
     return draw_rows(columns, [technique_cells(row) for row in rows])
 
 
@@ -76,12 +77,12 @@ def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> 
         title, cells = name_of(row), technique_cells(row)
         cells["technique"] = f"[`{title}`](docs/techniques/{title.split()[0]}.md)"
         if row["runs"]:
-            cells["kept (theory)"] = kept_cell(row["runs"][0], digits)
+            cells[KEPT] = kept_cell(row["runs"][0], digits)
             cells["predicted on a GPU"] = gib(predicted.get(name))
-            cells["against one process"] = against_one_process(f"pytorch_{title}", proof, unit)
+            cells[PROVEN] = against_one_process(f"pytorch_{title}", proof, unit)
         lines.append(cells)
-    columns = ["technique", "ranks", "speed", "memory", "predicted on a GPU", "kept (theory)"]
-    table = draw_rows([*columns, "against one process"], lines)
+    columns = ["technique", "ranks", PROVEN, "predicted on a GPU", "memory", "speed"]
+    table = draw_rows([*columns, KEPT], lines)
     return f"{table}\n\n{measured_where(found, found['rows'])}"
 
 
@@ -142,7 +143,7 @@ def technique_cells(row: dict) -> dict:
     cells |= {"ranks": ranks_cell(run), "precision": precision_cell(run)}
     cells["memory"] = memory_cell(runs)
     if run["state_bytes"]:  # a peer has none
-        cells["kept (theory)"] = kept_cell(run)
+        cells[KEPT] = kept_cell(run)
     p50, p95 = (middle(of_all(runs, "step_ms", p)) for p in ("p50", "p95"))
     cells["step ms (p95)"] = f"{p50:.0f} ({p95:.0f})"
     for column, value, form in (
@@ -355,7 +356,7 @@ def shared_table(rows: list[dict]) -> str:
             sent = f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"
             how = ", ".join(kind.replace("_", "-") for kind in sorted(row["how"]))
             lines.append([script, row["ranks"], kept, sent, how])
-    return markdown(["script", "ranks", "kept (theory)", "sent kB (theory)", "in"], lines)
+    return markdown(["script", "ranks", KEPT, "sent kB (theory)", "in"], lines)
 
 
 def optimizers_table(rows: list[dict]) -> str:

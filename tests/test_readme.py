@@ -247,23 +247,18 @@ def test_the_front_door_is_small(page):
 
 
 def test_every_script_is_listed():
-    """In a table; and in a tree, where the libraries stand below the raw scripts."""
-    section = README.partition("## The scripts")[2].partition("```bash")[0]
-    rows = re.findall(r"^\| (`.+?) \| .+ \|$", section, re.M)
-    listed = [name for row in rows for name in re.findall(r"`(\w+)\.py`", row)]
+    """In a chapter of the course, after its parent."""
+    section = README.partition("## The scripts")[2].partition("## Into your own")[0]
+    rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .+ \|$", section, re.M)
+    parents = {name: parent for names, parent in rows for name in re.findall(r"`(\w+)\.py`", names)}
     scripts = [path.stem for path in ROOT.glob("pytorch_*.py")] + [*RAW]
-    assert sorted(listed) == sorted([*scripts, "model_inference"])
-    tree = re.search(r"```text\n(pytorch_collectives\.py\n.*?)```", README, re.DOTALL)[1]
-    lines = re.findall(r"^([│├└─ ]*)(.*)$", tree, re.MULTILINE)
-    depth = {n: len(indent) for indent, names in lines for n in re.findall(r"(\w+)\.py", names)}
-    order = list(depth)
-    assert sorted(order) == sorted(scripts)
+    assert sorted(parents) == sorted([*scripts, "model_inference"])
     with_command = {re.search(r"(\w+)\.py", command)[1] for command in commands()}
     assert with_command | {"pytorch_collectives", *RAW} == set(scripts)
-    for name, parent in RAW.items():
-        between = order[order.index(parent) + 1 : order.index(name) + 1]
-        assert depth[name] == depth[parent] + 4
-        assert all(depth[other] > depth[parent] for other in between)
+    expected = {f"pytorch_{child}": parent for child, parent in PARENTS.items()}
+    expected |= {name: parent.removeprefix("pytorch_") for name, parent in RAW.items()}
+    for name, parent in parents.items():
+        assert parent.strip("`") == expected.get(name, ""), name
 
 
 def test_what_libraries_change_is_shown_by_tests():

@@ -9,13 +9,16 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from report.scripts import PARENTS
-from website import side_by_side, techniques
+from website import techniques
 
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its own
+PICTURE = re.compile(  # GitHub's way of a picture for light and dark pages, to the theme's
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
+)
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
-CODE |= {".args": "text", ".toml": "toml", ".txt": "text"}
+CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
 
 
 def prepare(root: Path, target: Path) -> Path:
@@ -27,7 +30,7 @@ def prepare(root: Path, target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(root / "website" / "assets", target / "assets")
     linked: set[str] = set()
-    for path in [*root.glob("README*.md"), *(root / "docs").rglob("*")]:
+    for path in [*root.glob("*.md"), *(root / "docs").rglob("*")]:
         if path.is_file():
             copy = target / site_name(path.relative_to(root).as_posix())
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +38,7 @@ def prepare(root: Path, target: Path) -> Path:
                 copy.write_text(page(root, path, linked))
             else:
                 shutil.copy(path, copy)
+    linked = {name for name in linked if not name.startswith("docs/")}
     for name in sorted(linked | {f"pytorch_{script}.py" for script in PARENTS}):
         add_file(root, target, name)
     return target
@@ -44,8 +48,8 @@ def site_name(name: str) -> str:
     """Where a file of the repository is on the site, by MkDocs's names of its sources."""
     language = ".zh" if ".zh-CN." in name else ""
     path = PurePosixPath(name.replace(".zh-CN.", "."))
-    if path.name == "README.md" and path.parent.name == "":
-        return f"index{language}.md"
+    if path.suffix == ".md" and path.parent.name == "":  # the README, and CONTRIBUTING
+        return f"{path.stem.lower().replace('readme', 'index')}{language}.md"
     if path.parts[0] == "docs":
         path = path.relative_to("docs")
         return str(path.with_name(f"{path.stem}{language}{path.suffix}"))
@@ -57,6 +61,7 @@ def site_name(name: str) -> str:
 def page(root: Path, path: Path, linked: set[str]) -> str:
     """The text of a page, with what the site adds, and links that lead somewhere on it."""
     text = NAVIGATION.sub("", path.read_text(), count=1)
+    text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     if path.parent.name == "techniques":
         text = techniques.add_to(root, path, text)
     parts = FENCED.split(text)
@@ -70,7 +75,7 @@ def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:
     def rewritten(match: re.Match) -> str:
         target = os.path.normpath(path.parent.relative_to(root) / match[1]).replace(os.sep, "/")
         name = site_name(target)
-        if not target.startswith("docs/") and not target.startswith("README"):
+        if not name.endswith(".md") or name.startswith("source/"):
             linked.add(target)
         name = re.sub(r"\.zh\.(\w+)$", r".\1", name)  # of its own language a page finds it itself
         return f"]({os.path.relpath(name, here)}{match[2] or ''})"

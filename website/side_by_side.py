@@ -28,7 +28,7 @@ def diff(old: str, new: str, titles: tuple[str, str]) -> str:
                 rows += [row(kind, left, [x], right, [y]) for x, y in pairs]
             else:
                 rows.append(row(kind, left, range(a, a_end), right, range(b, b_end)))
-    return '<div class="diff highlight">\n' + "\n".join(rows) + "\n</div>"
+    return '<div class="diff highlight" data-search-exclude>\n' + "\n".join(rows) + "\n</div>"
 
 
 def coloured(source: str) -> list[str]:

@@ -4,7 +4,6 @@ header, its memory over one step, its rows of the proof, and the diff against it
 import ast
 import json
 import re
-import textwrap
 from html import escape
 from pathlib import Path
 
@@ -27,7 +26,8 @@ PROOF = {  # tables of results/proof.json, and what they show
     "parity_shared": ("The same for a GPT", "GPT 的同一数值"),
     "bytes": ("Bytes per parameter that a rank holds: parameters + gradients + optimizer state, "
               "SGD (AdamW)", "每个 rank 每个参数的字节数：参数 + 梯度 + 优化器状态，SGD（AdamW）"),
-    "sent": ("Bytes per parameter that a rank sends in a step", "每步每个 rank 每个参数发送的字节数"),
+    "sent": ("Bytes per parameter that a rank sends in a step",
+             "每步每个 rank 每个参数发送的字节数"),
     "shared": ("State bytes per parameter and communication per step, counted and by theory",
                "每个参数的状态字节数与每步通信量：计数与理论值"),
     "loss": ("Loss at lower precision, and in fp32", "较低精度下的损失，与 fp32 相比"),
@@ -50,6 +50,7 @@ def add_to(root: Path, path: Path, text: str) -> str:
         old, new = (f"pytorch_{script}.py" for script in (PARENTS[name], name))
         both = (root / old).read_text(), (root / new).read_text()
         parts = [heading("diff", chinese, PARENTS[name])]
+        parts.append(" → ".join(f"[{script}](../../{script})" for script in (old, new)))
         parts += [side_by_side.diff(*both, (old, new)), *sections(root, name, chinese)]
         if measured := match[2].strip():
             parts += [heading("measured", chinese), measured]
