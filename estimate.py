@@ -262,8 +262,9 @@ def layers_of(flags: list[str]) -> int:
     return size.layers if size else 0
 
 
-def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
-    from estimator.recommend import Job, recommend, would_fit
+def job_of(args: argparse.Namespace, flags: list[str]):
+    """What ``--recommend`` is about: the decoder, its batch and its precision."""
+    from estimator.recommend import Job
 
     size, given = size_of(flags)
     if not size:
@@ -274,8 +275,18 @@ def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
     optimizer = "sgd" if "sgd" in flags else "adamw"
     vocabulary = args.classes or size.vocabulary or 65
     context = given.context or size.context
-    job = Job(size, vocabulary, context, args.batch_size, optimizer, 2 if half else 4, tuple(flags))
-    room = int((args.memory - args.spare) * GIB)
+    return Job(size, vocabulary, context, args.batch_size, optimizer, 2 if half else 4, tuple(flags))
+
+
+def room_of(args: argparse.Namespace) -> int:
+    """Bytes that tensors may take on one GPU."""
+    return int((args.memory - args.spare) * GIB)
+
+
+def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
+    from estimator.recommend import recommend, would_fit
+
+    job, room = job_of(args, flags), room_of(args)
     found = recommend(job, args.gpus, room, args.link, at_once)
     print_ways(args, job, found)
     sys.stdout.flush()

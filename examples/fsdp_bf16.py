@@ -1,7 +1,7 @@
-"""The loop of plain.py with FSDP2 in bfloat16, and activation checkpointing:
-torchrun --nproc_per_node=2 fsdp_bf16.py --checkpoint FOLDER"""
+"""fsdp.py in bfloat16, with activation checkpointing: torchrun --nproc_per_node=2 fsdp_bf16.py"""
 
 import argparse
+import gc
 import os
 
 import torch
@@ -13,55 +13,62 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--checkpoint", default="checkpoint")
-args = parser.parse_args()
 
-device = torch.device("cpu")
-if torch.cuda.is_available():  # one GPU per rank
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--checkpoint", default="checkpoint")
+    args = parser.parse_args()
 
-inputs = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
-data = TensorDataset(inputs, inputs[:, :10].argmax(1))  # the label: the largest of ten numbers
-sampler = DistributedSampler(data, drop_last=True)  # each rank reads its own 1/N of the data
-batch_size = 64 // dist.get_world_size()  # the global batch stays 64
-loader = DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=True)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-torch.manual_seed(0)
-blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
-blocks = [checkpoint_wrapper(block) for block in blocks]  # recomputes activations in backward
-model = nn.Sequential(nn.Linear(32, 64), *blocks, nn.Linear(64, 10)).to(device)
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-for block in blocks:  # gathers and computes in bfloat16; shards and AdamW stay in fp32
-    fully_shard(block, mp_policy=policy)
-fully_shard(model, mp_policy=policy)  # the parameters that are in no block
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs[:, :10].argmax(1))  # the label: the largest of ten numbers
+    sampler = DistributedSampler(data, drop_last=True)  # each rank reads its own 1/N of the data
+    batch_size = 64 // dist.get_world_size()  # the global batch stays 64
+    loader = DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=True)
 
-start = 0
-while os.path.exists(f"{args.checkpoint}/{start + 1}/.metadata"):  # written last: it is complete
-    start += 1
-if start:
-    weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments}
-    dcp.load(saved, checkpoint_id=f"{args.checkpoint}/{start}")  # each rank reads its shards
-    set_state_dict(
-        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-    )
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    blocks = [checkpoint_wrapper(block) for block in blocks]  # recomputes activations in backward
+    model = nn.Sequential(nn.Linear(32, 64), *blocks, nn.Linear(64, 10)).to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:  # gathers and computes in bfloat16; shards and AdamW stay in fp32
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)  # the parameters that are in no block
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-for epoch in range(start, args.epochs):
-    sampler.set_epoch(epoch)  # a new order every epoch, the same on every rank
-    for x, y in loader:
-        loss = nn.functional.cross_entropy(model(x.to(device)).float(), y.to(device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        print(f"epoch {epoch + 1}: loss {loss.item():.4f} on rank 0")
-    weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments}
-    dcp.save(saved, checkpoint_id=f"{args.checkpoint}/{epoch + 1}")  # each rank writes its shards
+    start = 0
+    while os.path.exists(
+        f"{args.checkpoint}/{start + 1}/.metadata"
+    ):  # written last: it is complete
+        start += 1
+    if start:
+        weights, moments = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments}
+        dcp.load(saved, checkpoint_id=f"{args.checkpoint}/{start}")  # each rank reads its shards
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
+    for epoch in range(start, args.epochs):
+        sampler.set_epoch(epoch)  # a new order every epoch, the same on every rank
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x.to(device)).float(), y.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}: loss {loss.item():.4f} on rank 0")
+        weights, moments = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments}
+        dcp.save(
+            saved, checkpoint_id=f"{args.checkpoint}/{epoch + 1}"
+        )  # each rank writes its shards
+
+
+main()
+gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
 dist.destroy_process_group()

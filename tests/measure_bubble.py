@@ -87,8 +87,8 @@ def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
     return order
 
 
-def idle_shares(order: list[list[tuple]], seconds) -> list:
-    """Of each rank, if each begins its next part as soon as it can and messages take no time.
+def end_times(order: list[list[tuple]], seconds) -> dict[tuple, float]:
+    """Of each part, if each rank begins its next part as soon as it can and messages take no time.
 
     Args:
         seconds: of a part (kind, stage, micro-batch).
@@ -118,7 +118,13 @@ def idle_shares(order: list[list[tuple]], seconds) -> list:
                     ends["B", stage, number] = clocks[rank]
                 done[rank] += 1
         assert done != before, "each waits for another"
-    return [1 - sum(map(seconds, parts)) / max(clocks) for parts in order]
+    return ends
+
+
+def idle_shares(order: list[list[tuple]], seconds) -> list:
+    """Of each rank: see :func:`end_times`."""
+    last = max(end_times(order, seconds).values())
+    return [1 - sum(map(seconds, parts)) / last for parts in order]
 
 
 def count_idle(schedule: str, ranks: int, microbatches: int) -> list[Fraction]:

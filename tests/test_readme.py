@@ -45,6 +45,11 @@ ELSEWHERE = {  # commands, by what runs them
     "test_benchmark.py": ["python benchmark.py"],
     "test_collectives.py": ["torchrun --standalone --nproc_per_node=2 pytorch_collectives.py"],
     "test_data.py": ["python pytorch_SingleGPU.py --dataset folder --data-dir PATH"],
+    "test_examples.py": [
+        "python examples/",
+        "torchrun --standalone --nproc_per_node=2 examples/",
+        "deepspeed --num_gpus 2 examples/",
+    ],
     "test_estimate.py": ["python estimate.py"],
     "test_first_command": ["pip install -r requirements.txt && torchrun"],
     "test_hangs.py": ["python -m torch.distributed.flight_recorder.fr_trace"],

@@ -1,0 +1,268 @@
+"""Write website/data/: what the site's pictures and widgets show, by the project's own programs.
+
+python website/make_data.py [memory] [fit] [schedules] [collectives]    (default: all)
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "website" / "data"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import estimate  # noqa: E402
+from estimator import recommend, techniques, trial  # noqa: E402
+from estimator.live_bytes import LiveBytes  # noqa: E402
+from harness.measure import git_commit, versions  # noqa: E402
+from libraries.pipelining import SCHEDULES  # noqa: E402
+from measure_bubble import UNITS, end_times, formula, order_of  # noqa: E402
+
+# ------------------------------------------------------------------------- memory over one step
+
+GPUS, POINTS = 4, 120  # of the pictures; at most so many points of a step
+JOBS = {  # by title: flags and global batch
+    "GPT": ("--model gpt-12x12x768 --context 256", 16),
+    "ResNet-50": ("--model resnet50 --image-size 224", 64),
+}
+ANY = [
+    "SingleGPU", "half_precision --dtype bfloat16", "auto_mixed_precision --dtype bfloat16", "DDP",
+    "torchrun_DDP", "DDP_AMP --dtype bfloat16", "gradient_accumulation --accumulate 4",
+    "activation_checkpointing", "FSDP", "HSDP --shard 2", "FSDP_offload", "DDP_ZeRO --use_zero",
+    "DeepSpeed zero_stage2", "DeepSpeed zero_stage3", "comm_hooks --comm-hook bf16", "checkpoint",
+]  # fmt: skip
+DECODERS = ["TP", "FSDP_TP --tp 2", "PP", "CP", "EP", "Muon", "LocalSGD", "DDP_by_hand"]
+DECODERS += ["ZeRO_by_hand", "FSDP_by_hand", "ND_parallel --dp-shard 2 --tp 2"]
+
+
+def memory() -> dict:
+    tasks = [
+        partial(record, name, title)
+        for title in JOBS
+        for name in ANY + (DECODERS if title == "GPT" else [])
+    ]
+    found = techniques.side_by_side(tasks, os.cpu_count())
+    return {"gpus": GPUS, "jobs": JOBS, "series": [one for one in found if one]}
+
+
+def record(name: str, title: str) -> dict | None:
+    """Live bytes on rank 0 in the second step of a technique, by kind. Nothing of a script that
+    refuses the model."""
+    technique, (flags, batch) = techniques.make_technique(name, GPUS), JOBS[title]
+    words = [*technique.command, *flags.split(), "--batch-size", str(batch // technique.gpus)]
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        try:
+            live, _ = trial.run_script(words, technique.ranks)
+        except (SystemExit, NotImplementedError, *trial.NEEDS_NUMBERS):
+            return None
+    return {"technique": name, "job": title} | series_of(live, technique.on_host)
+
+
+def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
+    """Of each of at most ``POINTS`` parts of the step the moment of its peak: bytes by kind. Phases
+    begin at a share of the step's events."""
+    now = dict.fromkeys((kind for kind in live.KINDS if kind not in without), 0)
+    events = len(live.changes) - live.begin + 1
+    points = min(POINTS, events)
+    peaks = [None] * points
+    for index, (number, size) in enumerate(live.changes):
+        if live.kinds[number] in now:
+            now[live.kinds[number]] += size
+        part = (index - live.begin + 1) * points // events
+        if part >= 0 and (peaks[part] is None or sum(now.values()) > sum(peaks[part].values())):
+            peaks[part] = dict(now)
+    kinds = {kind: [peak[kind] for peak in peaks] for kind in now}
+    phases = [(begin - live.begin) / events for begin in live.phases]
+    return {"bytes": {kind: sizes for kind, sizes in kinds.items() if any(sizes)}, "phases": phases}
+
+
+# ------------------------------------------------------------------------------- will it fit?
+
+MODELS = {"gpt-12x12x768": 1024, "llama3.2-1b": 4096, "llama3-8b": 8192, "llama3-70b": 8192}
+COUNTS, MEMORIES, EACH = (1, 8, 64), ("RTX3090", "A100-40GB", "H100"), 2  # sequences per GPU
+
+
+def fit() -> dict:
+    """The first of the ways that ``estimate.py --recommend`` prints, or why there is none."""
+    cells = [cell(m, n, memory) for m in MODELS for n in COUNTS for memory in MEMORIES]
+    return {"context": MODELS, "sequences_per_gpu": EACH, "cells": cells}
+
+
+def cell(model: str, gpus: int, memory: str) -> dict:
+    words = ["--model", model, "--context", str(MODELS[model]), "-b", str(EACH * gpus)]
+    words += ["--gpus", str(gpus), "--memory", memory, "--recommend"]
+    with mock.patch("sys.argv", ["estimate.py", *words]), mock.patch.object(recommend, "ENOUGH", 1):
+        args, flags = estimate.parse_args()
+        job, room = estimate.job_of(args, flags), estimate.room_of(args)
+        [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count())
+    row = {"model": model, "gpus": gpus, "memory": memory, "gib": args.memory, "spare": args.spare}
+    row |= {"estimate": f"python estimate.py {' '.join(words)}", "peak": found.peak}
+    row |= {"way": found.technique.describe(), "fits": found.peak <= room}
+    if row["fits"]:
+        return row | {"command": found.technique.launch(job), "sent": found.sent}
+    return row | {"ideas": [*recommend.would_fit(job, gpus, room), "a smaller --batch-size"]}
+
+
+# --------------------------------------------------------------------------- pipeline schedules
+
+
+def schedules() -> list[dict]:
+    """What each rank computes and when, where PyTorch has the schedule, in units of a forward."""
+    found = []
+    for name in SCHEDULES:
+        for ranks in (2, 4, 8):
+            for microbatches in (4, 8, 16):
+                with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+                    found.append(timetable(name, ranks, microbatches))
+    return found
+
+
+def timetable(name: str, ranks: int, microbatches: int) -> dict:
+    order = order_of(name, ranks, microbatches)
+    ends = end_times(order, lambda part: UNITS[part[0]])
+    length = max(ends.values())
+    rows = [[[*part, ends[part] - UNITS[part[0]], UNITS[part[0]]] for part in row] for row in order]
+    busy = sum(part[-1] for row in rows for part in row)
+    return {
+        "schedule": name, "ranks": ranks, "microbatches": microbatches, "length": length,
+        "bubble": 1 - busy / length / ranks, "formula": float(formula(name, ranks, microbatches)),
+        "rows": rows,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------- collectives, step by step
+
+RANKS = 4
+Cells = list[list[str]]  # of each rank its chunks: "" or what was added up, such as "b0+b2"
+
+
+def collectives() -> dict[str, list[Cells]]:
+    """The buffers of every rank before, and after each step; the last are compared with what
+    torch.distributed makes of the same numbers."""
+    full = [[f"{letter}{rank}" for letter in "abcd"] for rank in range(RANKS)]
+    root = [full[0], *[[""] * RANKS for _ in range(RANKS - 1)]]
+    own = [["".join(full[r][r] if c == r else "") for c in range(RANKS)] for r in range(RANKS)]
+    scatter = ring(full, lambda rank, step: rank - step - 1, add=True)
+    gather = ring(own, lambda rank, step: rank - step, add=False)
+    reduced = [[cell if c == r else "" for c, cell in enumerate(row)] for r, row in
+               enumerate(scatter[-1])]  # fmt: skip
+    found = {
+        "broadcast": tree(root, [[(0, 2)], [(0, 1), (2, 3)]], add=False),
+        "reduce": tree(full, [[(1, 0), (3, 2)], [(2, 0)]], add=True),
+        "reduce_scatter": [*scatter, reduced],
+        "all_gather": gather,
+        "all_reduce": [*scatter, *ring(scatter[-1], lambda rank, step: rank - step, add=False)[1:]],
+        "all_to_all": exchange(full),
+    }
+    compare_with_gloo({name: steps[-1] for name, steps in found.items()})
+    return found
+
+
+def ring(cells: Cells, chunk_of, add: bool) -> list[Cells]:
+    """In each step every rank sends one chunk to the next, which adds it or keeps it."""
+    steps = [cells]
+    for step in range(RANKS - 1):
+        after = [list(row) for row in steps[-1]]
+        for rank in range(RANKS):
+            chunk, to = chunk_of(rank, step) % RANKS, (rank + 1) % RANKS
+            after[to][chunk] = merge(steps[-1][rank][chunk], steps[-1][to][chunk] if add else "")
+        steps.append(after)
+    return steps
+
+
+def tree(cells: Cells, rounds: list[list[tuple[int, int]]], add: bool) -> list[Cells]:
+    """In each step some ranks send all that they have to another."""
+    steps = [cells]
+    for pairs in rounds:
+        after = [list(row) for row in steps[-1]]
+        for sender, to in pairs:
+            theirs = steps[-1][to] if add else [""] * RANKS
+            after[to] = [merge(a, b) for a, b in zip(steps[-1][sender], theirs, strict=True)]
+            after[sender] = [""] * RANKS if add else after[sender]
+        steps.append(after)
+    return steps
+
+
+def exchange(cells: Cells) -> list[Cells]:
+    """In step k each rank sends one chunk to the k-th rank after it."""
+    steps = [[list(row) for row in cells]]
+    for k in range(1, RANKS):
+        after = [list(row) for row in steps[-1]]
+        for rank in range(RANKS):
+            after[(rank + k) % RANKS][rank] = cells[rank][(rank + k) % RANKS]
+        steps.append(after)
+    return steps
+
+
+def merge(one: str, other: str) -> str:
+    return "+".join(sorted({*one.split("+"), *other.split("+")} - {""}))
+
+
+def number_of(cell: str) -> int:
+    """A chunk a of rank 0 is 1, of rank 1 is 10; a chunk b of rank 0 is 2: sums can be read."""
+    parts = [part for part in cell.split("+") if part]
+    return sum((ord(letter) - ord("a") + 1) * 10 ** int(rank) for letter, rank in parts)
+
+
+def compare_with_gloo(last: dict[str, Cells]) -> None:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(RANKS) as pool:
+        jobs = [(rank, f"{folder}/store") for rank in range(RANKS)]
+        for rank, found in enumerate(pool.starmap(run_collectives, jobs, chunksize=1)):
+            for name, cells in last.items():
+                expected = [number_of(cell) for cell in cells[rank]]
+                if name in ("all_to_all", "all_reduce", "all_gather", "broadcast") or rank == 0:
+                    same = found[name] == expected
+                else:
+                    same = name == "reduce" or found[name] == expected
+                if not same:
+                    raise RuntimeError(f"{name}, rank {rank}: {expected}, and gloo {found[name]}")
+
+
+def run_collectives(rank: int, store: str) -> dict[str, list[int]]:
+    """What each rank has after torch.distributed's, with zeros where it has nothing."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    full = torch.tensor([number_of(f"{letter}{rank}") for letter in "abcd"])
+    found = {}
+    dist.broadcast(given := full * (rank == 0), 0)
+    found["broadcast"] = given
+    dist.reduce(total := full.clone(), 0)
+    found["reduce"] = total
+    dist.all_reduce(total := full.clone())
+    found["all_reduce"] = total
+    dist.reduce_scatter_tensor(one := full[:1].clone(), full.clone())
+    found["reduce_scatter"] = torch.zeros(RANKS, dtype=torch.int64).index_fill(
+        0, torch.tensor(rank), int(one)
+    )
+    dist.all_gather_into_tensor(every := full.clone(), full[rank : rank + 1].clone())
+    found["all_gather"] = every
+    dist.all_to_all_single(every := full.clone(), full.clone())
+    found["all_to_all"] = every
+    dist.destroy_process_group()
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+# --------------------------------------------------------------------------------------- writing
+
+KINDS = {"memory": memory, "fit": fit, "schedules": schedules, "collectives": collectives}
+
+
+def main() -> None:
+    DATA.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or KINDS:
+        found = {"git_commit": git_commit(), "versions": versions(), "data": KINDS[name]()}
+        (DATA / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
+        print(f"wrote {DATA / name}.json")
+
+
+if __name__ == "__main__":
+    main()
