@@ -275,7 +275,8 @@ def job_of(args: argparse.Namespace, flags: list[str]):
     optimizer = "sgd" if "sgd" in flags else "adamw"
     vocabulary = args.classes or size.vocabulary or 65
     context = given.context or size.context
-    return Job(size, vocabulary, context, args.batch_size, optimizer, 2 if half else 4, tuple(flags))
+    each = 2 if half else 4
+    return Job(size, vocabulary, context, args.batch_size, optimizer, each, tuple(flags))
 
 
 def room_of(args: argparse.Namespace) -> int:

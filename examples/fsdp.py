@@ -28,8 +28,8 @@ def main():
     inputs = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs[:, :10].argmax(1))  # the label: the largest of ten numbers
     sampler = DistributedSampler(data, drop_last=True)  # each rank reads its own 1/N of the data
-    batch_size = 64 // dist.get_world_size()  # the global batch stays 64
-    loader = DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=True)
+    share = 64 // dist.get_world_size()  # of the global batch
+    loader = DataLoader(data, batch_size=share, sampler=sampler, drop_last=True)
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
@@ -40,32 +40,4 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     start = 0
-    while os.path.exists(
-        f"{args.checkpoint}/{start + 1}/.metadata"
-    ):  # written last: it is complete
-        start += 1
-    if start:
-        weights, moments = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments}
-        dcp.load(saved, checkpoint_id=f"{args.checkpoint}/{start}")  # each rank reads its shards
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-
-    for epoch in range(start, args.epochs):
-        sampler.set_epoch(epoch)  # a new order every epoch, the same on every rank
-        for x, y in loader:
-            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item():.4f} on rank 0")
-        weights, moments = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments}
-        dcp.save(
-            saved, checkpoint_id=f"{args.checkpoint}/{epoch + 1}"
-        )  # each rank writes its shards
-
-
-main()
-gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+    while os.path.exists(f"{args.checkpoint}/{start + 1}/.metadata"):  # written last

@@ -42,12 +42,8 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
         print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
-        saved = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "epoch": epoch + 1,
-        }
-        torch.save(saved, args.checkpoint)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved | {"epoch": epoch + 1}, args.checkpoint)
 
 
 main()
