@@ -44,3 +44,28 @@ def main():
 
     start = 0
     while os.path.exists(f"{args.checkpoint}/{start + 1}/.metadata"):  # written last
+        start += 1
+    if start:
+        weights, moments = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optim": moments}
+        dcp.load(saved, checkpoint_id=f"{args.checkpoint}/{start}")  # into these shards
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+    for epoch in range(start, args.epochs):
+        sampler.set_epoch(epoch)  # a new order every epoch, the same on every rank
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x.to(device)).float(), y.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}: loss {loss.item():.4f} on rank 0")
+        weights, moments = get_state_dict(model, optimizer)  # this rank's shards
+        dcp.save(
+            {"model": weights, "optim": moments}, checkpoint_id=f"{args.checkpoint}/{epoch + 1}"
+        )
+
+
+main()
+gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()
