@@ -27,9 +27,8 @@ def main():
 
     inputs = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs[:, :10].argmax(1))  # the label: the largest of ten numbers
-    sampler = DistributedSampler(data, drop_last=True)  # each rank reads its own 1/N of the data
-    share = 64 // dist.get_world_size()  # of the global batch
-    loader = DataLoader(data, batch_size=share, sampler=sampler, drop_last=True)
+    sampler = DistributedSampler(data, drop_last=True)  # each rank reads 1/N of every 64 samples
+    loader = DataLoader(data, 64 // dist.get_world_size(), sampler=sampler, drop_last=True)
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]

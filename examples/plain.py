@@ -20,7 +20,7 @@ def main():
     data = TensorDataset(inputs, inputs[:, :10].argmax(1))  # the label: the largest of ten numbers
     generator = torch.Generator()
     sampler = RandomSampler(data, generator=generator)
-    loader = DataLoader(data, batch_size=64, sampler=sampler, drop_last=True)
+    loader = DataLoader(data, 64, sampler=sampler, drop_last=True)
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]

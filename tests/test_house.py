@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 LESSONS = sorted(ROOT.glob("pytorch_*.py"))
-ROOMS = ["harness", "libraries", "jobs", "report", "inference", "estimator"]
+ROOMS = ["harness", "libraries", "jobs", "report", "inference", "estimator", "website"]
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room
@@ -18,6 +18,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "inference": {"common", "libraries", "jobs", "harness"},
     "report": set(),
     "estimator": {"common", "libraries", "jobs", "harness"},
+    "website": {"report", "estimate", "estimator", "harness", "libraries"},
     "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report", "jobs"},
     "benchmark": {"harness", "report"},

@@ -40,7 +40,11 @@ def checkout(tmp_path):
 # -------------------------------------------------------------------------------------- commands
 
 ELSEWHERE = {  # commands, by what runs them
-    ".ci/run": ["pip install -r requirements-dev.txt", "pip install -r requirements-ecosystem.txt"],
+    ".ci/run": [
+        "pip install -r requirements-dev.txt",
+        "pip install -r requirements-docs.txt",
+        "pip install -r requirements-ecosystem.txt",
+    ],
     "test_accelerate.py": ["accelerate launch --config_file config/accelerate_"],
     "test_benchmark.py": ["python benchmark.py"],
     "test_collectives.py": ["torchrun --standalone --nproc_per_node=2 pytorch_collectives.py"],

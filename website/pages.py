@@ -17,6 +17,13 @@ NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its
 PICTURE = re.compile(  # GitHub's way of a picture for light and dark pages, to the theme's
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
 )
+WIDGETS = ("fit", "schedules", "collectives")  # of website/data
+SCRIPTS = (
+    "".join(  # paths from docs/explore.md
+        f'\n<script src="UP/data/{name}.js"></script>' for name in WIDGETS
+    )
+    + '\n<script src="UP/assets/widgets.js"></script>\n'
+)
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
 CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
 
@@ -29,6 +36,11 @@ def prepare(root: Path, target: Path) -> Path:
     """
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(root / "website" / "assets", target / "assets")
+    (target / "data").mkdir()
+    for name in WIDGETS:  # as scripts: a page that is opened as a file may not fetch JSON
+        data = (root / "website" / "data" / f"{name}.json").read_text().strip()
+        script = f"window.SITE_DATA = window.SITE_DATA || {{}}; SITE_DATA.{name} = {data};\n"
+        (target / "data" / f"{name}.js").write_text(script)
     linked: set[str] = set()
     for path in [*root.glob("*.md"), *(root / "docs").rglob("*")]:
         if path.is_file():
@@ -64,6 +76,8 @@ def page(root: Path, path: Path, linked: set[str]) -> str:
     text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     if path.parent.name == "techniques":
         text = techniques.add_to(root, path, text)
+    if path.name.startswith("explore."):
+        text += SCRIPTS.replace("UP", ".." if path.name.endswith(".zh-CN.md") else ".")
     parts = FENCED.split(text)
     parts[::2] = [rewrite_links(root, path, part, linked) for part in parts[::2]]
     return "".join(parts)

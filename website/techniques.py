@@ -10,7 +10,7 @@ from pathlib import Path
 from report import tables
 from report.pages import translate
 from report.scripts import PARENTS
-from website import side_by_side
+from website import area, side_by_side
 
 HEADINGS = {  # by key, in both languages
     "Holds": ("What it holds and sends", "保存什么、发送什么"),
@@ -61,6 +61,8 @@ def add_to(root: Path, path: Path, text: str) -> str:
 
 def sections(root: Path, name: str, chinese: bool) -> list[str]:
     parts = [heading("Holds", chinese), header_fields(root / f"pytorch_{name}.py")]
+    if pictures := memory(root, name, chinese):
+        parts += [heading("memory", chinese), *pictures]
     if rows := proof(root, name, chinese):
         parts += [heading("proof", chinese), *rows]
     return parts
@@ -76,6 +78,35 @@ def header_fields(script: Path) -> str:
     fields = re.findall(r"^(Holds|Sends)\s+(.*?)(?=^\S|\Z)", doc, re.DOTALL | re.MULTILINE)
     lines = [f"<dt>{key}</dt><dd>{escape(' '.join(text.split()))}</dd>" for key, text in fields]
     return '<dl class="fields" lang="en">\n' + "\n".join(lines) + "\n</dl>"
+
+
+SAYS = (
+    "Tensors on rank 0 of {gpus} GPUs during one training step, counted by "
+    "[estimate.py](../estimate.md) on fake tensors, in GiB: `{flags}`, global batch {batch}. The "
+    "axis ends at DDP's peak, or above it.",
+    "{gpus} 个 GPU 中 rank 0 的张量在一个训练步内占用的显存（GiB），由 "
+    "[estimate.py](../estimate.zh-CN.md) 在 fake tensor 上数出：`{flags}`，全局批大小 {batch}。"
+    "坐标轴到 DDP 的峰值为止，更高时到自己的峰值。",
+)
+
+
+def memory(root: Path, name: str, chinese: bool) -> list[str]:
+    """A picture for each of its variants, of a GPT and of a ResNet."""
+    found = json.loads((root / "website" / "data" / "memory.json").read_text())["data"]
+    parts, script = [], name if name != "checkpoint" else "FSDP"
+    for job, (flags, batch) in found["jobs"].items():
+        rows = [one for one in found["series"] if one["job"] == job]
+        [ddp] = [one for one in rows if one["technique"] == "torchrun_DDP"]
+        rows = [one for one in rows if one["technique"].split()[0] == script]
+        if rows:
+            said = SAYS[chinese].format(gpus=found["gpus"], flags=flags, batch=batch)
+            kinds = [kind for one in rows for kind in one["bytes"]]
+            parts += [f"**{job}.** {said}", area.legend(kinds, chinese)]
+        for one in rows:
+            if len(rows) > 1:
+                parts.append(f"`{one['technique']}`:")
+            parts.append(area.svg(one, area.peak(ddp), chinese))
+    return parts
 
 
 def proof(root: Path, name: str, chinese: bool) -> list[str]:

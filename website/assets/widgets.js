@@ -1,0 +1,165 @@
+/* The three widgets of docs/explore.md. Their data are scripts that set SITE_DATA, so that the page
+   also works when it is opened as a file. */
+(() => {
+  const chinese = document.documentElement.lang.startsWith("zh");
+  const say = (english, other) => (chinese ? other : english);
+  const GIB = 2 ** 30;
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  }
+
+  function drawing(tag, attributes, text) {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (text) made.textContent = text;
+    return made;
+  }
+
+  /* A labelled choice; `change` is called when it changes. */
+  function choice(label, values, change) {
+    const select = element("select");
+    for (const value of values) select.append(element("option", { value }, String(value)));
+    select.addEventListener("change", change);
+    return { select, row: element("label", {}, `${label} `, select) };
+  }
+
+  const unique = (values) => [...new Set(values)];
+  const result = (name, tag = "p") => element(tag, { "data-result": name });
+
+  function start(place, build) {
+    if (!place || place.dataset.ready) return;
+    place.dataset.ready = "yes";
+    place.replaceChildren();
+    build(place);
+  }
+
+  // ------------------------------------------------------------------------- will it fit?
+
+  function fit(place) {
+    const { cells } = SITE_DATA.fit.data;
+    const model = choice(say("Model", "模型"), unique(cells.map((c) => c.model)), show);
+    const gpus = choice(say("GPUs", "GPU 数量"), unique(cells.map((c) => c.gpus)), show);
+    const memory = choice(say("GPU type", "GPU 型号"), unique(cells.map((c) => c.memory)), show);
+    const answer = element("div", { role: "status" });
+    const verdict = result("fit-way"), peak = result("fit-peak"), command = result("fit-command", "code");
+    const bar = element("div", { class: "bar", "aria-hidden": "true" }, element("i"));
+    answer.append(verdict, peak);
+    place.append(element("form", {}, model.row, gpus.row, memory.row), answer, bar, element("pre", {}, command));
+    gpus.select.value = "8";
+    show();
+
+    function show() {
+      const chosen = cells.find((c) => c.model === model.select.value && c.memory === memory.select.value
+        && c.gpus === Number(gpus.select.value));
+      const size = (chosen.peak / GIB).toFixed(1), room = chosen.gib - chosen.spare;
+      verdict.textContent = chosen.fits ? chosen.way
+        : say(`Nothing fits; the closest is ${chosen.way}. Try ${chosen.ideas.join(" or ")}.`,
+          `都放不下；最接近的是 ${chosen.way}。可以试试 ${chosen.ideas.join(" 或 ")}。`);
+      peak.textContent = say(
+        `Predicted peak: ${size} GiB of ${chosen.gib} GiB per GPU (${chosen.spare.toFixed(1)} GiB to spare)`,
+        `预测峰值：每个 GPU ${size} GiB，共 ${chosen.gib} GiB（预留 ${chosen.spare.toFixed(1)} GiB）`)
+        + (chosen.fits ? say(`; sends ${(chosen.sent / 1e9).toFixed(1)} GB per step`,
+          `；每步发送 ${(chosen.sent / 1e9).toFixed(1)} GB`) : "");
+      command.textContent = chosen.fits ? chosen.command : chosen.estimate;
+      bar.classList.toggle("over", chosen.peak / GIB > room);
+      bar.firstChild.style.width = `${Math.min(100, 100 * chosen.peak / GIB / chosen.gib)}%`;
+    }
+  }
+
+  // ----------------------------------------------------------------- a pipeline's schedule
+
+  const WORK = { F: ["forward", "前向"], B: ["backward", "反向"], I: ["backward (inputs)", "反向（输入）"], W: ["backward (weights)", "反向（权重）"] };
+
+  function schedules(place) {
+    const all = SITE_DATA.schedules.data;
+    const schedule = choice(say("Schedule", "调度"), unique(all.map((s) => s.schedule)), show);
+    const ranks = choice(say("Ranks", "进程数"), unique(all.map((s) => s.ranks)), show);
+    const parts = choice(say("Micro-batches", "micro-batch 数"), unique(all.map((s) => s.microbatches)), show);
+    const bubble = element("p", { role: "status", "data-result": "schedule-bubble" });
+    const scroll = element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": say("Timeline by rank", "各进程的时间线") });
+    place.append(element("form", {}, schedule.row, ranks.row, parts.row), bubble, scroll);
+    schedule.select.value = "1f1b";
+    ranks.select.value = "4";
+    parts.select.value = "8";
+    show();
+
+    function show() {
+      const found = all.find((s) => s.schedule === schedule.select.value && s.ranks === Number(ranks.select.value)
+        && s.microbatches === Number(parts.select.value));
+      scroll.replaceChildren();
+      if (!found) {
+        bubble.textContent = say("PyTorch does not build this combination.", "PyTorch 不支持这种组合。");
+        return;
+      }
+      const percent = (share) => `${(100 * share).toFixed(1)}%`;
+      bubble.textContent = say(`Bubble: ${percent(found.bubble)} of the time (by formula ${percent(found.formula)}); the step takes ${found.length} units.`,
+        `气泡：占时间的 ${percent(found.bubble)}（按公式 ${percent(found.formula)}）；一步需要 ${found.length} 个单位。`);
+      const unit = 24, height = 26, left = 56;
+      const width = left + found.length * unit + 4, tall = found.rows.length * (height + 6) + 4;
+      const svg = drawing("svg", { viewBox: `0 0 ${width} ${tall}`, width, height: tall, role: "img", "aria-label": bubble.textContent });
+      found.rows.forEach((row, rank) => {
+        const y = 2 + rank * (height + 6);
+        svg.append(drawing("text", { x: 0, y: y + 17, class: "name" }, `rank ${rank}`));
+        for (const [kind, stage, number, begin, length] of row) {
+          const group = drawing("g", { class: `part ${kind}` });
+          group.append(
+            drawing("rect", { x: left + begin * unit, y, width: length * unit - 1, height, rx: 3 }),
+            drawing("text", { x: left + (begin + length / 2) * unit, y: y + 17 }, `${kind}${number}`),
+            drawing("title", {}, `${say(...WORK[kind])}, ${say("stage", "阶段")} ${stage}, micro-batch ${number}`));
+          svg.append(group);
+        }
+      });
+      scroll.append(svg);
+    }
+  }
+
+  // ----------------------------------------------------------- a collective, step by step
+
+  function collectives(place) {
+    const all = SITE_DATA.collectives.data;
+    const name = choice(say("Collective", "集合操作"), Object.keys(all), () => go(0));
+    const back = element("button", { type: "button" }, say("Back", "后退"));
+    const next = element("button", { type: "button" }, say("Next step", "下一步"));
+    const where = element("p", { role: "status", "data-result": "collective-step" });
+    const table = element("table", { "data-result": "collective-table" });
+    let step = 0;
+    back.addEventListener("click", () => go(step - 1));
+    next.addEventListener("click", () => go(step + 1));
+    place.addEventListener("keydown", (event) => {
+      if (event.target.tagName === "SELECT") return;
+      if (event.key === "ArrowRight") go(step + 1);
+      if (event.key === "ArrowLeft") go(step - 1);
+    });
+    const buttons = element("span", { class: "buttons" }, back, next);
+    place.append(element("form", {}, name.row, buttons), where, element("div", { class: "scroll", tabindex: "0" }, table));
+    name.select.value = "all_reduce";
+    go(0);
+
+    function go(to) {
+      const steps = all[name.select.value];
+      step = Math.max(0, Math.min(steps.length - 1, to));
+      back.disabled = step === 0;
+      next.disabled = step === steps.length - 1;
+      const changed = [];
+      table.replaceChildren(element("tr", {}, element("th"), ...["a", "b", "c", "d"].map((c) => element("th", { scope: "col" }, c))));
+      steps[step].forEach((row, rank) => {
+        const line = element("tr", {}, element("th", { scope: "row" }, `rank ${rank}`));
+        row.forEach((cell, chunk) => {
+          const isNew = step > 0 && cell !== steps[step - 1][rank][chunk];
+          if (isNew && cell) changed.push(`rank ${rank}: ${cell}`);
+          line.append(element("td", isNew ? { class: "new" } : {}, cell));
+        });
+        table.append(line);
+      });
+      where.textContent = step === 0 ? say(`Before: ${steps.length - 1} steps follow.`, `开始之前：共 ${steps.length - 1} 步。`)
+        : say(`Step ${step} of ${steps.length - 1}. Received: `, `第 ${step} 步，共 ${steps.length - 1} 步。收到：`) + (changed.join("; ") || "–");
+    }
+  }
+
+  const find = (name) => document.querySelector(`[data-widget="${name}"]`);
+  for (const [name, build] of Object.entries({ fit, schedules, collectives })) start(find(name), build);
+})();
