@@ -37,7 +37,7 @@ def main():
     args = common.parse_args(parser)
     common.prepare_process(args)
     common.check_launch("FSDP")  # Accelerate: was its launcher given a file for this?
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -61,32 +61,35 @@ def main():
             state.distributed_type = accelerate.DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         os.environ["DS_ACCELERATOR"] = "cpu"  # Accelerate: imports DeepSpeed, which looks for a GPU
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
     # Accelerate: takes of each rank's own weights what is to be its shards, so all make the same
     torch.manual_seed(args.seed)
-    model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     if rank > 0:
         torch.manual_seed(args.seed + rank)
     if args.dtype == "bfloat16" and (norms := common.batch_norms(model)):
-        fully_shard(norms)  # FSDP: a unit in fp32, as their statistics are
+        fully_shard(norms)  # FSDP: a unit of their own, in fp32
     # Accelerate: the names of the units that are gathered one at a time
     model._no_split_modules = list({type(block).__name__ for block in common.blocks_of(model)})
 
     # 4. Optimizer and schedule
-    fused = args.optimizer == "adamw"  # FSDP: for its tensors PyTorch has no fused step of SGD
+    fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors
     optimizer = common.make_optimizer(args, model, fused)
     model, optimizer = accelerator.prepare(model, optimizer)  # Accelerate: shards both
     optimizer = optimizer.optimizer  # Accelerate: PyTorch's, out of a wrapper for GradScaler
@@ -109,22 +112,24 @@ def main():
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
+    weights = dcp.get_model_state_dict(
+        model, options=whole
+    )  # FSDP: gathered in rank 0's CPU memory
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

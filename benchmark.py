@@ -1,4 +1,4 @@
-"""Measure the scripts side by side on the same work, and render what was measured.
+"""Measure the scripts on the same work, and write the results into these pages.
 
 Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, gpt, shakespeare (which needs its text in
@@ -74,15 +74,15 @@ def parse_args() -> argparse.Namespace:
         allow_abbrev=False,
     )  # fmt: skip
     # fmt: off
-    parser.add_argument("--suite", choices=suites, help="measure config/suite_NAME.json")
-    parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="these rows alone")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run")
-    parser.add_argument("--repeats", type=number(int, 1), metavar="N",
-                        help="runs of each row (default: as the suite says)")
-    parser.add_argument("--output", type=Path, metavar="FILE",
-                        help="(default: results/SUITE.json; SUITE.only.json with --only)")
-    parser.add_argument("--render", action="store_true", help="results/ into pages and plots")
-    parser.add_argument("--check", action="store_true", help="do pages and plots say the same?")
+    flag = parser.add_argument
+    flag("--suite", choices=suites, help="measure config/suite_NAME.json")
+    flag("--only", nargs="+", metavar="ROW", default=[], help="measure only these rows")
+    flag("--dry-run", action="store_true", help="print the commands without running them")
+    flag("--repeats", type=number(int, 1), metavar="N", help="runs per row (default: the suite's)")
+    flag("--output", type=Path, metavar="FILE",
+         help="result file (default: results/SUITE.json; SUITE.only.json with --only)")
+    flag("--render", action="store_true", help="write the results into pages and plots")
+    flag("--check", action="store_true", help="fail if pages or plots differ from the results")
     # fmt: on
     args = parser.parse_args()
     if bool(args.suite) + args.render + args.check != 1:

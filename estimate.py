@@ -1,16 +1,16 @@
-"""Predict how much GPU memory each technique needs, without a GPU, by running its own training step
-on tensors that have a shape but no numbers.
+"""Predict the GPU memory and the communication of each technique without a GPU, by running its own
+training step on fake tensors.
 
 Command:    python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 4 --memory 24
             python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
             python estimate.py --module my_model.py:make_model --gpus 2
             python estimate.py --model gpt2 -b 64 --gpus 8 --scale --link ib400 --step-ms 250
             python estimate.py --model llama3-8b -b 16 --gpus 8 --memory H100 --recommend
-Prints      a row per technique: the peak of PyTorch's allocator on the fullest GPU, what it
-            consists of, the bytes that a GPU sends in a step, and whether that fits.
-Not in it   what is no tensor: the CUDA context (about 0.3 GiB), workspaces of cuDNN and cuBLAS,
-            NCCL's buffers, fragmentation. --spare leaves room for them.
-Other flags are the training scripts' own: --optimizer adamw, --norm group, --clip-grad 1, ...
+Prints      one row per technique: the peak of PyTorch's allocator on the GPU with the highest peak,
+            what it consists of, the bytes that a GPU sends per step, and whether it fits.
+Leaves out  memory outside PyTorch's tensors: the CUDA context (about 0.3 GiB), workspaces of cuDNN
+            and cuBLAS, NCCL's buffers, fragmentation. --spare reserves memory for them.
+Other flags are those of the training scripts: --optimizer adamw, --norm group, --clip-grad 1, ...
 """
 
 import argparse
@@ -65,38 +65,41 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     # fmt: off
     flag = parser.add_argument
     flag("--model", default="resnet50", metavar="NAME",
-         help="any torchvision classifier, or a GPT, as the scripts have it (default: resnet50)")
+         help="any torchvision classifier, a GPT or a Llama (default: resnet50)")
     flag("--module", metavar="FILE:FUNCTION",
-         help="your own model instead: the function returns a module that takes images; or a "
-         "module and a batch for it, a tensor, tuple or dict; or these and a function of output "
-         "and batch that computes the loss, else cross_entropy of logits with classes second")
+         help="your own model instead. The function returns a module that takes images; or a "
+         "module and a batch for it (a tensor, tuple or dict); or a module, a batch and a function "
+         "that computes the loss from output and batch (default: cross_entropy of the logits)")
     flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
-         help="GLOBAL batch, divided among the GPUs (default: 128)")
-    flag("--gpus", type=number(int, 1), default=4, metavar="N", help="(default: 4)")
+         help="GLOBAL batch size, divided among the GPUs (default: 128)")
+    flag("--gpus", type=number(int, 1), default=4, metavar="N", help="number of GPUs (default: 4)")
     flag("--classes", type=number(int, 1), metavar="N",
-         help="of images, or tokens of a vocabulary (default: 10; of a GPT 65)")
+         help="number of classes, or of tokens in the vocabulary (default: 10; GPT 65)")
     flag("--memory", type=gib_of, metavar="GIB|NAME",
-         help=f"of one GPU: say what fits. A number, or one of {', '.join(GPUS)}")
+         help=f"memory of one GPU: a number, or one of {', '.join(GPUS)}. Says what fits")
     flag("--spare", type=number(float, 0), metavar="GIB",
-         help="of --memory, for what is not in the figures (default: 1.5, or 7 %% if that is more)")
+         help="part of --memory to leave free for what is not predicted (default: 1.5, or 7 %% of "
+         "--memory if that is more)")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
-    flag("--only", metavar="NAME,...", help="techniques, instead of all: FSDP,DDP_ZeRO")
+    flag("--only", metavar="NAME,...", help="only these techniques, for example FSDP,DDP_ZeRO")
     flag("--recommend", action="store_true",
-         help="instead of techniques: the ways to combine them that fit --memory, with the command "
-         "of each (pytorch_ND_parallel.py), least communication and recomputation first; in "
-         "bfloat16, or --dtype float32")
+         help="recommend combinations of techniques that fit --memory, each with the command for "
+         "pytorch_ND_parallel.py; least communication and recomputation first. In bfloat16, or "
+         "with --dtype float32")
     flag("--scale", action="store_true",
-         help="instead of memory: the share of a step in which a GPU waits for messages, at up to "
-         "1,024 of them, each with as many samples as here")
+         help="instead of memory, predict the share of a step that a GPU waits for communication, "
+         "on up to 1,024 GPUs with as many samples each")
     flag("--link", type=link_of, default="nvlink4", metavar="NAME|US,GBPS|FILE",
-         help=f"between any two: {', '.join(LINKS)}; or microseconds and GB/s, such as 5,300; or "
-         "what pytorch_collectives.py --sweep wrote (default: nvlink4)")
+         help=f"link between two GPUs: {', '.join(LINKS)}; or latency in microseconds and "
+         "bandwidth in GB/s, such as 5,300; or the file that pytorch_collectives.py --sweep wrote "
+         "(default: nvlink4)")
     flag("--step-ms", type=number(float, 0, above=0), metavar="MS",
-         help="of a step that waits for nobody")
+         help="with --scale: compute time of a step, without communication")
     flag("--from", type=Path, dest="measured", metavar="FILE",
-         help="the same, from the result.json of a run of one rank")
-    flag("--plot", type=Path, metavar="FILE.svg", help="draw --scale, too")
+         help="with --scale: take the compute time from the result.json of a single-rank run")
+    flag("--plot", type=Path, metavar="FILE.svg", help="with --scale: also draw a plot")
     flag("--json", action="store_true", help="print JSON, in bytes")
+    flag("-h", "--help", action="help", help="print this help and exit")
     # fmt: on
     args, others = parser.parse_known_args()
     check(args)
@@ -115,31 +118,31 @@ def check(args: argparse.Namespace) -> None:
                 "use a lower --spare"
             )
     if args.scale and (args.fit or args.memory):
-        fail("--scale is about messages, --memory and --fit are about memory; give one of the two")
+        fail("--scale predicts communication, --memory and --fit memory; use one of them")
     if args.plot and (args.json or not args.scale):
-        fail(f"--plot {args.plot} draws --scale, and not as --json")
+        fail(f"--plot {args.plot} needs --scale, and not --json")
     if args.plot:
         check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
-        fail("--fit needs to know the --memory of a GPU; for example --memory 24")
+        fail("--fit needs the --memory of a GPU, for example --memory 24")
     if args.recommend and (args.module or args.only or args.scale or args.fit):
         fail("--recommend combines techniques; leave out --module, --only, --scale and --fit")
     if args.recommend and args.memory is None:
-        fail("--recommend needs to know the --memory of a GPU; for example --memory H100")
+        fail("--recommend needs the --memory of a GPU, for example --memory H100")
 
 
 def step_of(path: Path | None) -> float:
     """Milliseconds, from ``--from``."""
     if path is None:
-        fail("--scale needs to know how long a step computes: --step-ms MS, or --from result.json")
+        fail("--scale needs the compute time of a step: --step-ms MS, or --from result.json")
     try:
         found = json.loads(path.read_text())
         ranks, milliseconds = found["world_size"], found["step_ms"]["p50"]
         milliseconds, ranks = float(milliseconds), int(ranks)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        fail(f"--from {path} is no result.json of ours ({error}); or give --step-ms")
+        fail(f"--from {path} is not a result.json of these scripts ({error}); use --step-ms")
     if ranks > 1:
-        fail(f"--from {path} is of {ranks} ranks, which wait for each other; give a run of one")
+        fail(f"--from {path} is from {ranks} ranks; use the result.json of a single-rank run")
     return milliseconds
 
 
@@ -157,7 +160,7 @@ def choose(name: str, techniques: list):
     found = [technique for technique in techniques if technique.name.split()[0] == name.strip()]
     if not found:
         names = dict.fromkeys(technique.name.split()[0] for technique in techniques)
-        fail(f"--only {name}: here there are {', '.join(names)}")
+        fail(f"--only {name}: unknown; use some of {', '.join(names)}")
     return found
 
 

@@ -1,18 +1,18 @@
-"""Use the weights that a script has trained: predict, export to ONNX, run in ONNX Runtime, measure.
+"""Use trained weights: predict, export to ONNX, run in ONNX Runtime, measure.
 
 Predict     python model_inference.py --weights runs/pytorch_DDP/model.pt --input test
-            IMAGE or FOLDER in the place of test prints the likeliest classes of each file.
+            IMAGE or FOLDER instead of test prints the most likely classes of each file.
 Write       python model_inference.py --weights runs/pytorch_DDP/model.pt --prompt "O God, O God!"
-            A GPT goes on from there, for --tokens more.
+            A GPT continues the text by --tokens tokens.
 Export      python model_inference.py --weights runs/pytorch_DDP/model.pt --export model.onnx
             One file that takes uint8 images, normalizes them itself and knows its classes.
 Run         python model_inference.py --weights model.onnx --input IMAGE
             In ONNX Runtime; --runtime torch or compile runs a model.pt in PyTorch.
 Measure     python model_inference.py --weights runs/pytorch_DDP/model.pt --benchmark
-            Every runtime and precision at several batch sizes, in turns, into inference.json.
+            Every runtime and precision at several batch sizes, interleaved, to inference.json.
 
-What the weights are of (model, classes, image size, test split) is read from result.json beside
-them, or from the ONNX file itself; flags go before it.
+Model, classes, image size and test split are read from result.json beside the weights, or from the
+ONNX file itself; flags override them.
 """
 
 import argparse
@@ -63,41 +63,48 @@ def argument_parser() -> argparse.ArgumentParser:
                         help="a model.pt that a script wrote, or an .onnx that --export wrote")
     flag = parser.add_argument_group("what to do (one of these)").add_argument
     flag("--input", metavar="IMAGE|FOLDER|test",
-         help="predict these; test: the accuracy on the test split that training used, of a GPT "
-         "also its loss and perplexity")
-    flag("--prompt", metavar="TEXT", help="let a GPT go on from this text")
-    flag("--export", type=Path, metavar="FILE", help="write the model as ONNX")
+         help="predict an image or a folder of images; test: evaluate on the test split that "
+         "training used")
+    flag("--prompt", metavar="TEXT", help="let a GPT continue this text")
+    flag("--export", type=Path, metavar="FILE", help="export the model to ONNX")
     flag("--benchmark", action="store_true", help="measure, and write --output-dir/inference.json")
     flag = parser.add_argument_group("how").add_argument
     flag("--runtime", choices=["torch", "compile", "onnxruntime"],
-         help="(default: onnxruntime for an .onnx, else torch; --benchmark: all)")
+         help="runtime (default: onnxruntime for an .onnx, else torch; --benchmark: all)")
     flag("--precision", choices=PRECISIONS,
-         help="(default: fp32; --benchmark: all that run here)")
-    flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
-    flag("--provider", metavar="NAME", help="of ONNX Runtime (default: that of the device)")
-    flag("-b", "--batch-size", type=positive, default=32, metavar="N", help="(default: 32)")
+         help="precision (default: fp32; --benchmark: all that run here)")
+    flag("--device", choices=["auto", "cpu", "cuda"], default="auto",
+         help="device (default: auto, a GPU if there is one)")
+    flag("--provider", metavar="NAME",
+         help="execution provider of ONNX Runtime (default: the device's)")
+    flag("-b", "--batch-size", type=positive, default=32, metavar="N",
+         help="batch size (default: 32)")
     flag("--batch-sizes", type=positive, nargs="+", default=[1, 8, 32, 128], metavar="N",
-         help="of --benchmark (default: 1 8 32 128)")
-    flag("--rounds", type=positive, default=3, metavar="N", help="of --benchmark (default: 3)")
+         help="batch sizes of --benchmark (default: 1 8 32 128)")
+    flag("--rounds", type=positive, default=3, metavar="N",
+         help="rounds of --benchmark (default: 3)")
     flag("--top-k", type=positive, metavar="N",
-         help="classes to show (default: 3); tokens to draw from (default: all)")
-    flag("--tokens", type=positive, default=200, metavar="N", help="to write (default: 200)")
+         help="number of classes to print (default: 3); number of tokens to sample from "
+         "(default: all)")
+    flag("--tokens", type=positive, default=200, metavar="N",
+         help="number of tokens to generate (default: 200)")
     flag("--no-cache", dest="cache", action="store_false",
-         help="compute all positions again for each token, instead of keeping keys and values")
+         help="recompute all positions for each token instead of caching keys and values")
     flag("--temperature", type=common.number(float, 0), default=0.8, metavar="X",
-         help="0: always the likeliest token; 1: as the model expects them (default: 0.8)")
+         help="sampling temperature; 0: always the most likely token (default: 0.8)")
     flag("--sample-seed", type=common.number(int, 0, 2**63), default=0, metavar="N",
-         help="of what is drawn (default: 0)")
+         help="seed of sampling (default: 0)")
     flag("--json", action="store_true", help="print one JSON document instead of lines")
     flag("--output-dir", type=Path, metavar="DIR",
-         help="of --benchmark (default: beside the weights)")
-    flag = parser.add_argument_group("what the weights are of (default: as trained)").add_argument
-    flag("--model", metavar="NAME")
-    flag("--norm", choices=["batch", "group"])
-    flag("--image-size", type=positive, metavar="PIXELS")
-    flag("--dataset", choices=["cifar10", "folder", "shakespeare", "text", "synthetic"])
-    flag("--data-dir", type=Path, metavar="DIR")
-    flag("--eval-samples", type=positive, metavar="N")
+         help="folder for inference.json (default: that of the weights)")
+    flag = parser.add_argument_group("the trained model (default: as in result.json)").add_argument
+    flag("--model", metavar="NAME", help="model")
+    flag("--norm", choices=["batch", "group"], help="normalization layers")
+    flag("--image-size", type=positive, metavar="PIXELS", help="side of the model's input")
+    flag("--dataset", choices=["cifar10", "folder", "shakespeare", "text", "synthetic"],
+         help="data set of the test split")
+    flag("--data-dir", type=Path, metavar="DIR", help="folder of the data set")
+    flag("--eval-samples", type=positive, metavar="N", help="use the first N test samples")
     # fmt: on
     return parser
 

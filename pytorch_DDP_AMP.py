@@ -36,21 +36,24 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     dtype = common.get_dtype(args, device)
@@ -58,10 +61,10 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
@@ -97,7 +100,7 @@ def main():
                 scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
             scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
-            scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
+            scaler.update()  # AMP: 5. lower the scale after an overflow, else raise it now and then
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
@@ -115,8 +118,8 @@ def main():
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Train on several devices with DDP and an optimizer whose state is spread over the ranks.
+"""Train on several devices with DDP, and shard the optimizer state across the ranks.
 
 Differs     from pytorch_torchrun_DDP.py: with --use_zero each rank updates 1/N of the parameters,
             so it keeps 1/N of the optimizer's state, and sends what it updated to the others (stage
@@ -35,35 +35,38 @@ def main():
     parser.add_argument("--use_zero", "--use-zero", action="store_true", help="shard the optimizer")
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # ZeRO: weights in plain order, because it puts them in a row
+    # ZeRO: default memory format, because it flattens the weights
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
         model,
@@ -75,10 +78,10 @@ def main():
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
     if args.use_zero:
-        optimizer = ZeroRedundancyOptimizer(  # ZeRO: deals the tensors out, about 1/N to each rank
+        optimizer = ZeroRedundancyOptimizer(  # ZeRO: assigns about 1/N of the tensors to each rank
             common.parameter_groups(args, model),
             optimizer_class,
-            parameters_as_bucket_view=True,  # ZeRO: in a row, and sent as one message per rank
+            parameters_as_bucket_view=True,  # ZeRO: a flat buffer, sent as one message per rank
             **options,
         )
     else:
@@ -111,15 +114,17 @@ def main():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         if args.use_zero:
-            optimizer.consolidate_state_dict(to=0)  # ZeRO: on every rank, or rank 0 waits forever
+            optimizer.consolidate_state_dict(
+                to=0
+            )  # ZeRO: call it on every rank, or rank 0 waits forever
         run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer.optim if args.use_zero else optimizer)  # ZeRO: this rank's share
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

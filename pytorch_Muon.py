@@ -86,42 +86,45 @@ def main():
     if args.optimizer != "adamw":
         common.fail(f"--optimizer {args.optimizer}: Muon needs AdamW; leave the flag out")
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    with torch.device("meta"):  # FSDP: shapes alone, as no rank is to hold the whole model
-        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: cuts rows
+    with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    for block in common.blocks_of(model):  # FSDP: the units that are gathered one at a time
+    for block in common.blocks_of(model):  # FSDP: the units, gathered one at a time
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # FSDP: what is in no block
+    fully_shard(model, mesh=mesh)  # FSDP: the parameters outside the blocks
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
-    common.init_weights(args, model, train_set.classes)  # FSDP: on each rank its shards
+    common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
     matrices = [p for block in common.blocks_of(model) for p in block.parameters() if p.ndim == 2]
@@ -147,22 +150,24 @@ def main():
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: its shards
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0 whole
+    weights = dcp.get_model_state_dict(
+        model, options=whole
+    )  # FSDP: gathered in rank 0's CPU memory
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Train on many devices with the techniques combined, on a mesh that has a dimension for each.
+"""Train on many devices with several techniques combined on one device mesh.
 
 Differs     from pytorch_torchrun_DDP.py: this script is made of the others. It imports what they
             define, which no other may, and its own lesson is their order. Lines tagged "# ND:".
@@ -124,23 +124,26 @@ def main():
     add_flags(parser, ATTENTIONS)
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    # offload: gloo, too, for what is on the CPU: the length of the gradients, and snapshots
+    # offload: gloo as well, for CPU tensors: the gradient norm and snapshots
     on_gpus = "cpu:gloo,cuda:nccl" if args.offload else "nccl"
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend=on_gpus if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     check(args, common.size_of(args), world_size)
     common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
@@ -176,7 +179,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    with torch.device("meta"):  # ND: shapes alone, as no rank is to hold the whole model
+    with torch.device("meta"):  # ND: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
     names, positions = list(model.state_dict()), torch.arange(args.context, device=device)
     if args.cp > 1:
@@ -200,7 +203,7 @@ def main():
     if args.tie and args.pp > 1:  # ND: one matrix in two stages, of which FSDP has replaced one
         tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards
-    common.init_weights(args, model, train_set.classes)  # ND: on each rank its shards
+    common.init_weights(args, model, train_set.classes)  # ND: each rank fills its shards
     for name, buffer in model.named_buffers():
         setattr(model, name, buffer.to(device))  # offload: they are not sharded, and stay
     tied, parts = set(), microbatches * args.accumulate
@@ -260,19 +263,19 @@ def main():
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: its shards
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: this rank's shards
 
         # 6. Evaluate
         run.report(common.evaluate(evaluated, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: its shards
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: this rank's shards
 
     # 7. Save and report
-    weights = gather_weights(model, pipeline)  # ND: to the CPU, on rank 0 whole
+    weights = gather_weights(model, pipeline)  # ND: gathered in rank 0's CPU memory
     if rank == 0:
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

@@ -117,21 +117,24 @@ def main():
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     size = common.size_of(args)
     owners, microbatches = divide(args, size.layers, world_size)  # PP: before ranks wait
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
@@ -147,13 +150,13 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    with torch.device("meta"):  # PP: shapes alone, as no rank is to hold the whole model
+    with torch.device("meta"):  # PP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
     names, classes, count = list(model.state_dict()), len(train_set.classes), len(owners)
     stages = {n: Stage(model, n, count) for n in range(count) if owners[n] == rank}  # PP: its own
     keep_only(stages, model)
     model.to_empty(device=device)  # PP: memory for this rank's stages
-    common.init_weights(args, model, train_set.classes)  # PP: on each rank those of its stages
+    common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
     shapes = make_shapes((batch_size // microbatches, args.context), size.width, classes)
     model.forward = partial(forward, stages, owners, shapes, None)
     name, loss_fn = args.pipeline_schedule, partial(mean_loss, microbatches)
@@ -188,11 +191,11 @@ def main():
             loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: others have 0
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: its part
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: this rank's stages
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: its part
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: this rank's stages
 
     # 7. Save and report
     parts = [None] * world_size if rank == 0 else None
@@ -201,8 +204,8 @@ def main():
         weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

@@ -105,21 +105,24 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.check_tensor_parallel(args, world_size, f"{world_size} ranks")
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: the same dropout
@@ -134,12 +137,12 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    with torch.device("meta"):  # TP: shapes alone, as no rank is to hold the whole model
+    with torch.device("meta"):  # TP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",))
     parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: a part for each rank
     model.to_empty(device=device)  # TP: memory for this rank's part
-    common.init_weights(args, model, train_set.classes)  # TP: on each rank its part
+    common.init_weights(args, model, train_set.classes)  # TP: each rank fills its part
     if args.sequence_parallel:  # TP: dropout differs, as ranks have different positions
         torch.manual_seed(args.seed + rank)
 
@@ -167,20 +170,20 @@ def main():
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: its part
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's part
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: its part
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's part
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=whole)  # TP: to the CPU, on rank 0 whole
+    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered in rank 0's CPU memory
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""Train on several devices with ZeRO written out: each rank updates 1/N of a row of parameters.
+"""Train on several devices with ZeRO written out: each rank updates 1/N of a flat buffer.
 
 Differs     from pytorch_DDP_by_hand.py: the parameters of a bucket lie in a row, each rank updates
             its shard of the row, and then all gather the shards. With --stage 2 a rank also gets
             the average of its shard alone. Lines tagged "# ZeRO:".
 Command:    torchrun --nproc_per_node=4 pytorch_ZeRO_by_hand.py
             torchrun --nproc_per_node=4 pytorch_ZeRO_by_hand.py --stage 2
-Use it      to see how it is done. To train, take pytorch_DDP_ZeRO.py, or pytorch_DeepSpeed.py for
+Use it      to learn how it works. To train, take pytorch_DDP_ZeRO.py, or pytorch_DeepSpeed.py for
             stage 2.
 Holds       per parameter 4 bytes, 4 (stage 1) or 4/N (stage 2) for its gradient, and 4/N (SGD with
             momentum) or 8/N (AdamW) for the optimizer; activations are those of 1/N of the batch.
@@ -57,7 +57,7 @@ class Bucket:
             dist.all_reduce(row)
         else:
             self.shard.grad = torch.empty_like(self.shard)
-            dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the row is freed
+            dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the flat buffer is freed
 
     def send_when_full(self, _) -> None:
         """What each parameter calls in backward, when it has its gradient."""
@@ -93,21 +93,24 @@ def main():
     parser.add_argument("--stage", type=int, choices=[1, 2], default=1, help="ZeRO stage")
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     if world_size == 1:
         common.print0("one rank alone sends nothing; start two with torchrun --nproc_per_node=2")
@@ -116,10 +119,10 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
@@ -180,8 +183,8 @@ def main():
         common.save_model(args, model.state_dict())
     gradients = [shard.grad for shard in shards]
     run.finish(model, optimizer, gradients=gradients)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""Train on several devices with DDP, and compute activations twice instead of keeping them.
+"""Train on several devices with DDP, and recompute activations in backward instead of keeping them.
 
-Differs     from pytorch_torchrun_DDP.py: of each block only the input is kept (Chen et al. 2016,
-            arXiv:1604.06174), and backward computes the block again. --selective also keeps the
+Differs     from pytorch_torchrun_DDP.py: forward keeps only the input of each block (Chen et al.
+            2016, arXiv:1604.06174), and backward computes the block again. --selective also keeps the
             results that are slow to compute. Lines tagged "# checkpointing:".
 Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
             torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --selective
-Use it      when the activations are what does not fit: a large batch, a long context, a deep model.
+Use it      when the activations do not fit: a large batch, a long context, a deep model.
             Not when parameters and optimizer are: shard those with pytorch_FSDP.py. A step takes up
             to a third longer, because forward is computed twice.
 Holds       per parameter what DDP holds. Activations: the input of each block, and all of one block
@@ -46,39 +46,42 @@ def main():
     parser.add_argument("--selective", action="store_true", help="keep matmuls' outputs")
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     for layer in model.modules() if args.selective else ():
         if hasattr(layer, "inplace"):
-            layer.inplace = False  # checkpointing: or a ReLU would overwrite what is kept
-    for block in common.blocks_of(model):  # checkpointing: forward keeps the input of each alone
+            layer.inplace = False  # checkpointing: an in-place ReLU would overwrite the kept input
+    for block in common.blocks_of(model):  # checkpointing: forward keeps only each block's input
         around = partial(contexts_of, block, args.selective)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=around)
     model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
@@ -121,8 +124,8 @@ def main():
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

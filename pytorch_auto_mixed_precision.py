@@ -67,7 +67,7 @@ def main():
                 scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
             scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
-            scaler.update()  # AMP: 5. and then a smaller scale, or a larger in quiet times
+            scaler.update()  # AMP: 5. lower the scale after an overflow, else raise it now and then
             scheduler.step()
             run.log(loss)  # fetched only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or to stop

@@ -1,4 +1,4 @@
-"""The collectives that all other scripts are made of, each on four numbers a rank.
+"""The collectives that all other scripts build on, each with four numbers per rank.
 
 A process group is some processes (ranks), each with a number, that can send each other tensors. In
 a collective all of them take part, in the same order, with tensors of the same size.
@@ -7,7 +7,7 @@ Command:    torchrun --standalone --nproc_per_node=2 pytorch_collectives.py
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --sweep
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --break order
 Shows       what every rank has before and after each of them; with --sweep, how long they take for
-            messages of 4 KiB to 64 MiB; with --break, what goes wrong when ranks do not act alike.
+            messages of 4 KiB to 64 MiB; with --break, what goes wrong when ranks do different things.
 """
 
 import argparse
@@ -320,35 +320,47 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag, instead = parser.add_argument, parser.add_mutually_exclusive_group()
-    instead.add_argument("--sweep", action="store_true", help="time them")
-    instead.add_argument("--break", dest="mistake", choices=MISTAKES, help="what goes wrong")
-    flag("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: auto)")
+    instead.add_argument(
+        "--sweep", action="store_true", help="measure the time of each collective by message size"
+    )
+    instead.add_argument(
+        "--break", dest="mistake", choices=MISTAKES, help="make a mistake, and see what happens"
+    )
+    flag(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="device (default: auto, a GPU if there is one)",
+    )
     flag("--largest", type=common.number(int, 64, 2**22), default=65536, metavar="KIB",
-         help="message of --sweep (default: 65536, 64 MiB)")  # fmt: skip
+         help="largest message of --sweep in KiB (default: 65536, 64 MiB)")  # fmt: skip
     flag("--timeout", type=common.number(float, 0, above=0), metavar="SECONDS",
-         help="the longest wait for the others (default: 60; with --break 5)")  # fmt: skip
+         help="longest time that a rank waits for the others (default: 60; with --break 5)")  # fmt: skip
     flag("--output-dir", type=Path, default=Path("runs/pytorch_collectives"), metavar="DIR",
-         help="of collectives.json, with --sweep (default: %(default)s)")  # fmt: skip
+         help="folder for collectives.json, with --sweep (default: %(default)s)")  # fmt: skip
     args = parser.parse_args()
     args.timeout = args.timeout or (5 if args.mistake else 60)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     store = common.make_store(args)
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=store,  # torchrun: a restarted rank finds no dead one's address
+        store=store,  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.print0(f"pytorch_collectives: {world_size} x {device.type} ({dist.get_backend()})")
 
     # 2. What was asked for

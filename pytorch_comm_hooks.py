@@ -1,15 +1,15 @@
-"""Train on several devices with DDP, and compress the gradients on their way.
+"""Train on several devices with DDP and compressed gradient communication.
 
 Differs     from pytorch_torchrun_DDP.py: a communication hook takes the place of DDP's all-reduce.
             fp16 and bf16 send half the digits; powersgd sends two narrow matrices in place of each
             large one (Vogels et al. 2019, arXiv:1905.13727). Lines tagged "# hook:".
 Command:    torchrun --nproc_per_node=4 pytorch_comm_hooks.py --comm-hook fp16
             torchrun --nproc_per_node=4 pytorch_comm_hooks.py --comm-hook powersgd
-Use it      when the network between machines is the bottleneck: look at the time of a step at one
-            rank and at many first. Not within a machine with NVLink: there compressing costs more
-            than it saves.
+Use it      when the network between machines is the bottleneck: compare the step time of one rank
+            and of many first. Not within a machine with NVLink: compression takes longer there than
+            it saves.
 Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer; powersgd 4 more, for what its last message left out.
+            the optimizer; powersgd 4 more, for the error that its last all-reduce left.
 Sends       per step and rank, 2 * 2 * (N - 1) / N bytes per parameter (fp16, bf16); powersgd a few
             hundredths of it, after ten steps of DDP's own all-reduce.
 """
@@ -39,31 +39,34 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
@@ -124,8 +127,8 @@ def main():
     sent = f"{whole / ratio:.3f} bytes per parameter, not {whole:.3f}"
     common.print0(f"sent per step and rank: {sent}")
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

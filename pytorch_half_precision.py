@@ -1,4 +1,4 @@
-"""Train on one device in half precision throughout: what is saved, and what is lost.
+"""Train on one device in pure half precision: what it saves, and what it loses.
 
 Differs     from pytorch_SingleGPU.py: parameters, gradients and optimizer are kept in float16 or
             bfloat16. --master-weights adds a copy of the weights in fp32 for the optimizer, keeps

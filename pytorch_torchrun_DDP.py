@@ -1,11 +1,11 @@
 """Train on several devices with DistributedDataParallel, started by torchrun.
 
 Differs     from pytorch_DDP.py: rank and world size come from the environment alone, so there is no
-            flag to accept; and torchrun can restart the job, which goes on from its last snapshot.
+            flag to accept; and torchrun can restart the job, which resumes from its last snapshot.
             Lines tagged "# torchrun:".
 Command:    torchrun --nproc_per_node=4 pytorch_torchrun_DDP.py
-            python pytorch_torchrun_DDP.py (a world of one)
-Use it      wherever DDP is right: it is the form to copy. Not when the model does not fit.
+            python pytorch_torchrun_DDP.py (a single process)
+Use it      whenever the model fits on one device: this is the script to copy. Not when it does not fit.
 Holds       what one device holds, but the activations are those of 1/N of the batch.
 Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
 """
@@ -30,31 +30,34 @@ def main():
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
     common.prepare_process(args)
-    if "RANK" not in os.environ:  # torchrun: sets these; without it, this is a world of one
+    if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    dist.init_process_group(  # DDP: returns when all ranks have joined
+    dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: a restarted rank finds no dead one's address
+        store=common.make_store(args),  # torchrun: no address of a rank that died
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=args.timeout),  # DDP: the longest wait for each other
+        timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: our number, of how many
+    rank, world_size = (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )  # DDP: this rank's number, and how many
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: all ranks shuffle alike; rank r of N takes every N-th image, starting with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: likewise, in order
+    eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
@@ -99,8 +102,8 @@ def main():
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)
-    # DDP: all leave together. Not in a finally: after an error on one rank, nccl would wait for the
-    # others, which are in the middle of a collective, and the error would stay unseen.
+    # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
+    # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
 
 

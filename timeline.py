@@ -1,11 +1,11 @@
-"""Draw what --trace wrote: a picture of each rank's steps in time.
+"""Draw the timeline of each rank from the traces that --trace wrote.
 
 Draw        python timeline.py runs/pytorch_torchrun_DDP/trace
             writes timeline.svg beside the traces: ranks from top to bottom, phases and compute
-            above, communication below, dark where it lies under compute.
+            above, communication below, dark where it overlaps with compute.
 Keep        python timeline.py runs/pytorch_torchrun_DDP/trace --slim results/traces/torchrun_DDP
-            copies what the picture needs: a few kilobytes of each rank. Pictures of what is there
-            are drawn by benchmark.py --render.
+            copies what the picture needs, a few kilobytes per rank. benchmark.py --render draws
+            the traces in results/traces.
 """
 
 import argparse
@@ -22,11 +22,11 @@ def main():
         allow_abbrev=False,
     )  # fmt: skip
     # fmt: off
-    parser.add_argument("folder", type=Path, help="with a trace of each rank")
+    parser.add_argument("folder", type=Path, help="folder with one trace per rank")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="(default: FOLDER/timeline.svg)"
+        "--output", type=Path, metavar="FILE", help="the picture (default: FOLDER/timeline.svg)"
     )
-    parser.add_argument("--slim", type=Path, metavar="DIR", help="copy small traces to it instead")
+    parser.add_argument("--slim", type=Path, metavar="DIR", help="copy reduced traces here instead")
     # fmt: on
     args = parser.parse_args()
     output = args.output or args.folder / "timeline.svg"

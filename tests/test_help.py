@@ -70,3 +70,11 @@ def test_settings_are_what_was_given(monkeypatch, tmp_path):
     args = common.parse_args(common.argument_parser(""))
     words = command_line.settings(args)
     assert words[words.index("--epochs") + 1] == "2" and "--batch-size" in words
+
+
+@pytest.mark.parametrize("program", ["estimate", "model_inference", "benchmark", "timeline"])
+def test_help_of_the_programs(program, monkeypatch):
+    text = help_of(program, monkeypatch)
+    assert text.startswith(f"usage: {program}.py")
+    flags = re.findall(r"^  (-.*(?:\n {4,}.*)*)", text, re.MULTILINE)
+    assert len(flags) > 2 and all(re.search(r"(  |\n) *[a-zA-Z]", flag) for flag in flags)

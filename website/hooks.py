@@ -2,6 +2,7 @@
 website/pages.py copies and adds to."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -9,10 +10,12 @@ sys.path[:0] = [str(ROOT)]  # MkDocs imports a hook as a module without a packag
 
 from website import pages  # noqa: E402
 
+COPIES = tempfile.TemporaryDirectory(prefix="pages-")  # removed when MkDocs ends
+
 
 def on_config(config):
     """Take the prepared copies instead of docs/ itself."""
-    config.docs_dir = str(pages.prepare(ROOT, ROOT / "build" / "pages"))
+    config.docs_dir = str(pages.prepare(ROOT, Path(COPIES.name)))
     return config
 
 
