@@ -1,13 +1,13 @@
 """Train on several devices with DDP, and recompute activations in backward instead of keeping them.
 
 Differs     from pytorch_torchrun_DDP.py: forward keeps only the input of each block (Chen et al.
-            2016, arXiv:1604.06174), and backward computes the block again. --selective also keeps the
+            2016, arXiv:1604.06174), and backward recomputes the block. --selective also keeps the
             results that are slow to compute. Lines tagged "# checkpointing:".
 Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
             torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --selective
 Use it      when the activations do not fit: a large batch, a long context, a deep model.
-            Not when parameters and optimizer are: shard those with pytorch_FSDP.py. A step takes up
-            to a third longer, because forward is computed twice.
+            Not when parameters and optimizer do not: shard those with pytorch_FSDP.py. A step takes
+            up to a third longer, because forward is computed twice.
 Holds       per parameter what DDP holds. Activations: the input of each block, and all of one block
             while backward is in it.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.

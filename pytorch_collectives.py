@@ -7,7 +7,7 @@ Command:    torchrun --standalone --nproc_per_node=2 pytorch_collectives.py
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --sweep
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --break order
 Shows       what every rank has before and after each of them; with --sweep, how long they take for
-            messages of 4 KiB to 64 MiB; with --break, what goes wrong when ranks do different things.
+            messages of 4 KiB to 64 MiB; with --break, what goes wrong when the ranks differ.
 """
 
 import argparse
@@ -335,7 +335,7 @@ def main():
     flag("--largest", type=common.number(int, 64, 2**22), default=65536, metavar="KIB",
          help="largest message of --sweep in KiB (default: 65536, 64 MiB)")  # fmt: skip
     flag("--timeout", type=common.number(float, 0, above=0), metavar="SECONDS",
-         help="longest time that a rank waits for the others (default: 60; with --break 5)")  # fmt: skip
+         help="longest wait for other ranks (default: 60; with --break 5)")  # fmt: skip
     flag("--output-dir", type=Path, default=Path("runs/pytorch_collectives"), metavar="DIR",
          help="folder for collectives.json, with --sweep (default: %(default)s)")  # fmt: skip
     args = parser.parse_args()

@@ -5,7 +5,7 @@ Differs     from pytorch_DDP.py: rank and world size come from the environment a
             Lines tagged "# torchrun:".
 Command:    torchrun --nproc_per_node=4 pytorch_torchrun_DDP.py
             python pytorch_torchrun_DDP.py (a single process)
-Use it      whenever the model fits on one device: this is the script to copy. Not when it does not fit.
+Use it      whenever the model fits on one device: copy this script. Not when it does not fit.
 Holds       what one device holds, but the activations are those of 1/N of the batch.
 Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
 """
