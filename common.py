@@ -1,7 +1,7 @@
-"""What is the same in every training script, in the order in which a script calls it.
+"""What every training script shares, in the order in which a script calls it.
 
-A script holds one technique and this file the job, so that two scripts differ by their technique
-and by nothing else:
+A script contains one technique and this file the training task, so two scripts differ only by their
+technique:
 
     command line            flags, their defaults, what runs where
     device and seeds        which one, how many threads, which precision
@@ -313,7 +313,7 @@ def parameter_groups(args: argparse.Namespace, model: nn.Module) -> list[dict]:
 
 
 class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """A tenth of the rate whenever two evaluations in a row were no better than the best before.
+    """Divides the learning rate by ten after two evaluations without improvement.
     After a step there is nothing to do; :meth:`Run.report` tells it the loss of all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):

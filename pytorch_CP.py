@@ -178,10 +178,10 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size  # CP: all of it
-    alike = {"num_replicas": 1, "rank": 0}  # CP: every rank reads every sample
-    sampler = DistributedSampler(train_set, **alike, seed=args.seed, drop_last=True)
+    replica = {"num_replicas": 1, "rank": 0}  # CP: every rank reads every sample
+    sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, **alike, shuffle=False)
+    eval_sampler = DistributedSampler(eval_set, **replica, shuffle=False)
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model

@@ -96,7 +96,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # by hand: weights in plain order, as a bucket puts gradients in a row
+    # by hand: default memory format, because buckets flatten the gradients
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all

@@ -1,7 +1,7 @@
 """Train on all GPUs of a machine from one process, with DataParallel: the way that came first.
 
 Differs     from pytorch_SingleGPU.py: at every step the weights are copied to all GPUs, the batch
-            is dealt out, a thread per GPU computes, and the first gathers results and gradients.
+            is scattered, a thread per GPU computes, and the first gathers results and gradients.
             Lines tagged "# DP:".
 Command:    python pytorch_DP.py
             CUDA_VISIBLE_DEVICES=0,1 python pytorch_DP.py --dtype bfloat16
@@ -78,7 +78,9 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            logits = parallel(images)  # DP: deals out, copies the weights, computes, gathers
+            logits = parallel(
+                images
+            )  # DP: scatters the batch, copies the weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # DP: adds up the replicas' gradients on the first GPU
             if args.clip_grad:

@@ -78,7 +78,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # DeepSpeed: weights in plain order, because it puts them in a row
+    # DeepSpeed: default memory format, because it flattens the weights
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
 
     # 4. Optimizer and schedule

@@ -1,4 +1,4 @@
-"""Train on several devices with tensor parallelism within a row, and FSDP over the rows.
+"""Train on several devices with tensor parallelism within a row of the mesh, FSDP across rows.
 
 Differs     from pytorch_TP.py: the ranks are a grid. Those of a row work on one share of the batch
             with tensor parallelism; those of a column, which hold the same parts, share these out
@@ -74,7 +74,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         if hasattr(model, "position"):  # TP: a Llama's are within its attention
             plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(0))
         parallelize_module(model, mesh, plan)
-        if tied:  # TP: each now has parameters of its own, without a word
+        if tied:  # TP: each now has its own parameters, silently
             model.head.weight = model.token.weight
 
 
@@ -87,12 +87,12 @@ def add_up_gradients(model: nn.Module) -> None:
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
     """nn.utils.clip_grad_norm_ of parameters of which some are cut and some whole."""
-    alike = {}
+    by_mesh = {}
     for p in model.parameters():
-        alike.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in alike.values()]
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    for group in alike.values():
+    for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
 
 
@@ -140,10 +140,10 @@ def main():
     mesh = init_device_mesh(device.type, (rows, args.tp), mesh_dim_names=("dp", "tp"))
     row = mesh["dp"].get_local_rank()
     batch_size = args.batch_size // rows  # 2-D: a row's share of the global batch
-    alike = {"num_replicas": rows, "rank": row}  # 2-D: by the row, not by the rank
-    sampler = DistributedSampler(train_set, **alike, seed=args.seed, drop_last=True)
+    replica = {"num_replicas": rows, "rank": row}  # 2-D: by the row, not by the rank
+    sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, **alike, shuffle=False)
+    eval_sampler = DistributedSampler(eval_set, **replica, shuffle=False)
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model

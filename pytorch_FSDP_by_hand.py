@@ -28,7 +28,7 @@ import common
 
 
 class Bucket:
-    """Parameters of a block in a row, which is there while the block computes."""
+    """The parameters of a block in a flat buffer, which exists while the block computes."""
 
     def __init__(self, parameters: list[nn.Parameter], block: nn.Module):
         self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
@@ -144,7 +144,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # by hand: weights in plain order, as a bucket puts gradients in a row
+    # by hand: default memory format, because buckets flatten the gradients
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all

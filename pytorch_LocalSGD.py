@@ -49,10 +49,10 @@ class CommonWeights:
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float):
         self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
         self.lr, self.momentum = lr, momentum
-        self.kept = {}  # local: in a row, the last common weights and the momentum
+        self.kept = {}  # local: flat buffers: the last common weights, and the momentum
 
     def average(self) -> torch.Tensor:
-        """Of all ranks' weights, in a row."""
+        """Of all ranks' weights, flattened."""
         row = torch.cat([p.detach().flatten() for p in self.parameters])
         dist.all_reduce(row.div_(dist.get_world_size()))  # local: one message for all of them
         return row

@@ -85,15 +85,15 @@ def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
 def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewhere: set) -> None:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm. That of DTensors is of their mesh:
     parameters are taken mesh by mesh, and the squares added up over the stages."""
-    alike = {}
+    by_mesh = {}
     for p in model.parameters():
-        alike.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    own = [[p.grad for p in group if p not in counted_elsewhere] for group in alike.values()]
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    own = [[p.grad for p in group if p not in counted_elsewhere] for group in by_mesh.values()]
     norms = [nn.utils.get_total_norm(gradients) for gradients in own if gradients]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     squares = torch.stack(norms).square().sum()
     dist.all_reduce(squares, group=pipeline)
-    for group in alike.values():
+    for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
 
 

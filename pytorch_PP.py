@@ -146,7 +146,9 @@ def main():
     # the first uses the tokens, and that of the last stage the labels
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(eval_set, 1, 0, shuffle=False)  # PP: likewise, in order
+    eval_sampler = DistributedSampler(
+        eval_set, 1, 0, shuffle=False
+    )  # PP: the same, without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model

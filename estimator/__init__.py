@@ -1,1 +1,1 @@
-"""What estimate.py is made of: scripts run on tensors without numbers, and the cost of sending."""
+"""What estimate.py is made of: scripts run on fake tensors, and communication time."""

@@ -1,4 +1,4 @@
-"""Stand-ins for what a script needs that is not there: other ranks, and numbers."""
+"""Stand-ins for what an estimate does not have: other ranks, and the data of tensors."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ def stand_in_for_ranks() -> None:
     # The real one returns what it is given, that of tensors without numbers a copy.
     functional.wait_tensor = lambda tensor: tensor
     DistributedDataParallel._lazy_init = begin_with_hook
-    # Rank 0's weights are sent before training; and what ranks tell each other has no numbers.
+    # Rank 0's weights are broadcast before training; messages between ranks have no data.
     dcp.set_model_state_dict = lambda *_, **__: None
     distributed._verify_param_shape_across_processes = lambda *_: None
     distributed._sync_module_states = lambda *_, **__: None

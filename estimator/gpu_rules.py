@@ -1,8 +1,8 @@
-"""What a GPU does otherwise than a CPU, told to the CPU: then its tensors have a GPU's bytes.
+"""Makes the CPU follow a GPU's defaults, so that its tensors take the same bytes as on a GPU.
 
-Autocast has other lists, dropout keeps a mask of booleans, attention keeps no scores where there is
-a fused kernel for it, and optimizers take lists of tensors. The kernels of GPUs are called by name:
-on tensors without numbers they need no GPU.
+Autocast uses CUDA's lists, dropout keeps a boolean mask, attention keeps no scores where there is a
+fused kernel, and optimizers use their foreach implementation. The kernels of GPUs are called by
+name: on fake tensors they need no GPU.
 """
 
 import importlib

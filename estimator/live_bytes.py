@@ -1,4 +1,4 @@
-"""The memory behind all tensors that are alive, at every moment, by what they are for."""
+"""The memory of all live tensors at every moment, by purpose."""
 
 import collections
 import itertools
@@ -17,8 +17,8 @@ KEPT = ("send", "recv")  # but for what stages tell each other
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it, every storage that an operation makes is counted until it is freed. It makes no
-    difference whether tensors have numbers.
+    """Within it, every storage that an operation makes is counted until it is freed. Tensors may be
+    fake.
 
     What a storage is for is first guessed from when it was made: ``kind``, which the caller sets,
     one of ``KINDS``. :meth:`mark` corrects it later, and counts for the time before, too.
@@ -81,13 +81,13 @@ class LiveBytes(TorchDispatchMode):
         """Bytes by kind at the moment since :meth:`begin_step` at which they were most, together.
 
         Args:
-            without: kinds that are elsewhere, and not counted.
+            without: kinds that are not on the GPU, and are not counted.
         """
         return highest(self.peaks(without))
 
     def peaks(self, without: tuple[str, ...] = ()) -> list[dict[str, int]]:
-        """The same of each half of each phase of the step. Where blocks are alike, each of these
-        peaks grows by as much with every block, and the peak of all need not."""
+        """The same of each half of each phase of the step. If all blocks are identical,
+        each of these peaks grows by the same amount per block; the overall peak need not."""
         limits = []
         for begin, end in itertools.pairwise([*self.phases, len(self.changes)]):
             limits += [(begin + end) // 2, end]

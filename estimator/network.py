@@ -1,10 +1,10 @@
-"""How long messages take: latency and bandwidth of each hop, and what of it a step waits for.
+"""Communication time: latency and bandwidth of each hop, and how long a step waits.
 
 The model is the usual one (for collectives Thakur et al. 2005, doi:10.1177/1094342005051521). In a
 ring each of N ranks passes parts of 1/N to its neighbour, N - 1 times for a gather or a
 reduce-scatter, twice as often for an all-reduce: each link carries little, but with many ranks the
 latencies add up. In a tree a message takes log2(N) hops, each with all of its bytes. NCCL takes the
-faster of the two for an all-reduce, and a ring for the others. All hops are taken to be alike.
+faster of the two for an all-reduce, and a ring for the others. All hops are assumed identical.
 """
 
 import argparse

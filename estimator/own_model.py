@@ -1,4 +1,4 @@
-"""A model of the user's own: the scripts give it one tensor, and it answers as theirs do.
+"""The user's own model, wrapped so that it takes one tensor, as the scripts' models do.
 
 What the user's function returns is a module, which then gets images; or a module and a batch for
 it, of any nesting; or these and a function of output and batch that computes the loss.

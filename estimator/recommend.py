@@ -1,7 +1,7 @@
-"""Which meshes of pytorch_ND_parallel.py fit so many GPUs, and which of them costs least.
+"""Which device meshes of pytorch_ND_parallel.py fit the GPUs, ranked by their cost.
 
-All ways are ordered by what theory says they cost; those that cannot fit by what they keep for sure
-are left out; of the others the script's own step is predicted, until enough have been found.
+All combinations are ranked by their theoretical cost. Those whose persistent memory alone does not
+fit are dropped; the script's own step is predicted for the others, until enough of them fit.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class Job:
 
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
-    """All that this script takes."""
+    """All combinations that the script accepts."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for tp, pp, cp in itertools.product(divisors, repeat=3):
         if gpus % (tp * pp * cp) or tp > MACHINE or job.size.kv_heads % tp:
@@ -208,7 +208,7 @@ def stages_of(layers: int, stages: int) -> dict[int, int]:
 
 
 def tasks_of(job: Job, way: Way) -> list[tuple[partial, int]]:
-    """Predictions of the fullest stages: see :func:`techniques.few_blocks`."""
+    """Predictions of the stages of :func:`stages_of`: see :func:`techniques.few_blocks`."""
     found = []
     for stage, blocks in stages_of(job.size.layers, way.pp).items():
         rank = dataclasses.replace(way, rank=stage * way.ranks // way.pp + (way.cp - 1) * way.tp)
@@ -220,7 +220,7 @@ def tasks_of(job: Job, way: Way) -> list[tuple[partial, int]]:
 
 
 def combine(found: list[tuple[Prediction, int]]) -> Prediction:
-    """Of the stages the memory of the fullest, and the messages of the busiest."""
+    """The memory of the stage with the highest peak, the messages of the one that sends most."""
     whole, found = [], list(found)
     while found:
         (small, times), *rest = found
@@ -233,7 +233,7 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
 
 
 def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
-    """Those that fit ``room`` bytes, least cost first; if none does, what comes closest."""
+    """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways.sort(key=lambda way: (seconds_of(job, way, link), way.words()))
     deadline, good, others, done = time.monotonic() + SECONDS, [], [], set()

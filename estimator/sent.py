@@ -1,4 +1,4 @@
-"""Messages: which collective an operation is, how large, and how much of it a rank sends.
+"""Communication: which collective an operation is, its size, and the bytes that a rank sends.
 
 Of the bytes that a collective is given, the algorithms in use let a rank of N send so much, in the
 mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):

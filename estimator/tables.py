@@ -1,4 +1,4 @@
-"""What estimate.py prints of its predictions: tables, JSON, and the line of what fits."""
+"""What estimate.py prints: tables, JSON, and the line that says what fits."""
 
 import argparse
 import dataclasses

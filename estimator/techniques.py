@@ -1,4 +1,4 @@
-"""The techniques that are compared, and their predictions, made by processes side by side."""
+"""The techniques that are compared, and their predictions, each in a process of its own."""
 
 import contextlib
 import dataclasses
@@ -87,7 +87,7 @@ def make_technique(name: str, gpus: int) -> Technique:
 
 @dataclasses.dataclass
 class Prediction:
-    """Of one GPU, the fullest.
+    """The memory and communication of the GPU with the highest peak.
 
     Args:
         kinds: bytes at the moment of the peak, by what they are for.
@@ -153,7 +153,7 @@ def predict(
     else:
         found.peaks, found.messages = live.peaks(technique.on_host), live.messages
         found.kinds = dict(highest(found.peaks))
-        # nn.DataParallel's first GPU holds the whole batch, of which it deals out the parts.
+        # nn.DataParallel's first GPU holds the whole batch and scatters it.
         found.kinds["input"] *= technique.gpus
     return found
 

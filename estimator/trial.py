@@ -1,8 +1,8 @@
-"""A script's own training step, run by this process as one rank, on tensors that have a shape and a
-size in memory but no numbers. Nothing is computed, sent or written.
+"""A script's own training step, run by this process as one rank, on fake tensors: they have a shape
+and a size in memory, but no data. Nothing is computed, sent or written.
 
-The script is the one that trains. It gets a data set of shapes, and in the place of ``common.Run``
-one that ends it after two steps: the first makes what lasts, the second is counted.
+The script is the one that trains. It gets a data set of shapes, and instead of ``common.Run`` one
+that ends it after two steps: the first allocates persistent memory, the second is counted.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Finished(BaseException):
 
 
 class Job:
-    """In the place of data: a length, classes, and batches of the right shape.
+    """Stands in for a data set: a length, classes, and batches of the right shape.
 
     Args:
         classes: how many, or tokens of a vocabulary.
@@ -115,7 +115,7 @@ class Loader:
 
 
 class ShortRun:
-    """In the place of :class:`harness.run.Run`, as far as a script uses it before it ends."""
+    """Stands in for :class:`harness.run.Run`, as far as a script uses it before it ends."""
 
     start_epoch, epochs = 0, 1
     total_steps: int
@@ -219,7 +219,7 @@ def run_script(
     common.make_datasets, common.make_loader = job.make_datasets, Loader
     common.make_model = job.make_model
     nn.Module.to_empty = lambda module, **_: module
-    common.init_weights = decoder.init_weights = lambda *_: None  # there are no numbers
+    common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
     deepspeed_engine.load_snapshot = ShortRun.load_engine
     if layers:
         find = decoder.size_of_name

@@ -1,4 +1,4 @@
-"""Where the steps of a run went: for each rank and phase, which rank is late, and in a line."""
+"""Where the time of the steps went: by rank and phase, the slow rank, and a one-line summary."""
 
 import numpy as np
 

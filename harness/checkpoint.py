@@ -1,4 +1,4 @@
-"""What a snapshot holds of a model and its optimizer, plain or sharded, and how it is loaded."""
+"""The state of a model and its optimizer in a snapshot, plain or sharded, and how to load it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -82,8 +82,8 @@ def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
 def read_own(path: Path, snapshot: dict) -> dict:
     """The entries of a snapshot that are this rank's own.
 
-    As many ranks of the same script go on with what each has written. Any other run takes the
-    weights, if all ranks had the same, and the mean of their optimizers.
+    With the same script and number of ranks, each rank resumes from its own file. Any other run
+    takes the weights, if all ranks had the same, and the mean of their optimizers.
     """
     writer, ranks = snapshot["technique"], len(snapshot["run"]["ranks"])
     read = partial(load_file, flag="--resume")

@@ -1,5 +1,5 @@
-"""How long training steps take, as the device sees it, without waiting for it; and the most memory
-that they need."""
+"""The duration of training steps on the device, without synchronizing with it; and their peak
+memory."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Flags, their defaults, and mistakes in one line."""
+"""Flags, their defaults, and one-line errors."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""From what the ranks have recorded to the collective that did not complete, in three lines."""
+"""Derives from the records of all ranks which collective did not complete, in three lines."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a bar on a terminal, lines, and TensorBoard's curves."""
+"""What a run shows: a progress bar on a terminal, lines, and TensorBoard's curves."""
 
 from pathlib import Path
 

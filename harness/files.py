@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read with care."""
+"""Files that are written atomically, and read with checks."""
 
 import os
 from pathlib import Path

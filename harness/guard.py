@@ -1,9 +1,9 @@
-"""Numbers that are not finite: where they are looked for, and what is done about them.
+"""NaN and Inf: where they are checked for, and what happens then.
 
 watch   where it costs nothing: in the loss when it is fetched for the screen, and in weights and
         optimizer before a snapshot is written. The run ends, and its last snapshot is good.
 stop    before every step, by a hook of the optimizer: the run ends before a weight has changed.
-skip    likewise, and the step is left out.
+skip    the same, and the step is skipped.
 ignore  nowhere.
 
 In float16 a GradScaler, or DeepSpeed, leaves out steps whose gradients overflow. That is as it
@@ -25,7 +25,7 @@ from harness.measure import launch_command, local, optimizer_tensors
 from harness.ranks import gather_objects, max_over_ranks, print0
 from harness.run_state import RunState
 
-MAX_SKIPPED = 25  # steps in a row that may be left out, until a run is one that learns nothing
+MAX_SKIPPED = 25  # consecutive steps that may be skipped before the run ends
 WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the loss"
 
 
@@ -42,7 +42,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
 
 
 class Guard:
-    """What ``--on-nan`` asks for. All ranks call its methods alike.
+    """What ``--on-nan`` asks for. All ranks call its methods.
 
     Args:
         mode: watch, stop, skip or ignore.
@@ -62,7 +62,7 @@ class Guard:
         self.exact = self.mode in ("stop", "skip")
         self.good_step = 0  # the last one after which the weights were seen to be finite
         self.left_out = False  # the present step
-        self.skipped = 0  # steps in a row
+        self.skipped = 0  # consecutive steps
 
     def attach(self, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
         """Set up what is looked at in every step, if anything is.

@@ -1,4 +1,4 @@
-"""When ranks wait for one that does not come: which collective, who is there, and at which line.
+"""When a collective hangs: which one, the ranks that joined it, and the line where each rank is.
 
 PyTorch records the collectives of each process in its flight recorder. When one times out, loses a
 rank or ends in an abort, all ranks write theirs to ``--output-dir``/flight_recorder and tell each

@@ -1,4 +1,4 @@
-"""Loading batches, whatever is in them: where to begin, what cannot be read, processes that end."""
+"""Loading batches of any data: where to resume, unreadable samples, loader processes that die."""
 
 import itertools
 import multiprocessing
@@ -15,7 +15,7 @@ class Unreadable(Exception):
 
 
 class Batches(BatchSampler):
-    """Batches of indices. A run that goes on within an epoch leaves out the first ``begin``."""
+    """Batches of indices. A run that resumes within an epoch skips the first ``begin``."""
 
     begin = 0
 

@@ -11,7 +11,7 @@ from harness.run_state import RunState
 
 
 class LossMeter:
-    """Sums losses on the device, and fetches them when they are shown. All ranks call it alike."""
+    """Sums losses on the device, and fetches them when they are shown. All ranks call it."""
 
     def __init__(self, state: RunState):
         self.state = state

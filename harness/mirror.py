@@ -1,8 +1,8 @@
 """Snapshots in remote storage: ``--output-dir`` as a URL.
 
-All is written to a folder here first, and copied from there: a snapshot when it is whole and
-verified, with its list of checksums last. What has no such list was not copied to its end.
-A URL holds one run. A file ``run_id`` tells whether what is here is of the same.
+Everything is written to a local folder first and uploaded from there: a snapshot once it is
+complete and verified, with its list of checksums last. Without this list it was interrupted.
+A URL holds one run. A file ``run_id`` tells whether the local files belong to it.
 """
 
 import argparse

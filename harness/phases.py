@@ -1,5 +1,5 @@
-"""Where each training step goes: marks between data, forward, backward, optimizer and the rest,
-set by hooks, so that no training loop has a line for it."""
+"""The phases of each training step (data, forward, backward, optimizer, rest), timed by hooks, so
+that no training loop needs a line for it."""
 
 import collections
 import contextlib

@@ -1,5 +1,4 @@
-"""What a process is set up for: to end with its launcher, to listen on loopback only, and to return
-freed memory."""
+"""Process setup: end with the launcher, listen on loopback only, and return freed memory."""
 
 import contextlib
 import ctypes
@@ -15,7 +14,7 @@ from harness.ranks import LAUNCHED, PARENT, command_of, parent_of
 def die_with_launcher() -> None:
     """Have the kernel kill this process when the launcher dies, even of SIGKILL (Linux only).
 
-    Otherwise the ranks would go on, or wait for each other, with nobody to look after them.
+    Otherwise the ranks would continue, or wait for each other, without supervision.
     """
     if not LAUNCHED or sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""Who am I among how many: what the launcher said, and what all ranks do together."""
+"""Rank and world size from the launcher, and what all ranks do together."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ def print0(message: str) -> None:
 
 
 def make_store(args) -> dist.Store:
-    """Where ranks find each other's addresses: that of the launcher, or none for a world of one.
+    """Where ranks find each other's addresses: the launcher's store, or none for a single process.
 
     ``torchrun`` keeps one store for all attempts, and a restarted rank may find there the address
     of one that is dead, and hang. So each attempt has keys of its own. On several machines, whose

@@ -1,4 +1,4 @@
-"""Files elsewhere: what fsspec opens by a URL, listed, copied here and copied there."""
+"""Remote storage: what fsspec opens by a URL, listed, downloaded and uploaded."""
 
 import argparse
 import contextlib
@@ -105,7 +105,7 @@ def answer_within(seconds: float, question: Callable):
 
 
 class Remote:
-    """A folder or a file elsewhere. Names are relative to it; ``""`` is the place itself."""
+    """A remote folder or file. Names are relative to it; ``""`` is the URL itself."""
 
     def __init__(self, url: str):
         self.url, self.fs = trim_url(url), None

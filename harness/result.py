@@ -1,4 +1,4 @@
-"""``result.json`` and TensorBoard's HPARAMS: what a run was, and what it measured."""
+"""``result.json`` and TensorBoard's HPARAMS: a run's settings, and its measurements."""
 
 import argparse
 import json

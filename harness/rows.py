@@ -1,7 +1,7 @@
-"""The state of an optimizer of shards, gathered as a plain optimizer has it, and cut again.
+"""The state of an optimizer of shards, gathered as a plain optimizer's state, and sharded again.
 
-For scripts that put parameters in a row themselves, so that a snapshot of theirs is one that every
-script goes on from, at any number of ranks. A bucket is such a row. It has ``parameters``, their
+For scripts that flatten parameters into buckets themselves: every script can resume from their
+snapshots, at any number of ranks. A bucket is a flat buffer. It has ``parameters``, their
 ``sizes``, the ``shard`` of this rank, which the optimizer has in their place, and the methods
 ``in_a_row(tensors)``, padded to equal shards, and ``own(row)``, this rank's.
 """

@@ -27,7 +27,7 @@ from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
 from harness.trace import closer_look
 
-# Flags in which a snapshot and the run that resumes from it must agree, besides the job's own:
+# Flags in which a snapshot and the run that resumes from it must agree, with those of the task:
 IDENTITY = ("model", "train_samples", "batch_size", "optimizer", "lr", "momentum", "weight_decay")
 IDENTITY += ("seed", "double")
 
@@ -63,7 +63,7 @@ def exit_done(store: SnapshotStore, at: str) -> NoReturn:
 
 
 class Run:
-    """The meter and the files of one run. All ranks call it alike; rank 0 prints and writes.
+    """The meter and the files of one run. All ranks call it; rank 0 prints and writes.
 
     Args:
         train_loader: what an epoch consists of. Its dataset is a :class:`TaskData`.
@@ -139,14 +139,14 @@ class Run:
         Args:
             write_files: puts further files into the folder that it is given; all ranks call it.
             size: how many bytes, of all ranks.
-            parts: what ``state.pt`` holds besides the run, by name.
+            parts: other entries of ``state.pt``, by name.
         """
         name, parts = self.state.snapshot_name, self.state_dict() | parts
         saved, failure = self.store.save(name, parts, write_files, size)
         if failure and self.args.on_save_error == "stop":
             fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
-            print0(f"step {self.step}: {failure}; training goes on (--on-save-error continue)")
+            print0(f"step {self.step}: {failure}; training continues (--on-save-error continue)")
         stop_if_asked(self, saved)
 
     def state_dict(self) -> dict:

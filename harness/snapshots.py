@@ -1,4 +1,4 @@
-"""A snapshot on disk: written whole, verified, found again; and which one to resume from."""
+"""A snapshot on disk: written atomically, verified, found again; and which one to resume from."""
 
 import argparse
 import contextlib
@@ -123,7 +123,7 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
     (part / SUMS).write_text("".join(lines))
     sync(part / SUMS)
     sync(part)
-    if folder.exists():  # of a damaged one, from which nobody could go on
+    if folder.exists():  # of a damaged one, from which no run could resume
         shutil.rmtree(folder)
     os.replace(part, folder)
     sync(folder.parent)
@@ -136,7 +136,7 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
 
 class SnapshotStore:
     """The snapshots of one run: where they are, and which one to resume from. All ranks call its
-    methods alike.
+    methods.
 
     Args:
         identity: flags, with their values, in which a snapshot and this run must agree.
@@ -181,10 +181,10 @@ class SnapshotStore:
             return str(folder), f"{failure}; see to the server"
         return self.name_of(folder), None
 
-    # What these four do where a folder is elsewhere is in mirror.py:
+    # What these four do for remote storage is in mirror.py:
 
     def fetch(self) -> None:
-        """Bring what is elsewhere to every machine. All ranks call it."""
+        """Download a remote snapshot to every machine. All ranks call it."""
 
     def copy_snapshot(self, folder: Path) -> str | None:
         """Copy what was just written. Returns why that failed, on all ranks, which all call it."""
@@ -197,7 +197,7 @@ class SnapshotStore:
         return str(path)
 
     def newest(self) -> Path | None:
-        """What this run has written last, or else goes on from."""
+        """The snapshot that this run wrote last, or else resumes from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
 
     def has_result(self) -> bool:
@@ -228,7 +228,7 @@ class SnapshotStore:
         return snapshot
 
     def check(self, snapshot: dict, needed: str) -> None:
-        """End the run if it cannot go on from a snapshot."""
+        """End the run if it cannot resume from a snapshot."""
         if "job" not in snapshot:
             fail(
                 f"--resume {self.resumed} holds no snapshot of these scripts as they are now; give "

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C are requests: all ranks grant them after the same step, with a snapshot."""
+"""SIGTERM and Ctrl-C are requests to stop: all ranks stop after the same step, with a snapshot."""
 
 import signal
 import threading

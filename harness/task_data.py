@@ -1,4 +1,4 @@
-"""TaskData: what harness asks of a data set, whatever is trained on it. Each job has its own."""
+"""TaskData: the interface between harness and a data set. Each task implements it."""
 
 import torch
 from torch import Tensor

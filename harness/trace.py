@@ -1,5 +1,5 @@
-"""What PyTorch's profiler sees of the last steps: --trace writes them as a Chrome trace, a file for
-each rank, and --profile-memory counts the memory of the last one's tensors on a CPU."""
+"""Profiles the last steps with PyTorch's profiler: --trace writes a Chrome trace per rank, and
+--profile-memory counts the memory of the last step's tensors on a CPU."""
 
 import argparse
 import atexit

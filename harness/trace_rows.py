@@ -1,5 +1,5 @@
-"""What a trace of torch.profiler comes to: four rows at its top, of phases, compute, communication,
-and where these two overlap. On a GPU the rows but the first are of kernels, later than the CPU."""
+"""Summarizes a trace of torch.profiler in four rows at its top: phases, compute, communication, and
+the overlap of these two. On a GPU the rows but the first are of kernels, later than the CPU."""
 
 import collections
 import itertools

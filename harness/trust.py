@@ -1,4 +1,4 @@
-"""Refuses a snapshot that would run code: reading a pickle can call any function it names."""
+"""Refuses snapshots that would run code: unpickling can call any function that a pickle names."""
 
 import enum
 import pickle

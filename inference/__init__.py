@@ -1,1 +1,1 @@
-"""Below model_inference.py: load a trained model, run it, export it, measure it."""
+"""The parts of model_inference.py: load a trained model, run it, export it, measure it."""

@@ -1,4 +1,4 @@
-"""A trained GPT: it goes on from a prompt, tells its loss on a text, and becomes an ONNX file."""
+"""A trained GPT: continue a prompt, evaluate the loss on a text, export to ONNX."""
 
 import argparse
 import contextlib

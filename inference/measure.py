@@ -1,4 +1,4 @@
-"""Measure every runtime and precision, in turns, each in a process of its own."""
+"""Measure every runtime and precision, interleaved, each in a process of its own."""
 
 import argparse
 import contextlib

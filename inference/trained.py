@@ -1,4 +1,4 @@
-"""What the weights are of: model, classes, data, from result.json beside them or the ONNX file."""
+"""Model, classes and data of trained weights, from result.json beside them or the ONNX file."""
 
 import argparse
 import json

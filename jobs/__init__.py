@@ -1,1 +1,1 @@
-"""What is trained: data and models."""
+"""The training tasks: data and models."""

@@ -1,5 +1,5 @@
 """Attention over sequences whose positions are sharded among ranks: the order of the positions, and
-what is simpler than a ring.
+the variants that are simpler than a ring.
 
 Queries, keys and values are ``[batch, heads, time, width]``, of this rank's positions; keys and
 values may have fewer heads. ``group``: the ranks that share a sequence, all if it is ``None``.

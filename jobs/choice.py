@@ -1,7 +1,7 @@
-"""Which job a command line asks for: a model that begins with "gpt" goes on with a text, one that
-begins with "encoder" classifies reviews, and others classify images.
+"""Which task a command line selects: a GPT or a Llama is trained on text, an encoder on reviews, any
+other model on images.
 
-All jobs offer the same functions, so that nothing above them asks which one it is.
+All tasks have the same functions, so their callers need not know which one it is.
 """
 
 import argparse

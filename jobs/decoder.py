@@ -1,5 +1,5 @@
-"""Which decoder a command line asks for, a GPT or a Llama; its weights, drawn or read, whole or in
-shards; and what an optimizer takes of it."""
+"""Which decoder a command line selects, a GPT or a Llama; its weights, initialized or read, whole
+or in shards; and its parameter groups for the optimizer."""
 
 import argparse
 import dataclasses
@@ -153,9 +153,9 @@ def code_points(args: argparse.Namespace, vocabulary: list[str]) -> list[int]:
 
 @torch.no_grad()
 def init_weights(args: argparse.Namespace, model: nn.Module, vocabulary: list[str]) -> None:
-    """Fill a model that has memory and no numbers yet, wherever it is and however it is sharded or
-    cut into stages: with ``--weights``, or with weights that are drawn. Each rank draws or reads
-    one parameter at a time, and keeps its shard: no rank has the whole model."""
+    """Initialize a model whose memory is allocated but empty, however it is sharded or cut into
+    stages: from ``--weights``, or at random. Each rank initializes or reads one parameter at a
+    time and keeps its shard: no rank has the whole model."""
     if args.tie and hasattr(model, "token") and hasattr(model, "head"):
         model.head.weight = model.token.weight  # which memory of its own has parted
     points = torch.tensor(code_points(args, vocabulary))

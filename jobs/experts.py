@@ -30,7 +30,7 @@ class MixtureOfExperts(nn.Module):
         experts: how many there are.
         top_k: to how many of them a token is routed; their outputs are weighed by its gates.
         balance: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equation
-            4), which is least when the router uses all experts alike.
+            4), which is lowest when the router uses all experts equally.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
     def load_balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """1 if all experts are used alike, up to their number if one is used alone."""
+        """1 if all experts are used equally, up to their number if only one is used."""
         load = F.one_hot(chosen[:, 0], self.count).to(probabilities.dtype).mean(0)
         return self.count * (self.mean_over_ranks(load) * probabilities.mean(0)).sum()
 

@@ -1,4 +1,4 @@
-"""Text: tiny Shakespeare, files of one's own, a made-up language; tokens and windows."""
+"""Text: tiny Shakespeare, your own files, synthetic text; tokens and sequences."""
 
 import argparse
 import hashlib

@@ -1,1 +1,1 @@
-"""What the scripts of DeepSpeed and Accelerate need besides: optional libraries."""
+"""Adapters for libraries, for the scripts that use them: DeepSpeed, Accelerate, pipelines."""

@@ -1,4 +1,4 @@
-"""What `accelerate launch` was told by its file: whether it suits the script that it starts."""
+"""Checks that the file given to `accelerate launch` suits the script that it starts."""
 
 import os
 

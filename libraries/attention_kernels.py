@@ -85,7 +85,7 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 def pytorch_ring(group=None) -> Callable:
     """PyTorch's own, of an experimental module that moves between versions. DTensors say that each
-    rank has a shard of the positions; it takes them to be dealt out as in pytorch_CP.py."""
+    rank has a shard of the positions; distributed as in pytorch_CP.py."""
     try:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs besides: its configuration, its import, its checkpoints, its tensors."""
+"""What the DeepSpeed scripts need: configuration, import, checkpoints, the engine's tensors."""
 
 import argparse
 import contextlib
@@ -162,7 +162,7 @@ def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
     parameters = list(engine.parameters())
     held = {"parameters": parameters, "gradients": [], "fp32_copy": []}
     stage3 = hasattr(parameters[0], "ds_tensor")
-    if stage3:  # which keeps small parameters whole besides
+    if stage3:  # which also keeps small parameters whole
         held["parameters"] = [p.ds_tensor for p in parameters]
         held |= {"gradient_buffer": [], "small_parameters": []}
         if dist.get_world_size() > 1:  # at one rank they are its share

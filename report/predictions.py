@@ -1,4 +1,4 @@
-"""What was predicted, beside what was published and what was measured: tables and a plot."""
+"""Predictions beside published and measured figures: tables and a plot."""
 
 from pathlib import Path
 

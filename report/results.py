@@ -1,4 +1,4 @@
-"""Read what benchmark.py left in results/, and take a figure of several runs."""
+"""Read what benchmark.py left in results/, and combine the figures of several runs."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""The raw scripts, and from which each descends."""
+"""The raw scripts and their parents."""
 
 PARENTS = {  # each script, and the one that it is a diff against
     "DDP_by_hand": "SingleGPU",

@@ -1,4 +1,4 @@
-"""What has changed in the measured code since it was measured, for the line below each table."""
+"""Which measured code has changed since it was measured, for the line below each table."""
 
 import ast
 import functools

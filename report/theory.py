@@ -1,4 +1,4 @@
-"""Bytes per parameter that a rank keeps, by theory (docs/proof.md) and as a run counted them."""
+"""Bytes per parameter that a rank keeps, in theory (docs/proof.md) and as counted in a run."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers
 
 
 def share_of_gpt(words: list[str], run: dict) -> float:
-    """Of a GPT's parameters, what the fullest rank has where they are not shared out evenly."""
+    """The largest share of a GPT's parameters on any rank, where the split is uneven."""
     shape = re.search(r"(\d+)x\d+x(\d+)", run["model"])
     layers, width = map(int, shape.groups()) if shape else GPTS[run["model"]]
     script = next(Path(word).stem for word in words if word.endswith(".py"))

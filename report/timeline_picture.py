@@ -20,7 +20,7 @@ PHASES = {  # their colours
     "data": COLOURS[5], "forward": COLOURS[0], "backward": COLOURS[1],
     "forward and backward": COLOURS[6], "optimizer": COLOURS[2], "rest": COLOURS[7],
 }  # fmt: skip
-COLLECTIVES = {  # likewise; others are grey
+COLLECTIVES = {  # their colours; others are grey
     "all_reduce": COLOURS[4], "all_gather": COLOURS[3], "reduce_scatter": "#2f7f86",
     "broadcast": "#5f6f9e", "all_to_all": "#9c6a2f", "send": "#6f8f3a", "recv": "#b0a04a",
 }  # fmt: skip
@@ -52,7 +52,7 @@ def read_traces(folder: Path) -> list[Rank]:
     """The rows of all ranks, on a common clock that begins with the first of them.
 
     Raises:
-        Unusable: there is no trace, or one cannot be read, or has not got the rows.
+        Unusable: there is no trace, or one cannot be read or lacks the rows.
     """
     found = []
     for rows in read_ranks(list_traces(folder)):

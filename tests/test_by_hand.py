@@ -21,7 +21,7 @@ ALL = ["pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand"]
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A world of one, in this process, and the scripts as modules."""
+    """A single process, this one, and the scripts as modules."""
     monkeypatch.syspath_prepend(str(ROOT))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield lambda name: importlib.import_module(name)

@@ -185,7 +185,7 @@ def test_two_snapshots_are_kept(tmp_path):
     ids=["SIGTERM", "Ctrl-C"],
 )
 def test_one_process_is_stopped_with_a_documented_code(script, signum, code, tmp_path):
-    """A world of one, which listens to nobody else."""
+    """A single process, which listens to nobody else."""
     command = f"python tests/small_resnet.py {script}.py {SMALL} --epochs 500 --workers 1"
     with started(f"{command} --output-dir {tmp_path}") as process:
         wait_for(lambda: snapshots(tmp_path))
@@ -301,7 +301,7 @@ def test_no_space(script, n, on_save_error, tmp_path):
             assert "make room" in words
         else:
             assert finished.code == 0, str(finished)
-            assert "training goes on" in words and (small / "run" / "model.pt").is_file()
+            assert "training continues" in words and (small / "run" / "model.pt").is_file()
         [good] = snapshots(small / "run")
         assert good.name == "step-00000004-evaluated" and not disk.find_damage(good)
         assert not list((small / "run" / "snapshots").glob(".*")), "nothing half is left"
@@ -339,7 +339,7 @@ def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path)
     command = f"{launcher(script, 2, through)} {SMALL} --epochs 1 --snapshot-every 1"
     finished = run(f"{command} --timeout 30 --output-dir {tmp_path}/run")
     assert "step 2: " in finished.stdout and "Disk quota exceeded" in finished.stdout
-    assert "training goes on" in finished.stdout
+    assert "training continues" in finished.stdout
     names = [path.name for path in snapshots(tmp_path / "run")]
     assert names == ["step-00000004-evaluated", "step-00000003"]
 
