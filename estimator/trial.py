@@ -76,8 +76,8 @@ class Job:
             with torch.device("cpu"):
                 model = make(args, classes)
             return model.to(memory_format=self.order) if channels_last else model
-        model = self.own.build()
-        with torch.no_grad():
+        with torch.device("cpu"), torch.no_grad():
+            model = self.own.build()
             logits = model(self.inputs(2, None))
         self.label_shape = (*logits.shape[:1], *logits.shape[2:])
         return model

@@ -1,5 +1,5 @@
-"""Which task a command line selects: a GPT or a Llama is trained on text, an encoder on reviews, any
-other model on images.
+"""Which task a command line selects: a GPT or a Llama learns from text, an encoder from reviews,
+any other model from images.
 
 All tasks have the same functions, so their callers need not know which one it is.
 """

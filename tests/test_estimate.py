@@ -323,9 +323,13 @@ ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are
 @pytest.mark.parametrize("name, parameters, inputs, called", ESTIMATED)
 def test_a_module_of_ones_own(name, parameters, inputs, called, mine):
     """That takes images or what its example is, and returns logits, more than that, or a loss."""
-    flags = f"--module {mine}:{name} -b 64 --gpus 2 --only SingleGPU,half_precision,torchrun_DDP"
-    single, half, ddp = json.loads(estimate(f"{flags} --json").stdout)
+    only = "SingleGPU,half_precision,torchrun_DDP,FSDP,FSDP_offload"
+    rows = json.loads(
+        estimate(f"--module {mine}:{name} -b 64 --gpus 2 --only {only} --json").stdout
+    )
+    single, half, ddp, fsdp, *_ = rows
     kept = single["kinds"]
+    assert fsdp["kinds"]["parameters"] == pytest.approx(kept["parameters"] / 2, rel=0.01, abs=2**14)
     assert kept["parameters"] == pytest.approx(4 * parameters, rel=0.01, abs=25_000)
     assert 64 * inputs * 4 <= kept["input"] <= 64 * inputs * 4 + 4096
     whole_numbers = name == "bert"
