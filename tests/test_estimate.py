@@ -392,22 +392,22 @@ def test_what_a_function_returns_wrongly_is_one_line(words, tmp_path, capsys):
 
 MISTAKES = {
     "--memory 1": "--memory 1 is no more than --spare 1.5; use a lower --spare",
-    "--scale --fit": "--scale is about messages",
+    "--scale --fit": "--scale predicts communication",
     "--model resnet19": "--model resnet19 is not a torchvision classifier; try resnet",
     "-b 7 --gpus 2": "--batch-size 7 is the global batch and is not divisible by 2 GPUs; use "
     "--batch-size 6",
     "--memory RTX9090": "RTX9090 is neither a number of GiB nor one of T4, L4,",
-    "--fit": "--fit needs to know the --memory of a GPU; for example --memory 24",
-    "--only DPD": "--only DPD: here there are SingleGPU,",
+    "--fit": "--fit needs the --memory of a GPU, for example --memory 24",
+    "--only DPD": "--only DPD: unknown; use some of SingleGPU,",
     "--module nowhere.py:f": "--module nowhere.py:f: no such file; give FILE:FUNCTION",
     "--no-such-flag 3": "unrecognized arguments: --no-such-flag 3",
-    "--scale": "--scale needs to know how long a step computes: --step-ms MS, or --from",
-    "--scale --from README.md": "--from README.md is no result.json of ours",
+    "--scale": "--scale needs the compute time of a step: --step-ms MS, or --from",
+    "--scale --from README.md": "--from README.md is not a result.json of these scripts",
     "--scale --link pigeon --step-ms 1": "pigeon is neither one of nvlink4, pcie4, ib400, eth25",
 }
 GPT = "--model gpt-4x6x48 --context 64 --batch-size 8"
 MISTAKES |= {
-    "--recommend": "--recommend needs to know the --memory of a GPU; for example --memory H100",
+    "--recommend": "--recommend needs the --memory of a GPU, for example --memory H100",
     f"{GPT} --recommend --only FSDP": "--recommend combines techniques; leave out --module",
     "--model resnet18 --recommend --memory 24": "--recommend is for a decoder, and --model is",
     f"{GPT} --gpus 2 --memory 0.006 --spare 0.005 --recommend": "nothing fits 0.006 GiB with 0.005 "
