@@ -13,7 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Rounding alone in float64. bfloat16 rounds to 8 bits; DeepSpeed's engine computes in fp32.
 TOLERANCE = {"ddp": 1e-9, "zero": 1e-9, "fsdp": 1e-9}
 TOLERANCE |= {"ddp_autocast": 0.05, "fsdp_bf16": 0.05, "deepspeed_zero2": 1e-4}
-TYPED = ("ddp", "fsdp_bf16")  # by torchrun itself; the others are forked
+TYPED = ("fsdp_bf16",)  # by torchrun itself; the others are forked
 PARENTS = dict.fromkeys(TOLERANCE, "ddp") | {"ddp": "plain", "fsdp_bf16": "fsdp"}
 PAGES = [ROOT / "docs" / f"your_own_loop{language}.md" for language in ("", ".zh-CN")]
 
