@@ -102,7 +102,8 @@ def fit() -> dict:
 def cell(model: str, gpus: int, memory: str) -> dict:
     words = ["--model", model, "--context", str(MODELS[model]), "-b", str(EACH * gpus)]
     words += ["--gpus", str(gpus), "--memory", memory, "--recommend"]
-    with mock.patch("sys.argv", ["estimate.py", *words]), mock.patch.object(recommend, "ENOUGH", 1):
+    patient = mock.patch.multiple(recommend, ENOUGH=1, SECONDS=1800)  # the first that fits, surely
+    with mock.patch("sys.argv", ["estimate.py", *words]), patient:
         args, flags = estimate.parse_args()
         job, room = estimate.job_of(args, flags), estimate.room_of(args)
         [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count())
