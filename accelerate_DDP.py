@@ -1,13 +1,13 @@
-"""Train on several devices with DistributedDataParallel, by Hugging Face Accelerate.
+"""Train on several devices with DistributedDataParallel through Hugging Face Accelerate.
 
-Differs     from pytorch_torchrun_DDP.py: Accelerate makes the process group and wraps the model in
-            DDP; whether it does, and on how many devices, is in a file that `accelerate launch`
-            reads. Lines tagged "# Accelerate:".
+Differs     from pytorch_torchrun_DDP.py: Accelerate creates the process group and wraps the model
+            in DDP. The file that `accelerate launch` reads selects DDP and the number of devices.
+            Lines tagged "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_DDP.yml accelerate_DDP.py
             accelerate launch --config_file config/accelerate_DDP.yml --num_processes 4 ...
-Use it      when one script is to run on a GPU, on several and on TPUs. Not to learn what happens.
-Holds       what pytorch_torchrun_DDP.py does.
-Sends       what pytorch_torchrun_DDP.py does.
+Use it      when one script is to run on one GPU, several GPUs and TPUs. Not to learn how DDP works.
+Holds       what pytorch_torchrun_DDP.py holds.
+Sends       what pytorch_torchrun_DDP.py sends.
 """
 
 import os
@@ -34,7 +34,7 @@ def main():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()
         cpu=device.type == "cpu",
         kwargs_handlers=[
@@ -60,11 +60,11 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    # Accelerate: sends rank 0's weights to all. Given the loaders, it would multiply the batch by
-    # world_size, deal it out in blocks, and repeat samples in evaluation; given the schedule, it
-    # would go world_size steps further at each step. So both stay as they are.
+    # Accelerate: broadcasts rank 0's weights. If given the loaders, it would multiply the batch by
+    # world_size, split it in blocks, and repeat samples in evaluation. If given the schedule, it
+    # would advance world_size steps at a time. So it gets neither.
     model = accelerator.prepare(model)
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -77,21 +77,21 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            accelerator.backward(loss)  # DDP: averages the gradients, bucket by bucket
+            accelerator.backward(loss)  # DDP: averages the gradients in buckets
             if args.clip_grad:
                 accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

@@ -1,12 +1,12 @@
-"""Train on several devices with DeepSpeed, ZeRO stages 0 to 3, by Hugging Face Accelerate.
+"""Train on several devices with DeepSpeed, ZeRO stages 0 to 3, through Hugging Face Accelerate.
 
-Differs     from pytorch_DeepSpeed.py: Accelerate makes the process group and calls DeepSpeed; the
-            file that `accelerate launch` reads names that of DeepSpeed. Lines tagged
+Differs     from pytorch_DeepSpeed.py: Accelerate creates the process group and calls DeepSpeed. The
+            file that `accelerate launch` reads names the DeepSpeed configuration file. Lines tagged
             "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_DeepSpeed.yml accelerate_DeepSpeed.py
 Use it      when one script is to run under DDP, FSDP and DeepSpeed.
-Holds       what pytorch_DeepSpeed.py does.
-Sends       what pytorch_DeepSpeed.py does.
+Holds       what pytorch_DeepSpeed.py holds.
+Sends       what pytorch_DeepSpeed.py sends.
 """
 
 import os
@@ -35,19 +35,19 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch("DEEPSPEED")  # Accelerate: was its launcher given a file for this?
+    common.check_launch("DEEPSPEED")  # Accelerate: does its launcher's file fit this script?
     if args.double:
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
-    config = deepspeed_engine.read_config(args)  # DeepSpeed: and the batch size into it
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
+    config = deepspeed_engine.read_config(args)  # DeepSpeed: adds the batch size
     if {"optimizer", "scheduler"} & config.keys():  # Accelerate: would raise an exception
         file = args.deepspeed_config
-        common.fail(f"{file} has an optimizer or a schedule, and so has this script; leave it out")
-    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed: looks for one while it is imported
+        common.fail(f"{file} sets an optimizer or a scheduler, as this script does; remove them")
+    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed: reads it on import
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
     accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()
         cpu=device.type == "cpu",
@@ -56,7 +56,7 @@ def main():
             accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))
         ],
     )
-    if device.type == "cpu":  # Accelerate: knows DeepSpeed on GPUs only; its code runs on CPUs, too
+    if device.type == "cpu":  # Accelerate: allows DeepSpeed on GPUs only, yet it runs on CPUs
         for state in (accelerate.PartialState(), accelerator.state):
             state.distributed_type = accelerate.DistributedType.DEEPSPEED
         accelerator.state.deepspeed_plugins = plugin
@@ -78,40 +78,40 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # DeepSpeed: weights in plain order, because it puts them in a row
+    # DeepSpeed: not channels-last, because it flattens the weights into one buffer
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
 
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
     optimizer = optimizer_class(common.parameter_groups(args, model), **options)
     model, _ = accelerator.prepare(model, optimizer)  # Accelerate: calls deepspeed.initialize()
-    # Accelerate: passes on only schedules of DeepSpeed's own
+    # Accelerate: passes on only DeepSpeed's own schedules
     model.lr_scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     dtype = next(model.parameters()).dtype  # DeepSpeed: bfloat16 if the file says so
     run = common.Run(args, device, train_loader)
-    held = deepspeed_engine.load_snapshot(run, model)  # DeepSpeed: each rank reads its part
+    held = deepspeed_engine.load_snapshot(run, model)  # DeepSpeed: each rank reads its shards
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in it
+        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
             logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
             loss = F.cross_entropy(logits, labels)
             # Accelerate: steps optimizer and scheduler, and clears the gradients, in here
-            accelerator.backward(loss)  # DeepSpeed: averages the gradients, bucket by bucket
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its part
+            accelerator.backward(loss)  # DeepSpeed: averages the gradients in buckets
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+                deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its shards
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         deepspeed_engine.save_snapshot(run, model)
 
     # 7. Save and report
-    # DeepSpeed: gathered one tensor at a time, of the fp32 copy, to the memory of rank 0's CPU
+    # DeepSpeed: gathers the fp32 copy on the CPU of rank 0, one tensor at a time
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:
         common.save_model(args, weights)

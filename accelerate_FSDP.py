@@ -1,12 +1,12 @@
-"""Train on several devices with fully_shard (FSDP2), by Hugging Face Accelerate.
+"""Train on several devices with fully_shard (FSDP2) through Hugging Face Accelerate.
 
-Differs     from pytorch_FSDP.py: Accelerate makes the process group and shards the model, as the
-            file says that `accelerate launch` reads. Lines tagged "# Accelerate:".
+Differs     from pytorch_FSDP.py: Accelerate creates the process group and shards the model, as set
+            in the file that `accelerate launch` reads. Lines tagged "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_FSDP.yml accelerate_FSDP.py
 Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when only rank 0 has memory
             for the full initial weights: here each rank makes all of them.
-Holds       what pytorch_FSDP.py does, once the model is sharded.
-Sends       what pytorch_FSDP.py does, for a ResNet or a GPT; other models may be cut finer.
+Holds       what pytorch_FSDP.py holds, once the model is sharded.
+Sends       what pytorch_FSDP.py sends, for a ResNet or a GPT; other models may have more units.
 """
 
 import os
@@ -41,13 +41,13 @@ def main():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cpu" and torch.cuda.is_available():
-        common.fail("--device cpu: Accelerate's FSDP takes the GPU; export CUDA_VISIBLE_DEVICES=")
+        common.fail("--device cpu: Accelerate's FSDP uses the GPU; export CUDA_VISIBLE_DEVICES=")
     policy = MixedPrecisionPolicy()
-    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    # Accelerate: the rest of the plugin's settings are in the environment, from the file
+    # Accelerate: reads the plugin's other settings from the environment, set from the file
     plugin = accelerate.FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     accelerator = accelerate.Accelerator(  # Accelerate: init_process_group() and set_device()
         cpu=device.type == "cpu",
@@ -56,7 +56,7 @@ def main():
             accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))
         ],
     )
-    if device.type == "cpu":  # Accelerate: knows FSDP on GPUs only; its code runs on CPUs, too
+    if device.type == "cpu":  # Accelerate: allows FSDP on GPUs only, yet it runs on CPUs
         for state in (accelerate.PartialState(), accelerator.state):
             state.distributed_type = accelerate.DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
@@ -78,7 +78,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # Accelerate: takes of each rank's own weights what is to be its shards, so all make the same
+    # Accelerate: shards each rank's own weights, so all ranks initialize the same ones
     torch.manual_seed(args.seed)
     model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     if rank > 0:
@@ -92,7 +92,7 @@ def main():
     fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors
     optimizer = common.make_optimizer(args, model, fused)
     model, optimizer = accelerator.prepare(model, optimizer)  # Accelerate: shards both
-    optimizer = optimizer.optimizer  # Accelerate: PyTorch's, out of a wrapper for GradScaler
+    optimizer = optimizer.optimizer  # Accelerate: PyTorch's, without the wrapper for GradScaler
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_sharded_snapshot(model, optimizer, scheduler)  # FSDP: each rank reads its shards
@@ -102,10 +102,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
-            accelerator.backward(loss)  # FSDP: gathers once more, and reduce-scatters gradients
+            accelerator.backward(loss)  # FSDP: all-gathers again, and reduce-scatters gradients
             if args.clip_grad:
                 accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
@@ -116,7 +116,7 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 

@@ -1,21 +1,21 @@
 """Measure the scripts on the same work, and write the results into these pages.
 
 Measure     python benchmark.py --suite cpu
-            The suites are files in config/: quick, gpt, shakespeare (which needs its text in
-            data/), by_hand, cpu, gpu, ecosystem, reviews (which needs data/movie_reviews), scaling,
-            inference, collectives and estimate. Each row is run in fresh processes by its own
-            launch command, the rows taking turns (A B C, A B C, ...); results/SUITE.json gathers
-            the figures. A row that fails says why, the others go on.
-            (The last three have steps instead, the last of which measures.)
-Look first  python benchmark.py --suite gpu --dry-run
-            Starts nothing: prints each row's command, and why this machine would leave it out.
-Continue    the same command again: what was stopped goes on where it was.
+            The suites are files in config/: quick, gpt, shakespeare (needs its text in data/),
+            by_hand, cpu, gpu, ecosystem, reviews (needs data/movie_reviews), scaling, inference,
+            collectives and estimate. Each row runs in fresh processes with its own launch command,
+            and the rows alternate (A B C, A B C, ...). The results go to results/SUITE.json. A row
+            that fails reports why, and the others continue.
+            (The last three suites have steps instead of rows; the last step measures.)
+Dry run     python benchmark.py --suite gpu --dry-run
+            Prints each row's command, and why this machine would skip it. Starts nothing.
+Resume      Run the same command again: an interrupted measurement continues where it stopped.
 Render      python benchmark.py --render
-            Rewrites the tables of the README and of docs/ in both languages, and draws the plots,
-            from results/ (report/ does it).
+            Rewrites the tables in README and docs/, in both languages, and the plots, from
+            results/.
 Check       python benchmark.py --check
-            Fails if a table or a plot is not what results/ says, or does not say which of the code
-            it measured has changed since.
+            Fails if a table or a plot does not match results/, or does not list which of the
+            measured code has changed since.
 """
 
 import argparse
@@ -88,12 +88,12 @@ def parse_args() -> argparse.Namespace:
     if bool(args.suite) + args.render + args.check != 1:
         fail("give one of --suite, --render and --check (--help lists the flags)")
     if not args.suite and (args.only or args.repeats or args.output or args.dry_run):
-        fail("--only, --dry-run, --repeats and --output go with --suite")
+        fail("--only, --dry-run, --repeats and --output need --suite")
     return args
 
 
 def read_suite(name: str) -> dict:
-    """``config/suite_NAME.json``, its rows spelled out: one for each number of ranks."""
+    """``config/suite_NAME.json``, with one row for each number of ranks."""
     suite = json.loads((CONFIG / f"suite_{name}.json").read_text())
     gpus = torch.cuda.device_count()
     defaults = {"table": name, "reference": False, "timeout": suite.get("timeout", 900)}
@@ -114,7 +114,7 @@ def read_suite(name: str) -> dict:
 
 
 def reasons_against(row: dict) -> list[str]:
-    """Why this machine would leave a row out."""
+    """Why this machine would skip a row."""
     flags = dict(itertools.pairwise(row["command"]))  # and what follows them
     ranks, gpus = row["ranks"], torch.cuda.device_count()
     missing = [package for package in row["needs"] if not importlib.util.find_spec(package)]
@@ -139,25 +139,25 @@ def reasons_against(row: dict) -> list[str]:
 
 
 def computes_float16() -> bool:
-    """Whether this CPU does, by what PyTorch's library of convolutions says. On others a step takes
-    dozens of times as long."""
+    """Whether PyTorch's convolution library supports float16 on this CPU. Where it does not, a step
+    takes dozens of times as long."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def render(check: bool) -> None:
-    """Rewrite the pages and draw the plots; or fail, changing nothing, if that would."""
+    """Rewrite the pages and draw the plots; with ``check``, only fail if anything would change."""
     changed, drawn = pages.find_changes()
     names = ", ".join(str(path.relative_to(ROOT)) for path in [*changed, *drawn])
     if check and names:
-        print(f"not what results/ says: {names}; python benchmark.py --render", file=sys.stderr)
+        print(f"out of date: {names}; run python benchmark.py --render", file=sys.stderr)
         raise SystemExit(1)
     if not check:
         pages.render(changed, drawn)
-        print(f"rendered: {names or 'all were as results/ says'}")
+        print(f"rendered: {names or 'nothing, all are up to date'}")
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run the rows in turns; write the result when all are done, and after each what there is."""
+    """Run the rows in turns. Write partial results after each run, and the result at the end."""
     suite = read_suite(args.suite)
     names = [row["name"] for row in suite["rows"]]
     for name in args.only:
@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace) -> None:
         return print_plan(suite | {"rows": rows})
     if suite.get("device") == "cuda" and not torch.cuda.is_available():
         fail(f"--suite {args.suite} needs a GPU and PyTorch finds none; try --suite cpu")
-    some = ".only" if args.only else ""  # a few rows are not to replace all
+    some = ".only" if args.only else ""  # some rows must not replace all
     output = args.output or RESULTS / f"{args.suite}{some}.json"
     check_writable(output.parent, f"--output {output}")
     if output.is_dir():
@@ -180,7 +180,7 @@ def measure(args: argparse.Namespace) -> None:
     try:
         run_rows(suite | {"rows": rows}, found, partial, RUNS / output.stem)
     except KeyboardInterrupt:
-        print(f"stopped; the same command goes on from {partial}", file=sys.stderr)
+        print(f"stopped; the same command resumes from {partial}", file=sys.stderr)
         raise SystemExit(130) from None
     write_json(partial, found | {"complete": True})
     os.replace(partial, output)
@@ -195,7 +195,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def print_plan(suite: dict) -> None:
-    """What measuring would start, and why a row would be left out."""
+    """Print what measuring would start, and why a row would be skipped."""
     for step in suite.get("steps", []):
         print(step.format(folder=(RUNS / suite["name"]).relative_to(ROOT)))
     for row in suite["rows"]:
@@ -205,7 +205,7 @@ def print_plan(suite: dict) -> None:
 
 
 def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
-    """The runs that ``found`` lacks, each written to ``partial`` when it ends."""
+    """Do the runs that ``found`` lacks, and write each one to ``partial`` when it ends."""
     by_name = {row["name"]: row for row in found["rows"]}
     for row in suite["rows"]:
         if row["name"] not in by_name:
@@ -230,14 +230,14 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
             if entry["failed"]:
                 continue
             bar.set_postfix_str(row["name"])
-            against = None  # the weights of a run on the same work
+            against = None  # weights of the reference run on the same workload
             if row["table"] in references:
                 against = folder / slug(references[row["table"]]) / "model.pt"
             to = folder / slug(row["name"])
             run, why = run_row(row["command"] + shlex.split(flags), to, row["timeout"], against)
             if run and suite.get("curves"):
                 run["curve"] = read_curve(to)
-            if run and flags:  # of memory alone: what the others say of it is less
+            if run and flags:  # measures memory only, but completely
                 entry["memory"] = {key: run[key] for key in ("command", "peak_memory_gib")}
                 for timed in entry["runs"]:
                     timed["peak_memory_gib"] = run["peak_memory_gib"]
@@ -250,7 +250,7 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
 
 
 def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> dict:
-    """What a stopped measurement has so far, if it is of this suite, commit and machine."""
+    """The partial results of this suite, commit and machine, or new ones."""
     repeats = args.repeats or suite["repeats"]
     about = {
         "schema": SCHEMA, "suite": args.suite, "about": suite["about"], "complete": False,
@@ -263,9 +263,9 @@ def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> d
         same = ("suite", "job", "jobs", "hardware", "versions", "git_commit")
         changed = [key for key in same if found.get(key) != about[key]]
         if changed:
-            fail(f"{partial} is of another {' and '.join(changed)}; remove it to begin anew")
+            fail(f"{partial} has another {' and '.join(changed)}; remove it to start from scratch")
         runs = sum(len(row["runs"]) for row in found["rows"])
-        print(f"going on from {partial}, which has {runs} runs")
+        print(f"resuming from {partial}, which has {runs} runs")
         return found | {"repeats": repeats}
     return about | {"date": today(), "rows": []}
 
@@ -285,8 +285,8 @@ def all_versions() -> dict[str, str]:
 
 
 def run_steps(suite: dict, output: Path) -> None:
-    """A suite whose last step writes a file of its own, with all figures; where they were measured
-    is added if that does not say it."""
+    """Run a suite whose last step writes its own file with all results. Add hardware, versions and
+    commit if the file lacks them."""
     folder = RUNS / output.stem
     for step in suite["steps"]:
         command = step.format(folder=folder.relative_to(ROOT))
@@ -302,16 +302,16 @@ def run_steps(suite: dict, output: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what a launcher may have left, and with our Python's programs first."""
+    """The environment without a launcher's variables, and with our Python's programs first."""
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
     return env | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}
 
 
 def run_row(words: list[str], folder: Path, timeout: float, against: Path | None):
-    """One run of a row, in processes of its own.
+    """One run of a row, in its own processes.
 
     Returns:
-        Its figures and ``None``, or ``None`` and why there are none.
+        its results and ``None``, or ``None`` and why it failed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
@@ -333,7 +333,7 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
         log.seek(0)
         text = log.read()
     if code is None:
-        return None, f"no end after {timeout:.0f} s"
+        return None, f"timed out after {timeout:.0f} s"
     if code or not (folder / "result.json").is_file():
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
@@ -349,12 +349,12 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
         run["parameters"] = sum(t.numel() for name, t in state.items() if is_parameter(name))
         if against and against.is_file() and against != weights:
             run["weights_difference"] = distance(state, torch.load(against, weights_only=True))
-    shutil.rmtree(folder / "snapshots", ignore_errors=True)  # large; nobody goes on from here
+    shutil.rmtree(folder / "snapshots", ignore_errors=True)  # large, and never resumed from
     return run, None
 
 
 def read_curve(folder: Path) -> list[list[float]]:
-    """Steps and their losses, from TensorBoard's file; empty if there is none."""
+    """Steps and losses from TensorBoard's file; empty if there is none."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder))
@@ -364,8 +364,8 @@ def read_curve(folder: Path) -> list[list[float]]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a launcher that still runs: asked to, it ends its workers, which have sessions of their
-    own; if it does not obey, kill what can be reached."""
+    """Terminate a launcher that still runs, which then ends its workers in their own sessions. If
+    it does not react, kill its process group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -376,13 +376,13 @@ def end(process: subprocess.Popen) -> None:
 
 
 def is_parameter(name: str) -> bool:
-    """And not what is counted, the vocabulary of a GPT, or what else an encoder keeps."""
+    """Whether a tensor is a parameter: not a statistic, a vocabulary or an encoder's extras."""
     buffers = ("running_mean", "running_var", "num_batches_tracked", "vocabulary")
     return not name.endswith((*buffers, "tokenizer", "config", "position_ids"))
 
 
 def distance(ours: dict, theirs: dict) -> float | None:
-    """How far apart the parameters of two models are, relative to the second's length."""
+    """The norm of the difference of two models' parameters, relative to the second's norm."""
     names = [name for name in theirs if is_parameter(name)]
     if names != [name for name in ours if is_parameter(name)]:
         return None
@@ -391,7 +391,7 @@ def distance(ours: dict, theirs: dict) -> float | None:
 
 
 def reason(text: str, code: int | None) -> str:
-    """Why a run failed, in a few words, from what it printed."""
+    """Why a run failed, in a few words, from its output."""
     text = text.replace("|", "/")  # which would end a cell of a table
     if re.search(r"out of memory|can't allocate memory|DefaultCPUAllocator", text, re.IGNORECASE):
         return "out of memory"

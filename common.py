@@ -3,16 +3,16 @@
 A script contains one technique and this file the training task, so two scripts differ only by their
 technique:
 
-    command line            flags, their defaults, what runs where
-    device and seeds        which one, how many threads, which precision
-    datasets and loader     images, a text or reviews, one loader
-    model                   any torchvision classifier, a GPT, or an encoder
+    command line            flags, their defaults, the first lines of output
+    device and seeds        device, threads, precision, random seeds
+    datasets and loader     images, text or reviews, one loader
+    model                   any torchvision classifier, a GPT or Llama, or an encoder
     optimizer and schedule  SGD or AdamW, warm-up and cosine
     evaluation              every sample counted once
-    model.pt                plain, whatever the technique
+    model.pt                a plain state dict for every technique
 
-What the data and the models are made of is in jobs/; what every run needs, whatever it trains, is
-in harness/: Run (progress, record, snapshots) in harness/run.py.
+Data sets and models are in jobs/. Progress, logs and snapshots are in harness/: see Run in
+harness/run.py.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
 from libraries.accelerate_launch import check_launch
 
-# What scripts use, in the order in which they do; some of it comes from below.
+# What the scripts use, in the order of use; some of it is imported.
 # fmt: off
 __all__ = [
     "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
@@ -70,15 +70,15 @@ __all__ = [
 
 # -------------------------------------------------------------------------------- command line
 
-HALF = {"cuda": "float16", "cpu": "bfloat16"}  # what most GPUs, and what CPUs, are fast in
+HALF = {"cuda": "float16", "cpu": "bfloat16"}  # the fast half precision of most GPUs, and of CPUs
 
 
 def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> ArgumentParser:
-    """The flags that all training scripts share; a script adds those of its technique.
+    """A parser with the flags that all training scripts share; a script adds its own flags.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
-        only_gpt: the technique works on the blocks of a GPT, and on no other model.
+        only_gpt: the technique supports only GPTs and Llamas.
         experts: the help shows the flags of a mixture of experts.
     """
     parser = command_line.make_parser(doc)
@@ -90,7 +90,7 @@ def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> Argument
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line, fill in what depends on the device, and check it all at once."""
+    """Read the command line, fill in defaults that depend on the device, and check all flags."""
     args = parser.parse_args()
     command_line.check_flags(args)
     remote.check_urls(args)
@@ -100,13 +100,13 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if getattr(args, "dtype", "") is None:
         args.dtype = HALF[args.device]
     if args.double and getattr(args, "dtype", "float32") != "float32":
-        fail(f"--double computes in float64, this run in {args.dtype}; leave out one of the two")
+        fail(f"--double is float64, and --dtype is {args.dtype}; leave out one of them")
     return args
 
 
 def prepare_process(args: argparse.Namespace) -> None:
-    """Settle what holds for the whole process: it ends with its launcher, listens on loopback when
-    all ranks share a machine, explains timeouts, can write its files, and has a default dtype."""
+    """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
+    explain timeouts, check that output can be written, and set the default dtype."""
     process.die_with_launcher()
     if WORLD_SIZE == LOCAL_WORLD_SIZE:
         process.listen_on_loopback()
@@ -122,11 +122,11 @@ def prepare_process(args: argparse.Namespace) -> None:
 
 
 def announce(args: argparse.Namespace, device: torch.device, readers: int = WORLD_SIZE) -> None:
-    """Print what runs where, and all settings. Then check the model's name, before any data.
+    """Print script, device and settings; then check the model's name, before loading data.
 
     Args:
-        readers: how many shares the batch is divided into. Where they are fewer than the ranks,
-            several ranks work on one.
+        readers: number of parts of the global batch. If there are fewer than ranks, several ranks
+            process the same part.
     """
     if args.batch_size % readers:
         near = max(args.batch_size // readers, 1) * readers
@@ -152,7 +152,7 @@ def announce(args: argparse.Namespace, device: torch.device, readers: int = WORL
 
 
 def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.device:
-    """GPU number ``local_rank``, or the CPU; the ranks of a machine share its cores equally.
+    """GPU ``local_rank``, or the CPU; the ranks of a machine split its cores equally.
 
     Args:
         local_rank: ``None`` if it was not passed as a flag: launchers also set LOCAL_RANK.
@@ -163,7 +163,7 @@ def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.de
             f"python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 {SCRIPT}.py"
         )
     local_rank = int(os.environ["LOCAL_RANK"]) if local_rank is None else local_rank
-    # For several ranks launchers set OMP_NUM_THREADS=1. Any other number is the user's own.
+    # Launchers set OMP_NUM_THREADS=1 for several ranks. Any other value is the user's own.
     if LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // LOCAL_WORLD_SIZE))
@@ -175,31 +175,31 @@ def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.de
             f"{LOCAL_WORLD_SIZE} ranks need as many GPUs, and this machine has {gpus}; "
             f"use --nproc_per_node={gpus}, or --device cpu"
         )
-    torch.set_float32_matmul_precision("high")  # in TF32, as cuDNN's convolutions are
+    torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN's convolutions
     return torch.device("cuda", local_rank)
 
 
 def get_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """``--dtype``, if the device can train in it."""
+    """``--dtype``, if the device supports training in it."""
     dtype = getattr(torch, args.dtype)
     other = "float16" if args.dtype == "bfloat16" else "bfloat16"
     if device.type == "cuda" and dtype == torch.bfloat16:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            fail(f"--dtype bfloat16: {device_name(device)} has none; use --dtype {other}")
+            fail(f"--dtype bfloat16: {device_name(device)} lacks it; use --dtype {other}")
     try:
         ones = torch.ones(1, 1, 1, 1, device=device, dtype=dtype, requires_grad=True)
         F.conv2d(ones, ones).sum().backward()
     except RuntimeError as error:
-        fail(f"--dtype {args.dtype}: {device_name(device)} cannot ({error}); use --dtype {other}")
+        fail(f"--dtype {args.dtype}: {device_name(device)} fails ({error}); use --dtype {other}")
     if device.type == "cpu" and dtype == torch.float16:
-        print0("float16: many CPUs have no fast convolution in it; bfloat16 is the usual one")
+        print0("float16: many CPUs have no fast convolution for it; use --dtype bfloat16")
     return dtype
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed the weights and dropout. Order and crops of the data have generators of their own."""
+    """Seed weights and dropout. Data order and augmentation have their own generators."""
     torch.manual_seed(seed)
-    torch.backends.cudnn.benchmark = not deterministic  # pays off, as all batches have one shape
+    torch.backends.cudnn.benchmark = not deterministic  # pays off, as batches have one shape
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -209,7 +209,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[TaskData, TaskData]:
-    """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
+    """The training and the evaluation set, of the same classes. Resolves ``auto``."""
     job = jobs.choice.data_of(args)
     train_set, eval_set = job.make_datasets(args)
     train_set.identity = {name: getattr(args, name) for name in job.IDENTITY}
@@ -223,14 +223,14 @@ def make_loader(
     sampler: Sampler | None = None,
     drop_last: bool = False,
 ) -> DataLoader:
-    """A loader of batches, for :meth:`Run.batches` and :func:`evaluate`: of uint8 images
-    ``[batch_size, 3, side, side]`` and int64 labels; or of their numbers alone, of images that a
-    GPU holds and of text.
+    """A loader of batches, for :meth:`Run.batches` and :func:`evaluate`: uint8 images
+    ``[batch_size, 3, side, side]`` and int64 labels; or, for text and for images that are on the
+    GPU, only the indices of samples.
 
     Args:
         batch_size: of one rank.
-        sampler: the order; ``None`` takes the samples as they come.
-        drop_last: leave out an incomplete last batch, as training does.
+        sampler: the order; ``None``: in the order of the dataset.
+        drop_last: drop an incomplete last batch, as in training.
     """
     if drop_last and len(dataset) < args.batch_size:
         few = f"{len(dataset)} training {dataset.units}"
@@ -243,12 +243,12 @@ def make_loader(
     return DataLoader(
         dataset,
         batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
-        collate_fn=loaders.hand_on,  # the dataset hands out whole batches
+        collate_fn=loaders.hand_on,  # the dataset returns whole batches
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",
         worker_init_fn=loaders.ignore_signals,
-        generator=torch.Generator(),  # it draws a seed every epoch: not out of dropout's sequence
+        generator=torch.Generator(),  # draws a seed per epoch, apart from dropout's numbers
     )
 
 
@@ -258,13 +258,13 @@ def make_loader(
 def make_model(
     args: argparse.Namespace, classes: list[str], channels_last: bool = True
 ) -> nn.Module:
-    """``--model``: a torchvision classifier or an encoder with one output per class, or a GPT with
-    one per character, on the CPU, with ``--weights``.
+    """``--model``, on the CPU, with ``--weights``: a torchvision classifier or an encoder with one
+    output per class, or a GPT with one per token.
 
     Args:
-        classes: or the vocabulary.
-        channels_last: on a GPU its weights in memory as its input: see :func:`to_input`. On a CPU
-            that makes DDP's backward and the fused optimizers slower.
+        classes: class names, or the vocabulary.
+        channels_last: on a GPU, use channels-last weights, like the input: see :func:`to_input`.
+            On a CPU this would slow down DDP's backward and the fused optimizers.
     """
     models = jobs.choice.models_of(args)
     model = models.make_model(args, classes)
@@ -272,7 +272,7 @@ def make_model(
         models.check_deterministic(args.model, model)
     if channels_last and args.device == "cuda":
         return model.to(memory_format=torch.channels_last)
-    # DDP would say it of 1x1 convolutions, whose two orders are the same.
+    # DDP warns about 1x1 convolutions, for which both memory formats are the same.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     return model
 
@@ -283,24 +283,24 @@ def make_model(
 def make_optimizer(
     args: argparse.Namespace, model: nn.Module, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """``--optimizer``.
+    """Create ``--optimizer``.
 
     Args:
         model: plain, wrapped or sharded.
-        fused: in one kernel, on a CPU too. A GradScaler leaves a step of such an optimizer out
-            without asking the device, and without its copies of all gradients.
+        fused: use the fused kernel, also on a CPU. A GradScaler can skip a step of a fused
+            optimizer without synchronizing, and without a copy of all gradients.
     """
     kind, options = optimizer_class(args)
     optimizer = kind(parameter_groups(args, model), **options | {"fused": fused})
     if fused and options.get("momentum"):
-        # A first step that GradScaler leaves out would keep momentum that was never written.
+        # If GradScaler skips the first step, the momentum would otherwise be uninitialized.
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimizer], dict]:
-    """What :func:`make_optimizer` makes, and with which options."""
+    """The class and the options for :func:`make_optimizer`."""
     options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "adamw":
         return torch.optim.AdamW, options
@@ -308,7 +308,7 @@ def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimize
 
 
 def parameter_groups(args: argparse.Namespace, model: nn.Module) -> list[dict]:
-    """What an optimizer takes: of a GPT, norms and embeddings apart, which do not decay."""
+    """Parameter groups: for a GPT, norms and embeddings are separate, without weight decay."""
     return jobs.choice.models_of(args).parameter_groups(model)
 
 
@@ -352,18 +352,18 @@ def make_scheduler(
 def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
     """Loss and accuracy over the whole set, every sample counted once at any world size.
 
-    Ranks must run equally many forwards, so ``DistributedSampler`` repeats some samples to make the
-    shares equal. The k-th sample of share s of n is number ``s + k * n``: what lies beyond the end
-    of the set is masked out of the sums. Several ranks may work on the same share.
+    All ranks must run the same number of forwards, so ``DistributedSampler`` repeats some samples.
+    The k-th sample of part s of n has index ``s + k * n``: indices beyond the end of the set are
+    masked out of the sums. Several ranks may process the same part.
 
     Args:
-        model: the plain model. A wrapper whose forward communicates will do where all ranks
-            call it, as all run equally many forwards. It gets images of its parameters' dtype.
+        model: the plain model. A wrapper whose forward communicates also works, as all ranks run
+            the same number of forwards. Its inputs have the dtype of its parameters.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
 
     Returns:
-        ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, equal on all ranks. Of
-        text, a sample here is a character that was to be predicted.
+        ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, identical on every
+        rank. For text, a sample is a predicted token.
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
@@ -380,7 +380,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         seen += len(labels)
     if dist.is_initialized():
         dist.all_reduce(sums)
-        sums /= WORLD_SIZE // of  # ranks that work on one share
+        sums /= WORLD_SIZE // of  # ranks that have the same batch
     loss, correct, samples = sums.tolist()
     expected = loader.dataset.count_labels()
     if samples != expected:
@@ -392,7 +392,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
 
 
 def save_model(args: argparse.Namespace, state_dict: dict[str, Tensor]) -> None:
-    """Write ``model.pt``, in fp32 (float64 under ``--double``), and what else a Llama has."""
+    """Write ``model.pt``, in fp32 (float64 with ``--double``), and further files of a Llama."""
     dtype = torch.get_default_dtype()
     state = {
         k: v.to("cpu", dtype if v.is_floating_point() else None).contiguous()

@@ -43,7 +43,7 @@ GPUS = {
     "T4": 14.56, "L4": 21.99, "A10": 21.99, "L40S": 44.42, "RTX3090": 23.70,
     "A100-40GB": 39.50, "A100-80GB": 79.25, "H100": 79.11,
 }  # fmt: skip
-SPARE = 1.5, 0.07  # GiB, or that part of --memory: fragmentation grows with what there is
+SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
 
 def gib_of(text: str) -> float:
@@ -60,10 +60,10 @@ def gib_of(text: str) -> float:
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Ours, and the flags that are handed on to the scripts."""
+    """The flags of this script, and those that are passed to the training scripts."""
     parser = make_parser(__doc__)
     # fmt: off
-    flag = parser.add_argument
+    flag = parser.add_flags("task")
     flag("--model", default="resnet50", metavar="NAME",
          help="any torchvision classifier, a GPT or a Llama (default: resnet50)")
     flag("--module", metavar="FILE:FUNCTION",
@@ -114,7 +114,7 @@ def check(args: argparse.Namespace) -> None:
         args.spare = max(least, part * args.memory) if args.spare is None else args.spare
         if args.memory <= args.spare:
             fail(
-                f"--memory {args.memory:g} is no more than --spare {args.spare:g}; "
+                f"--memory {args.memory:g} is not more than --spare {args.spare:g}; "
                 "use a lower --spare"
             )
     if args.scale and (args.fit or args.memory):
@@ -132,7 +132,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def step_of(path: Path | None) -> float:
-    """Milliseconds, from ``--from``."""
+    """Milliseconds of a step, from ``--from``."""
     if path is None:
         fail("--scale needs the compute time of a step: --step-ms MS, or --from result.json")
     try:
@@ -147,7 +147,7 @@ def step_of(path: Path | None) -> float:
 
 
 def check_batch(args: argparse.Namespace, chosen: list) -> None:
-    """Whether it can be divided, if one of the techniques divides it."""
+    """Check that the batch can be divided, if one of the techniques divides it."""
     if args.batch_size % args.gpus and any(gpus_of(technique) > 1 for technique in chosen):
         near = max(args.batch_size // args.gpus, 1) * args.gpus
         fail(
@@ -168,7 +168,7 @@ def choose(name: str, techniques: list):
 
 
 def checked(predictions):
-    """Pass on all, unless the first is a mistake of the user's, or one is a bug."""
+    """Yield all predictions; exit if the first one reports a user error, or any a bug."""
     for index, prediction in enumerate(without_bugs(predictions)):
         if prediction.mistake and index == 0:
             fail(prediction.mistake)
@@ -210,9 +210,9 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     if args.json:
         return print(json.dumps(shares, indent=2))
     print(
-        f"{describe(args, flags)}, {found.inputs}, {each} samples each: % of a step in which a "
-        f"rank waits for\nmessages, if they overlap with {args.step_ms:g} ms of computing as much "
-        "as they can, and if not at all\n"
+        f"{describe(args, flags)}, {found.inputs}, {each} samples per rank: % of a step that a "
+        f"rank waits for\ncommunication, with the best overlap with {args.step_ms:g} ms of compute "
+        "and with no overlap\n"
     )
     print(f"{'ranks':24}" + "".join(f"{n:>9,}" for n in RANKS))
     for name, row in shares.items():
@@ -227,7 +227,7 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
 
 
 def search(args: argparse.Namespace, chosen: list, predict, at_once: int) -> list:
-    """For each technique the prediction for its largest batch that fits; of 0 if none does."""
+    """The prediction for each technique's largest batch that fits; of batch 0 if none does."""
     from estimator import techniques
     from estimator.fit import LargestBatch
 
@@ -251,7 +251,7 @@ def search(args: argparse.Namespace, chosen: list, predict, at_once: int) -> lis
 
 
 def size_of(flags: list[str]):
-    """Of a decoder, by the scripts' own flags; ``None`` of other models."""
+    """The size of a decoder, from the scripts' own flags; ``None`` for other models."""
     from jobs import choice, decoder
 
     parser = make_parser("")
@@ -271,7 +271,7 @@ def job_of(args: argparse.Namespace, flags: list[str]):
 
     size, given = size_of(flags)
     if not size:
-        fail(f"--recommend is for a decoder, and --model is {args.model}; use gpt-LxHxD or a Llama")
+        fail(f"--recommend does not support --model {args.model}; use gpt-LxHxD or a Llama")
     if "--dtype" not in flags:
         flags += ["--dtype", "bfloat16"]
     half = flags[flags.index("--dtype") + 1] == "bfloat16"
@@ -299,8 +299,8 @@ def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
         short = (closest.peak - room) / GIB
         ideas = would_fit(job, args.gpus, room) + ["a smaller --batch-size"]
         fail(
-            f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; what comes "
-            f"closest, above, is {short:.2f} GiB too large: try {' or '.join(ideas)}"
+            f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; the closest, "
+            f"above, needs {short:.2f} GiB more: try {' or '.join(ideas)}"
         )
 
 
@@ -311,7 +311,7 @@ def main() -> None:
     try:
         predict_all(args, flags)
     except techniques.Killed as error:
-        fail(f"a process was killed (exit code {error}); is there enough memory?", code=3)
+        fail(f"a process was killed (exit code {error}), maybe for lack of memory", code=3)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -1,4 +1,4 @@
-"""Train on several devices with Lightning's Fabric: the loop of pytorch_torchrun_DDP.py stays.
+"""Train on several devices with Lightning Fabric, in the training loop of pytorch_torchrun_DDP.py.
 
 Differs     from pytorch_torchrun_DDP.py: Fabric wraps the model and the optimizer, and calls
             backward and the clipping. Lines tagged "# Fabric:".
@@ -27,17 +27,17 @@ lightning = common.import_optional("lightning")
 
 
 def make_fabric(args, world_size):
-    """Fabric, or one line that says why `fabric run` and this script do not agree."""
-    logging.getLogger("lightning").setLevel(logging.ERROR)  # Fabric: what Run says, too
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Fabric: or sets both
-    # Fabric: would refuse this object beside a name on the command line of `fabric run`
+    """Fabric, or a one-line error if the flags of `fabric run` and of this script conflict."""
+    logging.getLogger("lightning").setLevel(logging.ERROR)  # Fabric: repeats what Run prints
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Fabric: else sets both
+    # Fabric: rejects this object if the command line of `fabric run` names a strategy
     named = os.environ.pop("LT_STRATEGY", "ddp")
     if named != "ddp":
-        common.fail(f"--strategy={named}: this is a script about DDP; use --strategy=ddp")
+        common.fail(f"--strategy={named}: this script supports only DDP; use --strategy=ddp")
     named, ours = os.environ.pop("LT_ACCELERATOR", "auto"), args.device
     if named not in ("auto", ours, "gpu" if ours == "cuda" else ours):
-        common.fail(f"--accelerator={named}, and --device of the script is {ours}; give the same")
-    os.environ.pop("LT_DEVICES", None)  # Fabric: and this number, where it is "auto"
+        common.fail(f"--accelerator={named} and --device {ours} differ; give the same device")
+    os.environ.pop("LT_DEVICES", None)  # Fabric: and rejects this number if it is "auto"
     strategy = lightning.fabric.strategies.DDPStrategy(gradient_as_bucket_view=True)
     try:
         fabric = lightning.Fabric(
@@ -66,7 +66,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     # Fabric: would make the group, too, but without the store; it takes the one that is there
@@ -98,10 +98,10 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = fabric.setup_module(model)  # Fabric: DDP, which sends rank 0's weights to all
-    # Fabric: passes attributes that are set on its wrapper to the plain model, past DDP
+    model = fabric.setup_module(model)  # Fabric: DDP, which broadcasts rank 0's weights
+    # Fabric: its wrapper passes attributes to the plain model, not to DDP
     ddp = next(part for part in model.modules() if isinstance(part, DistributedDataParallel))
-    ddp.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    ddp.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -115,24 +115,24 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            fabric.backward(loss)  # DDP: averages the gradients, bucket by bucket
+            fabric.backward(loss)  # DDP: averages the gradients in buckets
             if args.clip_grad:
-                # Fabric: would raise an exception where --on-nan has something to say
+                # Fabric: would raise an exception before --on-nan can report it
                 fabric.clip_gradients(
                     model, optimizer, max_norm=args.clip_grad, error_if_nonfinite=False
                 )
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(ddp, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(ddp, optimizer, scheduler)
 

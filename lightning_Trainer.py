@@ -1,14 +1,14 @@
-"""Train on several devices with Lightning's Trainer: the loop is the library's.
+"""Train on several devices with the Lightning Trainer, which runs the training loop.
 
 Differs     from pytorch_torchrun_DDP.py: the Trainer has the loop, and calls the methods of a
             LightningModule. Data, record and snapshots stay ours. Lines tagged "# Trainer:".
 Command:    torchrun --nproc_per_node=4 lightning_Trainer.py (or python: a single process)
             torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp (or deepspeed_stage_2)
-Use it      when you want strategy, precision and clipping by one argument, and callbacks that
-            others have written. Not to learn what a step does, nor for an unusual loop.
+Use it      when you want to set strategy, precision and clipping by one argument each, and to use
+            existing callbacks. Not to learn what a step does, or for an unusual loop.
 Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds, and
             with --strategy deepspeed_stage_2 what pytorch_DeepSpeed.py holds at stage 2.
-Sends       what these send; and before every step one number, from rank 0, for which all wait.
+Sends       what these send; and before every step one number from rank 0, for which all wait.
 """
 
 import logging
@@ -32,7 +32,7 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_f
 
 
 class Task(lightning.LightningModule):
-    """What the Trainer calls, in the order in which it does."""
+    """The methods that the Trainer calls, in the order of the calls."""
 
     def __init__(self, args, run, model, train_loader, eval_loader, sampler):
         super().__init__()
@@ -46,7 +46,7 @@ class Task(lightning.LightningModule):
             return
         weights = self.model.state_dict()
         mesh = self.device_mesh["data_parallel"]
-        for block in common.blocks_of(self.model):  # FSDP: gathered one at a time
+        for block in common.blocks_of(self.model):  # FSDP: each is gathered as one unit
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)  # FSDP: the parameters outside the blocks
         self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards
@@ -54,29 +54,29 @@ class Task(lightning.LightningModule):
 
     # 4. Optimizer and schedule
     def configure_optimizers(self):
-        fused = not self.fsdp or self.args.optimizer == "adamw"  # FSDP: none of SGD
+        fused = not self.fsdp or self.args.optimizer == "adamw"  # FSDP: no fused SGD
         self.optimizer = common.make_optimizer(self.args, self.model, fused)
-        if self.deepspeed:  # DeepSpeed: one that has no state yet, as it changes the parameters
+        if self.deepspeed:  # DeepSpeed: without state yet, as it changes the parameters
             kind, options = common.optimizer_class(self.args)
             self.optimizer = kind(common.parameter_groups(self.args, self.model), **options)
         self.scheduler = common.make_scheduler(self.args, self.optimizer, len(self.train_loader))
         if self.deepspeed:  # DeepSpeed: steps the schedule, too
             return self.optimizer
-        # Trainer: would step it once an epoch, and ask for a metric of Lightning's for a plateau
+        # Trainer: would step it once per epoch, and require one of its own metrics for a plateau
         schedule = {"scheduler": self.scheduler, "interval": "step", "reduce_on_plateau": False}
         return {"optimizer": self.optimizer, "lr_scheduler": schedule}
 
     def train_dataloader(self):
         return Batches(self)
 
-    def on_train_start(self):  # Trainer: its handler of SIGTERM is set by now; Run's replaces it
+    def on_train_start(self):  # Trainer: has set its SIGTERM handler; Run's replaces it
         if self.deepspeed:
             self.trainer.model.lr_scheduler = self.scheduler
             self.held = deepspeed_engine.load_snapshot(self.run, self.trainer.model)
         elif self.fsdp:
             self.run.load_sharded_snapshot(self.model, self.optimizer, self.scheduler)
         else:
-            self.trainer.model.broadcast_buffers = False  # DDP: sent before evaluation
+            self.trainer.model.broadcast_buffers = False  # DDP: broadcast before evaluation
             self.run.load_snapshot(self.model, self.optimizer, self.scheduler)
         self.trainer.fit_loop.max_epochs -= self.run.start_epoch  # Trainer: counts from 0
 
@@ -100,26 +100,26 @@ class Task(lightning.LightningModule):
         return F.cross_entropy(logits, labels)
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
-        if self.deepspeed:  # DeepSpeed: has a step of its own
+        if self.deepspeed:  # DeepSpeed: has its own step
             return super().optimizer_step(epoch, batch_index, optimizer, closure)
         closure()  # Trainer: zero_grad and backward. It would do them inside optimizer.step(),
-        optimizer.step()  # after PyTorch's hooks of that step, which look at gradients for --on-nan
+        optimizer.step()  # after PyTorch's hooks of that step, which check gradients for --on-nan
 
     def on_train_batch_end(self, outputs, batch, batch_index):
-        self.run.log(outputs["loss"])  # fetched only when it is printed
-        if self.run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+        self.run.log(outputs["loss"])  # copied from the device only when it is printed
+        if self.run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
             self.save()
 
     # 6. Evaluate
     def on_train_epoch_end(self):  # Trainer: its validation would count repeated samples twice
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         self.run.report(common.evaluate(self.model, self.eval_loader, self.run.device))
         self.save()
 
     # 7. Save and report
     def on_train_end(self):
-        if self.deepspeed:  # DeepSpeed: of the fp32 copy, of a module whose name is before theirs
+        if self.deepspeed:  # DeepSpeed: the fp32 copy, of a module whose name prefixes theirs
             weights = deepspeed_engine.gather_weights(self.trainer.model)
             self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
         else:  # FSDP: gathered in rank 0's CPU memory
@@ -127,12 +127,12 @@ class Task(lightning.LightningModule):
 
 
 class DeepSpeed(lightning.pytorch.strategies.DeepSpeedStrategy):
-    """Lightning's, on CPUs as well, which DeepSpeed can use and Lightning refuses."""
+    """Lightning's strategy, also on CPUs, which DeepSpeed supports but Lightning rejects."""
 
     @property
     def root_device(self):
         device = super().root_device
-        return device if device.type == "cuda" else torch.device("cpu", 0)  # it asks for a number
+        return device if device.type == "cuda" else torch.device("cpu", 0)  # it requires an index
 
     def setup_environment(self):
         self.accelerator.setup_device(self.root_device)
@@ -140,7 +140,7 @@ class DeepSpeed(lightning.pytorch.strategies.DeepSpeedStrategy):
 
 
 class Batches:
-    """What the Trainer takes for a loader: the batches of our Run."""
+    """The Trainer's loader: the batches of our Run."""
 
     def __init__(self, task):
         self.task = task
@@ -149,14 +149,14 @@ class Batches:
         yield from self.task.run.batches(self.task.train_loader, self.task.epoch)
 
     def __len__(self):
-        # Trainer: without a length it takes a batch ahead. At the true one it does not come to the
-        # end, where Run stops the clock: hence one more than there are.
+        # Trainer: without a length it fetches a batch ahead. With the true one it never reaches the
+        # end, where Run stops the clock. Hence one more than there are.
         return len(self.task.train_loader) + 1
 
 
 def make_trainer(args, epochs):
-    """The Trainer without what Run does, or one line that says what this machine cannot run."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # Trainer: advertises, too
+    """The Trainer without what Run does, or a one-line error if this machine cannot run it."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # Trainer: prints advertisements
     warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec")  # Trainer: its own
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Trainer: or sets both
     strategies = lightning.pytorch.strategies
@@ -179,7 +179,7 @@ def make_trainer(args, epochs):
         num_nodes=dist.get_world_size() // common.LOCAL_WORLD_SIZE,
         strategy=strategy,
         precision="64-true" if args.double and args.strategy == "ddp" else "32-true",
-        max_epochs=epochs,  # Trainer: 1000, if it is not told
+        max_epochs=epochs,  # Trainer: defaults to 1000
         gradient_clip_val=args.clip_grad,
         logger=False,  # Trainer: would write lightning_logs/ into the working directory,
         enable_checkpointing=False,  # and its checkpoints there: Run writes snapshots
@@ -201,7 +201,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     # Trainer: would make the group, too, but without the store; it takes the one that is there
@@ -234,7 +234,7 @@ def main():
         config = {"train_batch_size": args.batch_size}
         deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
     ddp, fsdp = args.strategy == "ddp", args.strategy == "fsdp"
-    with torch.device("meta" if fsdp and rank > 0 else "cpu"):  # FSDP: weights on rank 0 alone
+    with torch.device("meta" if fsdp and rank > 0 else "cpu"):  # FSDP: weights on rank 0 only
         model = common.make_model(args, train_set.classes, channels_last=ddp)
     run = common.Run(args, device, train_loader)
     task = Task(args, run, model, train_loader, eval_loader, sampler)

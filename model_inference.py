@@ -5,7 +5,7 @@ Predict     python model_inference.py --weights runs/pytorch_DDP/model.pt --inpu
 Write       python model_inference.py --weights runs/pytorch_DDP/model.pt --prompt "O God, O God!"
             A GPT continues the text by --tokens tokens.
 Export      python model_inference.py --weights runs/pytorch_DDP/model.pt --export model.onnx
-            One file that takes uint8 images, normalizes them itself and knows its classes.
+            Writes one file that takes uint8 images, normalizes them and contains its class names.
 Run         python model_inference.py --weights model.onnx --input IMAGE
             In ONNX Runtime; --runtime torch or compile runs a model.pt in PyTorch.
 Measure     python model_inference.py --weights runs/pytorch_DDP/model.pt --benchmark
@@ -60,7 +60,7 @@ def argument_parser() -> argparse.ArgumentParser:
     positive = common.number(int, 1)
     # fmt: off
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE",
-                        help="a model.pt that a script wrote, or an .onnx that --export wrote")
+                        help="a model.pt of a training script, or an .onnx file of --export")
     flag = parser.add_argument_group("what to do (one of these)").add_argument
     flag("--input", metavar="IMAGE|FOLDER|test",
          help="predict an image or a folder of images; test: evaluate on the test split that "
@@ -110,7 +110,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line, completed by what the weights say of themselves."""
+    """Read the command line; the file of the weights fills in what it does not set."""
     args = argument_parser().parse_args()
     check_flags(args)
     if args.onnx:
@@ -118,7 +118,7 @@ def parse_args() -> argparse.Namespace:
     complete_as_trained(args)
     if args.dataset == "reviews" or args.model.startswith("encoder"):
         common.fail(
-            f"{args.weights} is of {args.model}, which classifies texts, and this script does not; "
+            f"{args.weights}: {args.model} classifies text, which this script does not support; "
             "docs/ecosystem.md shows how to use it"
         )
     args.gpt = is_decoder(args.model)
@@ -127,27 +127,27 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_gpt(args: argparse.Namespace) -> None:
-    """Report what is for classifiers."""
+    """Reject flags for classifiers."""
     args.tokenizer, args.train_samples = args.tokenizer or "chars", None
     if args.benchmark or args.runtime == "compile" or args.precision not in ("fp32", None):
         common.fail(
-            f"--benchmark, --runtime compile and --precision are for classifiers, and {args.model} "
-            "writes text; leave them out"
+            f"--benchmark, --runtime compile and --precision do not support {args.model}, which "
+            "generates text; leave them out"
         )
     if args.input and args.input != "test":
-        common.fail(f"--input {args.input}: {args.model} takes test, or a text by --prompt")
+        common.fail(f"--input {args.input}: {args.model} needs --input test or --prompt TEXT")
 
 
 def check_classifier(args: argparse.Namespace) -> None:
-    """Report what is for a GPT."""
+    """Reject flags for a GPT."""
     if args.prompt is not None:
-        common.fail(f"--prompt is for a GPT, and {args.model} sees images; give --input")
+        common.fail(f"--prompt needs a GPT, and {args.model} classifies images; use --input")
     args.norm = "group" if args.norm == "group" else "batch"  # sync has the same parameters
     args.top_k = args.top_k or 3
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Report what does not go together, and fill in the defaults that depend on other flags."""
+    """Reject invalid combinations, and fill in defaults that depend on other flags."""
     if bool(args.input) + (args.prompt is not None) + bool(args.export) + args.benchmark != 1:
         common.fail("give one of --input, --prompt, --export and --benchmark (--help: flags)")
     if args.prompt == "":
@@ -158,20 +158,20 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.onnx and (args.export or args.benchmark or args.runtime in ("torch", "compile")):
         common.fail(f"--weights {args.weights} runs in ONNX Runtime only; give the model.pt")
     if args.onnx and args.precision:
-        common.fail(f"--weights {args.weights} has its precision already; leave out --precision")
+        common.fail(f"--weights {args.weights} has a fixed precision; leave out --precision")
     if args.device == "cuda" and not torch.cuda.is_available():
         common.fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.precision == "bf16" and args.device == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            common.fail(f"--precision bf16: {torch.cuda.get_device_name()} has none; use fp16")
+            common.fail(f"--precision bf16: {torch.cuda.get_device_name()} lacks bf16; use fp16")
     args.provider = args.provider or PROVIDERS[args.device]
     if not args.benchmark:
         args.runtime = args.runtime or ("onnxruntime" if args.onnx else "torch")
         args.precision = args.precision or "fp32"
         if args.precision == "int8" and args.runtime != "onnxruntime" and not args.export:
-            common.fail("--precision int8 is for ONNX Runtime; add --runtime onnxruntime")
+            common.fail("--precision int8 needs ONNX Runtime; add --runtime onnxruntime")
     if args.export:
         if args.export.is_dir():
             common.fail(f"--export {args.export} is a folder; give a file, such as model.onnx")
@@ -185,7 +185,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def make_runner(args: argparse.Namespace) -> Runner:
-    """``--weights``, loaded into the runtime and precision that were asked for."""
+    """Load ``--weights`` into the selected runtime and precision."""
     if args.gpt and args.runtime == "torch":
         return TorchRunner(language.load_gpt(args), args.device)
     if args.runtime != "onnxruntime":
@@ -203,7 +203,7 @@ def make_runner(args: argparse.Namespace) -> Runner:
 
 
 def predict(args: argparse.Namespace) -> int:
-    """Answer ``--input``. Returns the exit code: 1 if some files could not be read."""
+    """Run ``--input``. Returns the exit code: 1 if some files could not be read."""
     if args.input == "test":
         print_accuracy(args)
         return 0
@@ -265,7 +265,7 @@ def print_accuracy(args: argparse.Namespace) -> None:
 
 
 def write(args: argparse.Namespace) -> None:
-    """Print ``--prompt`` and how the GPT goes on."""
+    """Print ``--prompt`` and the text that the GPT generates."""
     runner = make_runner(args)
     began = time.perf_counter()
     text = language.continue_text(args, runner)
@@ -278,7 +278,7 @@ def write(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write ``--export``, compared with PyTorch in fp32; nothing is left if that fails."""
+    """Write ``--export`` and compare it with PyTorch in fp32; leave no file if that fails."""
     started = time.perf_counter()
     temporary = args.export.with_name(f".{args.export.name}.part")
     try:
@@ -296,7 +296,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def export_classifier(args: argparse.Namespace, path: Path) -> None:
-    """Write it in the precision that was asked for, and compare it where that can be computed."""
+    """Export in the selected precision, and compare where this machine can compute it."""
     write_onnx(args, args.precision, path)
     print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
     if args.precision == "bf16" and args.provider == PROVIDERS["cpu"]:

@@ -1,15 +1,15 @@
 """Train a GPT on several devices with context parallelism: each rank has a shard of every sequence.
 
-Differs     from pytorch_torchrun_DDP.py: all ranks read the same sequences, each computes 1/N of
+Differs     from pytorch_torchrun_DDP.py: all ranks read the same sequences. Each computes 1/N of
             their positions, and attention exchanges keys and values. Lines tagged "# CP:".
 Command:    torchrun --nproc_per_node=4 pytorch_CP.py
             torchrun --nproc_per_node=4 pytorch_CP.py --attention ulysses (or allgather, pytorch)
 Use it      when the activations of one sequence do not fit, or a batch has fewer sequences than
-            ranks; for short ones DDP sends less. ring holds two ranks' keys and values at a time;
-            ulysses sends the least, but needs a head for each rank; allgather is the simplest;
-            pytorch is PyTorch's own ring, for GPUs.
-Holds       what one device holds, but the activations are those of 1/N of the positions. allgather
-            also keeps all keys and values until backward.
+            ranks; for short sequences DDP sends less. ring holds the keys and values of two ranks
+            at a time; ulysses sends the least, but needs at least one head per rank; allgather is
+            the simplest; pytorch is PyTorch's own ring attention, for GPUs.
+Holds       what one device holds, except that the activations are those of 1/N of the positions.
+            allgather also keeps all keys and values until backward.
 Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, as DDP does. And per layer,
             with K = 4 * B * T * D bytes for the keys of B sequences of T positions and width D:
             6 (ring), 4 (allgather) or 8 / N (ulysses) times K * (N - 1) / N.
@@ -34,7 +34,7 @@ from libraries import attention_kernels
 
 
 def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
-    """To the next rank of the ring; and what comes, and the works, which keep both alive."""
+    """Send to the next rank of the ring. Returns what comes in, and works that keep both alive."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     coming = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks)
@@ -43,7 +43,7 @@ def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
 
 
 def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
-    """Each rank and its shard, ours first. While one is used, the next is on its way."""
+    """Yields each rank and its shard, ours first. The next one is received in the meantime."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for turn in range(ranks):
         coming, works = send_on(own, group) if turn < ranks - 1 else (None, [])
@@ -54,19 +54,19 @@ def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
 
 
 def visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
-    """Which of our queries see which keys of rank ``source``, and whether up to the diagonal only:
-    of another rank's, half of all pairs, in every turn."""
+    """Which of our queries see which keys of rank ``source``, and whether the mask is causal. In
+    every turn with another rank's keys, these are half of all pairs."""
     if source == rank:
         return slice(None), slice(None), True
-    if source < rank:  # its second chunk comes after both of ours
+    if source < rank:  # its second chunk follows both of ours
         return slice(None), slice(half), False
-    return slice(half, None), slice(None), False  # both of its chunks come between ours
+    return slice(half, None), slice(None), False  # both of its chunks lie between ours
 
 
 class RingAttention(torch.autograd.Function):
-    """Our queries, and the keys and values of one rank after the other, in forward and again in
-    backward (Liu et al. 2023, arXiv:2310.01889): softmax needs of those that are not there no more
-    than the logarithm of the sum of their exponentials, which fused kernels return."""
+    """Our queries with the keys and values of one rank after the other, in forward and in backward
+    (Liu et al. 2023, arXiv:2310.01889). To combine the results, softmax needs only the logarithm of
+    the sum of exponentials for each rank, which fused kernels return."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
@@ -77,7 +77,7 @@ class RingAttention(torch.autograd.Function):
                 q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
             )
             if found is None:
-                found, log_sum = out.to(sums.dtype, copy=True), sums.clone()  # others may keep them
+                found, log_sum = out.to(sums.dtype, copy=True), sums.clone()  # updated in place
                 continue
             before = log_sum[:, :, ours]
             both = torch.logaddexp(before, sums)
@@ -106,7 +106,7 @@ class RingAttention(torch.autograd.Function):
             for work in works:
                 work.wait()
             travelling[:, :, :, seen] += torch.stack(of_seen)
-            travelling, works = send_on(travelling, ctx.group)  # follows its shard, and comes home
+            travelling, works = send_on(travelling, ctx.group)  # follows its shard around the ring
         for work in works:
             work.wait()
         return of_q, *(of_own + travelling), None
@@ -117,7 +117,7 @@ ATTENTIONS |= {**attention.OTHERS, "pytorch": attention_kernels.pytorch_ring}
 
 
 class WholeSequences(nn.Module):
-    """Takes whole sequences, and returns the logits of all positions, on every rank."""
+    """Takes whole sequences, and returns the logits of all positions on every rank."""
 
     def __init__(self, model: nn.Module, group=None):
         super().__init__()
@@ -142,7 +142,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         why = f"{heads} heads of {args.model} cannot be divided among {world_size} ranks"
         common.fail(f"--attention ulysses: {why}; use --attention ring")
     if args.attention == "pytorch" and (args.device == "cpu" or args.double):
-        common.fail("--attention pytorch runs on GPUs, not in float64; use --attention ring")
+        common.fail("--attention pytorch needs a GPU and no --double; use --attention ring")
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -156,7 +156,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -188,14 +188,14 @@ def main():
     model = common.make_model(args, train_set.classes).to(device)
     attend = ATTENTIONS[args.attention]()
     for block in common.blocks_of(model):
-        block.attention.attend = attend  # CP: the only place where positions look at others
-    positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: of our tokens
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+        block.attention.attend = attend  # CP: only attention mixes positions
+    positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: this rank's
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -208,23 +208,23 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: each sequence's
-            optimizer.zero_grad()  # gradients would add up otherwise
+            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: of each sequence
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions)
-            loss = F.cross_entropy(logits, labels)  # CP: shards are equal: DDP's mean is over all
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss = F.cross_entropy(logits, labels)  # CP: equal shards, so DDP's mean is exact
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
-        whole = WholeSequences(model.module)  # CP: of which each rank computes its positions
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+        whole = WholeSequences(model.module)  # CP: each rank computes its own positions
         run.report(common.evaluate(whole, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

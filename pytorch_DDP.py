@@ -1,12 +1,12 @@
 """Train on several devices with DistributedDataParallel, one process each.
 
-Differs     from pytorch_SingleGPU.py: every process (rank) has a copy of the model and a share of
-            each batch; gradients are averaged while backward runs. Lines tagged "# DDP:".
+Differs     from pytorch_SingleGPU.py: every process (rank) has a copy of the model and 1/N of each
+            batch; gradients are averaged while backward runs. Lines tagged "# DDP:".
 Command:    python -m torch.distributed.launch --nproc_per_node=4 --nnodes=1 pytorch_DDP.py
-            (deprecated, but what much code still uses: pytorch_torchrun_DDP.py is its successor)
-Use it      when the model fits one device and takes too long. Not when it does not fit.
-Holds       what one device holds, but the activations are those of 1/N of the batch.
-Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
+            (deprecated but still common; new code uses torchrun, as in pytorch_torchrun_DDP.py)
+Use it      when the model fits one device but training is too slow. Not when it does not fit.
+Holds       what one device holds, except that the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in bucketed all-reduces.
 """
 
 from datetime import timedelta
@@ -27,7 +27,7 @@ def main():
     parser.add_argument("--local-rank", "--local_rank", type=int)  # DDP: the launcher passes it
     args = common.parse_args(parser)
     common.prepare_process(args)
-    device = common.get_device(args, args.local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, args.local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -53,12 +53,12 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -71,21 +71,21 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

@@ -1,4 +1,4 @@
-"""Train on several devices in mixed precision: what people run in practice.
+"""Train on several devices with DDP and mixed precision, the usual setup in practice.
 
 Differs     from pytorch_torchrun_DDP.py: autocast, GradScaler and gradient clipping, as in
             pytorch_auto_mixed_precision.py. Lines tagged "# AMP:".
@@ -6,8 +6,8 @@ Command:    torchrun --nproc_per_node=4 pytorch_DDP_AMP.py
             torchrun --nproc_per_node=4 pytorch_DDP_AMP.py --dtype bfloat16 --clip-grad 1
 Use it      as the first choice on several GPUs with tensor cores. Not when the model does not fit.
 Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer, and 2 while a step runs for the copy in half; the activations are those
-            of 1/N of the batch, and take about half of what they take in fp32.
+            the optimizer, and during a step 2 for the half-precision copy; the activations are
+            those of 1/N of the batch, and take about half of their fp32 memory.
 Sends       as DDP, per step and rank, 2 * 4 * (N - 1) / N bytes per parameter: gradients are fp32.
             pytorch_comm_hooks.py sends half of that.
 """
@@ -39,7 +39,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -69,18 +69,18 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
-    # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
+    # are scaled down before the step. bfloat16 has the range of fp32 and needs no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
@@ -90,25 +90,25 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
-            # DDP: averages the gradients, bucket by bucket, as they are ready
+            # DDP: averages the gradients in buckets, as they become ready
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:
-                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
+                scaler.unscale_(optimizer)  # AMP: 2. unscale: clipping needs unscaled gradients
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
             scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
             scaler.update()  # AMP: 5. lower the scale after an overflow, else raise it now and then
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         with torch.autocast(device.type, dtype):  # AMP: as in training
             metrics = common.evaluate(model.module, eval_loader, device)  # DDP: on every rank
         run.report(metrics)

@@ -1,16 +1,16 @@
 """Train on several devices with DDP, and shard the optimizer state across the ranks.
 
 Differs     from pytorch_torchrun_DDP.py: with --use_zero each rank updates 1/N of the parameters,
-            so it keeps 1/N of the optimizer's state, and sends what it updated to the others (stage
-            1 of ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). Lines tagged "# ZeRO:".
+            keeps only their optimizer state, and broadcasts them (ZeRO stage 1, Rajbhandari et al.
+            2020, arXiv:1910.02054). Lines tagged "# ZeRO:".
 Command:    torchrun --nproc_per_node=4 pytorch_DDP_ZeRO.py --use_zero
-            torchrun --nproc_per_node=4 pytorch_DDP_ZeRO.py (the same without, to compare)
-Use it      when the optimizer's state is what does not fit, above all AdamW's. Not when gradients
-            and parameters are too much as well: pytorch_FSDP.py shards them too.
+            torchrun --nproc_per_node=4 pytorch_DDP_ZeRO.py (without ZeRO, to compare)
+Use it      when the optimizer state does not fit, especially AdamW's. Not when gradients and
+            parameters do not fit either: pytorch_FSDP.py shards them, too.
 Holds       per parameter 4 bytes, 4 for its gradient, and 4/N (SGD with momentum) or 8/N (AdamW)
             for the optimizer; the activations are those of 1/N of the batch.
 Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter to average the gradients, and
-            4 * (N - 1) / N to hand out the updated parameters.
+            4 * (N - 1) / N to broadcast the updated parameters.
 """
 
 import os
@@ -32,13 +32,13 @@ import common
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--use_zero", "--use-zero", action="store_true", help="shard the optimizer")
+    parser.add_argument("--use_zero", "--use-zero", action="store_true", help="use ZeRO stage 1")
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -68,12 +68,12 @@ def main():
     # 3. Model
     # ZeRO: default memory format, because it flattens the weights
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
@@ -95,23 +95,23 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 if args.use_zero:
-                    optimizer.consolidate_state_dict(to=0)  # ZeRO: all ranks send it their share
+                    optimizer.consolidate_state_dict(to=0)  # ZeRO: gathers all shards on rank 0
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         if args.use_zero:
             optimizer.consolidate_state_dict(

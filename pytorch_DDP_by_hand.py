@@ -1,13 +1,13 @@
 """Train on several devices with DDP written out: what DistributedDataParallel does for you.
 
-Differs     from pytorch_SingleGPU.py: each rank computes the gradients of 1/N of the batch, and all
-            average them by all-reduces. Lines tagged "# by hand:" are what DDP would do.
+Differs     from pytorch_SingleGPU.py: each rank computes the gradients of 1/N of the batch, and
+            all-reduces average them. Lines tagged "# by hand:" are what DDP would do.
 Command:    torchrun --nproc_per_node=4 pytorch_DDP_by_hand.py
             torchrun --nproc_per_node=4 pytorch_DDP_by_hand.py --average each (or buckets)
 Use it      to learn how it works. To train, take pytorch_torchrun_DDP.py, which also does what
             docs/under_the_hood.md lists.
-Holds       what one device holds, but the activations are those of 1/N of the batch.
-Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in all-reduces of buckets.
+Holds       what one device holds, except that the activations are those of 1/N of the batch.
+Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, in bucketed all-reduces.
 """
 
 import os
@@ -24,7 +24,7 @@ import common
 
 
 class Bucket:
-    """Parameters whose gradients travel in one message."""
+    """Parameters whose gradients are averaged in one all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
@@ -34,17 +34,17 @@ class Bucket:
         """Average the gradients of these parameters."""
         for p, part in zip(self.parameters, self.row.split(self.sizes), strict=True):
             torch.div(p.grad, dist.get_world_size(), out=part.view_as(p))
-            p.grad = part.view_as(p)  # by hand: of the message, so it needs no room of its own
-        self.sent.append(dist.all_reduce(self.row, async_op=True))  # by hand: on its way
+            p.grad = part.view_as(p)  # by hand: a view of the flat buffer, not a copy
+        self.sent.append(dist.all_reduce(self.row, async_op=True))  # by hand: returns at once
 
     def send_when_full(self, _) -> None:
-        """What each parameter calls in backward, when it has its gradient."""
+        """The hook that runs in backward as soon as a parameter has its gradient."""
         if all(p.grad is not None for p in self.parameters):
             self.send()
 
 
 def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
-    """Fill one after the other with a little more than ``size`` bytes, in backward's order."""
+    """Fill bucket after bucket with a little more than ``size`` bytes, in the order of backward."""
     buckets = [[]]
     for p in reversed(parameters):
         if sum(p.nbytes for p in buckets[-1]) > size:
@@ -66,7 +66,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -83,7 +83,7 @@ def main():
     )  # DDP: this rank's number, and how many
     common.announce(args, device)
     if world_size == 1:
-        common.print0("one rank alone sends nothing; start two with torchrun --nproc_per_node=2")
+        common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
@@ -99,8 +99,8 @@ def main():
     # by hand: default memory format, because buckets flatten the gradients
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
-    size = 0 if args.average == "each" else 4 * 2**20  # by hand: bytes; DDP's have 25 MiB
+        dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
+    size = 0 if args.average == "each" else 4 * 2**20  # by hand: bytes; DDP's are 25 MiB
     buckets = make_buckets(list(model.parameters()), size)
     for bucket in buckets if args.average == "overlap" else []:
         for p in bucket.parameters:
@@ -117,25 +117,25 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # by hand: buckets that are full are sent meanwhile
+            loss.backward()  # by hand: full buckets are averaged meanwhile
             for bucket in buckets:
                 if args.average != "overlap":
-                    bucket.send()  # by hand: or only now
-                bucket.sent.pop().wait()  # by hand: now they are the average of all ranks'
+                    bucket.send()  # by hand: or only after backward
+                bucket.sent.pop().wait()  # by hand: now they are averages over all ranks
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

@@ -1,15 +1,15 @@
-"""Train on all GPUs of a machine from one process, with DataParallel: the way that came first.
+"""Train on all GPUs of a machine from one process with DataParallel, the predecessor of DDP.
 
 Differs     from pytorch_SingleGPU.py: at every step the weights are copied to all GPUs, the batch
             is scattered, a thread per GPU computes, and the first gathers results and gradients.
             Lines tagged "# DP:".
 Command:    python pytorch_DP.py
             CUDA_VISIBLE_DEVICES=0,1 python pytorch_DP.py --dtype bfloat16
-Use it      to understand old code. For new code take DDP: in one process Python's lock holds the
-            threads up, and the first GPU has more to do and to keep than the others.
+Use it      to understand old code. For new code use DDP: in one process Python's global lock slows
+            the threads down, and the first GPU needs more time and memory than the others.
 Holds       on the first GPU 4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or
-            8 (AdamW) for the optimizer; on each GPU while a step runs a replica and its gradients,
-            8 per parameter, and the activations of its share of the batch.
+            8 (AdamW) for the optimizer; during a step, on each GPU a replica and its gradients,
+            8 per parameter, and the activations of its part of the batch.
 Sends       per step, to and from each other GPU, 4 bytes per parameter each way, and the images.
 """
 
@@ -22,8 +22,8 @@ import common
 
 
 class Replica(nn.Module):
-    """DP: what is copied to each GPU. Autocast is inside of it: it is a setting of a thread, and of
-    one around the call the replicas' threads would learn only that it is on, not its dtype."""
+    """DP: what is copied to each GPU. Autocast is set inside, because it is a setting of a thread:
+    around the call it would pass to the replicas' threads that it is on, but not its dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -33,7 +33,7 @@ class Replica(nn.Module):
         autocast = self.dtype != torch.float32
         with torch.autocast(images.device.type, self.dtype if autocast else None, enabled=autocast):
             logits = self.model(images)
-        return logits.to(torch.get_default_dtype())  # DP: the softmax needs fp32's digits
+        return logits.to(torch.get_default_dtype())  # DP: the softmax needs fp32 precision
 
 
 def main():
@@ -61,7 +61,7 @@ def main():
     model = common.make_model(args, train_set.classes).to(device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     parallel = replica = Replica(model, dtype)
-    if gpus:  # DP: the CPU is not one of its devices
+    if gpus:  # DP: DataParallel needs GPUs
         parallel = nn.DataParallel(replica, device_ids=list(range(gpus)))
     common.print0(f"DataParallel: {gpus} GPUs{', so it does nothing' if gpus < 2 else ''}")
 
@@ -69,7 +69,7 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
-    run = common.Run(args, device, train_loader, gpus)  # DP: whose memory counts, too
+    run = common.Run(args, device, train_loader, gpus)  # DP: counts the memory of all of them
     run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
@@ -82,15 +82,15 @@ def main():
                 images
             )  # DP: scatters the batch, copies the weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
-            scaler.scale(loss).backward()  # DP: adds up the replicas' gradients on the first GPU
+            scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
             if args.clip_grad:
-                scaler.unscale_(optimizer)  # DP: the limit is for true gradients
+                scaler.unscale_(optimizer)  # DP: clipping needs unscaled gradients
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate

@@ -1,20 +1,20 @@
 """Train on several devices with DeepSpeed: ZeRO stages 0 to 3, chosen in a JSON file.
 
-Differs     from pytorch_torchrun_DDP.py: DeepSpeed's engine takes the place of DDP. It shards the
-            optimizer (stage 1 of ZeRO), also the gradients (2), also the parameters (3).
+Differs     from pytorch_torchrun_DDP.py: DeepSpeed's engine replaces DDP. It shards the optimizer
+            state (ZeRO stage 1), also the gradients (stage 2), and also the parameters (stage 3).
             Lines tagged "# DeepSpeed:".
 Command:    deepspeed pytorch_DeepSpeed.py --deepspeed_config config/zero_stage2_config.json
             deepspeed --num_gpus 2 pytorch_DeepSpeed.py (or torchrun --nproc_per_node=2, or python)
-Use it      when the model does not fit one device, or to try the stages; with offload, when it fits
-            no number of them. pytorch_FSDP.py does what stage 3 does, and needs PyTorch alone.
+Use it      when the model does not fit one device, or to compare the stages; with offload, when it
+            does not fit all GPUs together. pytorch_FSDP.py does what stage 3 does in plain PyTorch.
 Holds       per parameter, with K = 4 (SGD with momentum) or 8 (AdamW) for the optimizer: stage 0,
             4 + 4 + K bytes, as DDP; stages 1 and 2, 4 + (4 + K) / N and a second copy of the
-            weights, 4 / N; stage 3, (4 + 8 + K) / N and the copy, 4 / N. During backward also a
-            bucket of gradients; stage 1 holds all of them, 4, until backward ends.
+            weights, 4 / N; stage 3, (4 + 8 + K) / N and the copy, 4 / N. During backward, also a
+            bucket of gradients; stage 1 holds all gradients, 4, until backward ends.
 Sends       per step and rank, with a = 4 * (N - 1) / N bytes per parameter: stage 0, all-reduces of
-            the gradients, 2a; stages 1 and 2, these and an all-gather of the weights, 3a; stage 3,
-            all-gathers of the weights and a reduce-scatter of the gradients, 3a by its paper
-            (arXiv:1910.02054), 2a counted on ResNet-18.
+            the gradients, 2a; stages 1 and 2, also an all-gather of the weights, 3a; stage 3,
+            all-gathers of the weights and a reduce-scatter of the gradients, 3a according to the
+            paper (arXiv:1910.02054), 2a as measured on ResNet-18.
 """
 
 import os
@@ -48,7 +48,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -84,39 +84,39 @@ def main():
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
     scheduler = partial(common.make_scheduler, args, steps_per_epoch=len(train_loader))
-    model, _, _, _ = deepspeed.initialize(  # DeepSpeed: sends rank 0's weights to all
+    model, _, _, _ = deepspeed.initialize(  # DeepSpeed: broadcasts rank 0's weights
         model=model,
         model_parameters=common.parameter_groups(args, model),
-        # DeepSpeed: calls these two, or makes what the file names
+        # DeepSpeed: calls these two, unless the file configures its own
         optimizer=None if "optimizer" in config else partial(optimizer_class, **options),
         lr_scheduler=None if "scheduler" in config else scheduler,
         config=config,
     )
     dtype = next(model.parameters()).dtype  # DeepSpeed: bfloat16 if the file says so
     run = common.Run(args, device, train_loader)
-    held = deepspeed_engine.load_snapshot(run, model)  # DeepSpeed: each rank reads its part
+    held = deepspeed_engine.load_snapshot(run, model)  # DeepSpeed: each rank reads its shards
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in it
+        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
             logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
             loss = F.cross_entropy(logits, labels)
-            model.backward(loss)  # DeepSpeed: averages the gradients, bucket by bucket
+            model.backward(loss)  # DeepSpeed: averages the gradients in buckets
             model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its part
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+                deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its shards
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         deepspeed_engine.save_snapshot(run, model)
 
     # 7. Save and report
-    # DeepSpeed: gathered one tensor at a time, of the fp32 copy, to the memory of rank 0's CPU
+    # DeepSpeed: gathers the fp32 copy on the CPU of rank 0, one tensor at a time
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:
         common.save_model(args, weights)

@@ -4,13 +4,13 @@ Differs     from pytorch_torchrun_DDP.py: a block has several MLPs, distributed 
             token goes to some of them (dispatch) and back (combine). Lines tagged "# EP:".
 Command:    torchrun --nproc_per_node=4 pytorch_EP.py
             torchrun --nproc_per_node=4 pytorch_EP.py --experts 16 --top-k 2
-Use it      for such models. Within a machine, as tokens are exchanged in every block, and nothing
-            is computed meanwhile. Not for a dense model.
-Holds       what one device holds, but of the experts, their gradients and their optimizer 1/N; and
-            the activations of 1/N of the batch, with as many tokens as are routed to our experts.
-Sends       per step, rank and block, 4 * 4 * K * (N - 1) / N bytes for each number in this rank's
-            activations, with --top-k K: dispatch and combine, in forward and in backward. And
-            2 * 4 * (N - 1) / N bytes per parameter that is no expert's, in all-reduces.
+Use it      for mixture-of-experts models, within a machine: every block exchanges tokens, and
+            nothing overlaps with this communication. Not for a dense model.
+Holds       what one device holds, but only 1/N of the experts, their gradients and their optimizer
+            state; and the activations of 1/N of the batch, in experts of the tokens routed to them.
+Sends       per step, rank and block, 4 * 4 * K * (N - 1) / N bytes per element of this rank's
+            activations, with --top-k K: dispatch and combine, in forward and in backward. In
+            addition, 2 * 4 * (N - 1) / N bytes per non-expert parameter, in all-reduces.
 """
 
 import os
@@ -29,11 +29,11 @@ import common
 
 
 class Exchange(torch.autograd.Function):
-    """Rows for each rank, one rank's after the other's, to rows from each rank."""
+    """All-to-all: from rows for each rank, in the order of the ranks, to rows from each rank."""
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
-        ctx.sizes = outgoing, incoming  # EP: how many rows, to and from each rank
+        ctx.sizes = outgoing, incoming  # EP: number of rows to and from each rank
         received = rows.new_empty(sum(incoming), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing)
         return received
@@ -41,35 +41,35 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         outgoing, incoming = ctx.sizes
-        return Exchange.apply(gradient, incoming, outgoing), None, None  # EP: the same way back
+        return Exchange.apply(gradient, incoming, outgoing), None, None  # EP: the reverse exchange
 
 
 def run_distributed_experts(mixture: nn.Module, tokens: torch.Tensor, counts: torch.Tensor):
-    """MixtureOfExperts.run_own_experts(), where each rank has some of the experts."""
+    """MixtureOfExperts.run_own_experts() for experts that are distributed over the ranks."""
     world_size, held = dist.get_world_size(), len(mixture.experts)
-    theirs = torch.empty_like(counts)  # EP: of each rank, how many tokens it has for our experts
+    theirs = torch.empty_like(counts)  # EP: how many tokens each rank has for our experts
     dist.all_to_all_single(theirs, counts)
     both = torch.stack([counts, theirs]).view(2, world_size, held)
     on_cpu = both.to("cpu", non_blocking=True)
     if both.is_cuda:
         torch.cuda.current_stream().synchronize()  # EP: the CPU waits for the GPU here, once
     outgoing, incoming = on_cpu.sum(2).tolist()
-    received = Exchange.apply(tokens, outgoing, incoming)  # EP: by rank, and of each by expert
+    received = Exchange.apply(tokens, outgoing, incoming)  # EP: sorted by rank, then expert
     expert = torch.arange(held, device=counts.device).repeat(world_size)
     expert = expert.repeat_interleave(theirs, output_size=len(received))
-    order = expert.argsort(stable=True)  # EP: by expert, of all ranks
+    order = expert.argsort(stable=True)  # EP: sorted by expert
     sizes = on_cpu[1].sum(0).tolist()
     outputs = mixture.run_own_experts(received[order], both[1].sum(0), sizes)
     return Exchange.apply(outputs[order.argsort()], incoming, outgoing)
 
 
 def mean_over_ranks(load: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(load)  # EP: else each rank would balance the load of its own tokens
+    dist.all_reduce(load)  # EP: else each rank would balance only its own tokens
     return load / dist.get_world_size()
 
 
 def distribute_experts(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
-    """Leave this rank 1/N of each block's experts, on the device. Returns their parameters."""
+    """Keep 1/N of each block's experts, move the model to the device; return their parameters."""
     rank, world_size, names = dist.get_rank(), dist.get_world_size(), []
     for number, block in enumerate(model.blocks):
         mixture = block.mlp
@@ -82,16 +82,16 @@ def distribute_experts(model: nn.Module, device: torch.device) -> set[nn.Paramet
     model.to(device)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     experts = {model.get_parameter(name) for name in names}
-    for p in experts:  # EP: has the sum over all ranks already; of the others, DDP takes the mean
+    for p in experts:  # EP: an expert's gradient is a sum over ranks; DDP averages the others
         p.register_hook(lambda gradient: gradient / world_size)
     return experts
 
 
 def clip_grad_norm(parameters: list[nn.Parameter], experts: set, max_norm: float) -> None:
-    """nn.utils.clip_grad_norm_ by the global gradient norm, of all ranks' experts."""
+    """nn.utils.clip_grad_norm_ by the global gradient norm, over the experts of all ranks."""
     own = nn.utils.get_total_norm([p.grad for p in parameters if p in experts])
     others = nn.utils.get_total_norm([p.grad for p in parameters if p not in experts])
-    dist.all_reduce(squares := own.square())  # EP: of the others, all ranks have the same
+    dist.all_reduce(squares := own.square())  # EP: others are identical on every rank
     nn.utils.clip_grads_with_norm_(parameters, max_norm, (squares + others.square()).sqrt())
 
 
@@ -105,7 +105,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -139,12 +139,12 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
     experts = distribute_experts(model, device)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -157,21 +157,21 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 clip_grad_norm(list(model.parameters()), experts, args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_sharded_snapshot(model.module, optimizer, scheduler)  # EP: its own experts
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model.module, optimizer, scheduler)  # EP: its own experts
 

@@ -1,13 +1,13 @@
 """Train on several devices with fully_shard (FSDP2): each rank keeps 1/N of all state.
 
-Differs     from pytorch_torchrun_DDP.py: parameters, gradients and optimizer are sharded, and a
-            block is gathered to compute and then freed again. Lines tagged "# FSDP:".
+Differs     from pytorch_torchrun_DDP.py: parameters, gradients and optimizer state are sharded. A
+            block is all-gathered before it computes, and freed afterwards. Lines tagged "# FSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP.py
             torchrun --nproc_per_node=4 pytorch_FSDP.py --dtype bfloat16
-Use it      when model and optimizer do not fit one device. Not when they do: it sends half as much
-            again as DDP, and activations, most of a small model's memory, are not sharded.
+Use it      when model and optimizer do not fit one device. Not when they do: it sends 1.5 times as
+            much as DDP, and does not shard activations, most of a small model's memory.
 Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
-            (AdamW) for the optimizer; and one or two whole blocks while they compute.
+            (AdamW) for the optimizer; and one or two unsharded blocks while they compute.
 Sends       per step and rank, 3 * 4 * (N - 1) / N bytes per parameter: an all-gather before forward
             and one before backward, and a reduce-scatter of the gradients.
 """
@@ -42,7 +42,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -74,7 +74,7 @@ def main():
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy()
-    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh)
@@ -96,10 +96,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
@@ -110,7 +110,7 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 

@@ -1,18 +1,18 @@
 """Train on several devices with tensor parallelism within a row of the mesh, FSDP across rows.
 
-Differs     from pytorch_TP.py: the ranks are a grid. Those of a row work on one share of the batch
-            with tensor parallelism; those of a column, which hold the same parts, share these out
-            as FSDP does. Lines tagged "# 2-D:".
+Differs     from pytorch_TP.py: the ranks form a 2-D device mesh. The ranks of a row process the
+            same part of the batch with tensor parallelism. The ranks of a column have the same
+            tensor-parallel shards, and FSDP shards these again. Lines tagged "# 2-D:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2
             torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2 --sequence-parallel
-Use it      on several machines: tensor parallelism, which sends most, stays within one, and FSDP,
-            whose messages overlap with computing, goes between them. Not on one machine where
-            pytorch_FSDP.py alone fits.
-Holds       1/N of the blocks' matrices, their gradients and their optimizer, and of the rest 1/R
-            for R rows; and one or two blocks' parts while they compute. Activations are those of
-            pytorch_TP.py for 1/R of the batch.
+Use it      on several machines: tensor parallelism, which communicates most, stays within one, and
+            FSDP, whose communication overlaps with computation, runs between them. Not on one
+            machine where pytorch_FSDP.py alone fits.
+Holds       1/N of the blocks' matrices, with their gradients and optimizer state, and 1/R of all
+            other parameters for R rows; and the shards of one or two blocks while they compute.
+            Activations are those of pytorch_TP.py for 1/R of the batch.
 Sends       per step and rank, within a row what pytorch_TP.py sends, for 1/R of the batch; within
-            a column, 3 * 4 * (R - 1) / R bytes per parameter of this rank's part.
+            a column, 3 * 4 * (R - 1) / R bytes per parameter of its tensor-parallel shard.
 """
 
 import logging
@@ -42,19 +42,19 @@ import common
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Give each rank its part of every block's matrices (Shoeybi et al. 2019, arXiv:1909.08053);
-    with ``sequence_parallel`` also of the positions between them, of embeddings and of the head
-    (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    """Shard the matrices of every block (Shoeybi et al. 2019, arXiv:1909.08053). With
+    ``sequence_parallel`` also shard the activations between them along the sequence, the embeddings
+    and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
-    mlp = model.blocks[0].mlp  # of a Llama with a gate
+    mlp = model.blocks[0].mlp  # a Llama's also has a gate
     plan = {
-        # TP: once for query, key and value, which in backward would send three messages
+        # TP: once for query, key and value, or backward would communicate three times
         "attention": PrepareModuleInput(**gather),
-        "attention.query": ColwiseParallel(),  # TP: a rank has some of the heads ...
+        "attention.query": ColwiseParallel(),  # TP: each rank has some of the heads ...
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... which add up here
+        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... and sums them here
         "mlp": PrepareModuleInput(**gather),
         **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
         "mlp.down": RowwiseParallel(output_layouts=between),
@@ -71,7 +71,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
             "norm": SequenceParallel(),
             "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
         }
-        if hasattr(model, "position"):  # TP: a Llama's are within its attention
+        if hasattr(model, "position"):  # TP: a Llama has rotary positions instead
             plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(0))
         parallelize_module(model, mesh, plan)
         if tied:  # TP: each now has its own parameters, silently
@@ -79,7 +79,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Of norms, where each rank has what its positions make of them; all others are complete."""
+    """Sum those of norms, which each rank has for its own positions; all others are complete."""
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
@@ -113,7 +113,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -131,9 +131,9 @@ def main():
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
     common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
-    rows = world_size // args.tp  # 2-D: neighbours are a row, and rank r + T has the part of r
+    rows = world_size // args.tp  # 2-D: T adjacent ranks are a row; rank r + T has r's TP shards
     common.announce(args, device, readers=rows)  # TP: all ranks of a row work on the same batch
-    common.seed_everything(args.seed, args.deterministic)  # TP: the same dropout
+    common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
@@ -149,9 +149,9 @@ def main():
     # 3. Model
     with torch.device("meta"):  # TP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: a part for each rank
+    parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: each rank gets a shard
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])  # 2-D: of this rank's part, the rows' shares
+        fully_shard(block, mesh=mesh["dp"])  # 2-D: TP shards, sharded over the rows
     fully_shard(model, mesh=mesh["dp"])
     model.to_empty(device=device)  # TP: memory for this rank's part
     common.init_weights(args, model, train_set.classes)  # TP: each rank fills its part
@@ -159,23 +159,23 @@ def main():
     torch.manual_seed(args.seed + (rank if args.sequence_parallel else row))
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model, fused=False)  # TP: which takes no mixture
+    optimizer = common.make_optimizer(args, model, fused=False)  # TP: fused rejects mixed DTensors
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_sharded_snapshot(model, optimizer, scheduler)  # TP: each rank reads its part
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # TP: each rank reads its shards
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            with loss_parallel():  # TP: if each rank has logits of a part of the vocabulary
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
-                loss.backward()  # 2-D: reduce-scatters those of this rank's part over the rows
+                loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             if args.sequence_parallel:
-                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
+                add_up_gradients(model)  # TP: of norms, whose positions differ by rank
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()
@@ -190,7 +190,7 @@ def main():
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    # 2-D: else it would warn that a matrix cut twice is gathered twice, which here happens once
+    # 2-D: hides a warning that a matrix sharded twice is gathered twice; here that happens once
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered in rank 0's CPU memory
     if rank == 0:

@@ -1,8 +1,8 @@
-"""Train on several devices with FSDP written out: each rank keeps 1/N of everything.
+"""Train on several devices with FSDP written out: each rank keeps 1/N of all training state.
 
-Differs     from pytorch_ZeRO_by_hand.py: a bucket is a block of the model, whose row is gathered to
-            compute and then freed again, so that of the parameters too a rank keeps its shards
-            alone. Lines tagged "# FSDP:".
+Differs     from pytorch_ZeRO_by_hand.py: a bucket is a block of the model. Its flat buffer is
+            gathered before the block computes and freed afterwards, so a rank keeps only its shards
+            of the parameters, too. Lines tagged "# FSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP_by_hand.py
 Use it      to learn how it works. To train, take pytorch_FSDP.py, which also does what
             docs/under_the_hood.md lists.
@@ -38,10 +38,10 @@ class Bucket:
         parts = self.row[: sum(self.sizes)].split(self.sizes)
         for p, part in zip(parameters, parts, strict=True):
             p.data = part.view_as(p)
-        self.shard = nn.Parameter(self.own(self.row).clone())  # FSDP: outlives the row
+        self.shard = nn.Parameter(self.own(self.row).clone())  # FSDP: outlives the buffer
 
     def in_a_row(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """With zeros at the end, so that all shards are of one size."""
+        """Flatten and concatenate, padded with zeros so that all shards have the same size."""
         padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())
         return torch.cat([*(tensor.flatten() for tensor in tensors), padding])
 
@@ -53,13 +53,13 @@ class Bucket:
         """Average the gradients of these parameters."""
         row = self.in_a_row([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
-            p.grad = None  # ZeRO: the optimizer does not see it
+            p.grad = None  # ZeRO: the optimizer uses shards only
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the flat buffer is freed
         self.free()
 
     def send_when_full(self, _) -> None:
-        """What each parameter calls in backward, when it has its gradient."""
+        """The hook that runs in backward as soon as a parameter has its gradient."""
         if all(p.grad is not None for p in self.parameters):
             self.send()
 
@@ -69,17 +69,17 @@ class Bucket:
         dist.all_gather_into_tensor(self.row, self.shard.detach())
 
     def free(self) -> None:
-        """Give the row's memory back. Parameters are views of it, and so is what autograd keeps."""
+        """Free the flat buffer. Parameters and the tensors that autograd saved are views of it."""
         self.row.untyped_storage().resize_(0)
 
     def after_forward(self, block: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(self.gather)  # FSDP: called with its gradient
+            output.register_hook(self.gather)  # FSDP: called in backward
         self.free()
 
 
 def make_buckets(parameters: list[nn.Parameter], model: nn.Module) -> list[Bucket]:
-    """One for each block that has some of them, and one for those that are in no block."""
+    """One for each block with parameters of the group, and one for those outside the blocks."""
     block_of = {p: block for block in [model, *common.blocks_of(model)] for p in block.parameters()}
     filled = {}
     for p in parameters:
@@ -89,7 +89,7 @@ def make_buckets(parameters: list[nn.Parameter], model: nn.Module) -> list[Bucke
 
 @contextlib.contextmanager
 def whole(buckets: list[Bucket]):
-    """All of the model on every rank, for what reads or writes its weights."""
+    """Gather the whole model on every rank, to read or write its weights."""
     for bucket in buckets:
         bucket.gather()
     yield
@@ -99,7 +99,7 @@ def whole(buckets: list[Bucket]):
 
 
 def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> None:
-    """Of the shards of all ranks together."""
+    """Clip by the global norm, over the shards of all ranks."""
     squared = nn.utils.get_total_norm([shard.grad for shard in shards]) ** 2
     dist.all_reduce(squared)
     nn.utils.clip_grads_with_norm_(shards, max_norm, squared.sqrt())
@@ -114,7 +114,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -131,7 +131,7 @@ def main():
     )  # DDP: this rank's number, and how many
     common.announce(args, device)
     if world_size == 1:
-        common.print0("one rank alone sends nothing; start two with torchrun --nproc_per_node=2")
+        common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
@@ -147,10 +147,10 @@ def main():
     # by hand: default memory format, because buckets flatten the gradients
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
+        dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
     groups = common.parameter_groups(args, model)
     buckets, sharded = [], []
-    for group in groups:  # ZeRO: a bucket has parameters of one, which the optimizer treats alike
+    for group in groups:  # ZeRO: buckets do not mix groups, as their settings differ
         filled = make_buckets(group["params"], model)
         sharded.append(group | {"params": [bucket.shard for bucket in filled]})
         buckets += filled
@@ -161,9 +161,9 @@ def main():
 
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
-    optimizer = optimizer_class(sharded, **options)  # ZeRO: keeps state for shards alone
+    optimizer = optimizer_class(sharded, **options)  # ZeRO: has state for shards only
     common.shard_state_on_load(optimizer, buckets, groups)
-    whole_state = partial(common.gather_state, optimizer, buckets, groups)  # ZeRO: to save it
+    whole_state = partial(common.gather_state, optimizer, buckets, groups)  # ZeRO: for snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     with whole(buckets):
@@ -174,24 +174,24 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # by hand: buckets that are full are sent meanwhile
+            loss.backward()  # by hand: full buckets are averaged meanwhile
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
             if args.clip_grad:
                 clip_grad_norm_(shards, args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 with whole(buckets):
                     run.save_snapshot(model, whole_state(), scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         with whole(buckets):
             run.save_snapshot(model, whole_state(), scheduler)

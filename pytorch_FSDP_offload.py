@@ -1,18 +1,18 @@
-"""Train on several devices with fully_shard, and keep the shards in the memory of the CPU.
+"""Train on several devices with fully_shard, and keep the shards in CPU memory.
 
-Differs     from pytorch_FSDP.py: parameters, gradients and optimizer stay on the CPU, which also
-            updates them. A block is copied to the GPU and gathered to compute, and its gradients
-            are copied back. Lines tagged "# offload:".
+Differs     from pytorch_FSDP.py: parameters, gradients and optimizer state stay in CPU memory, and
+            the CPU runs the optimizer. A block is copied to the GPU and gathered to compute, and
+            its gradients are copied back. Lines tagged "# offload:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP_offload.py
             torchrun --nproc_per_node=4 pytorch_FSDP_offload.py --dtype bfloat16
 Use it      when the shards of pytorch_FSDP.py do not fit the GPUs that you have. Not otherwise:
-            each step waits for copies over PCIe and for the CPU's optimizer. Without a GPU it shows
-            the code, and changes nothing.
-Holds       on the GPU one or two whole blocks while they compute, and activations. In the CPU's
-            memory per parameter what pytorch_FSDP.py holds: 4/N bytes, 4/N for its gradient, and
+            each step waits for copies over PCIe and for the optimizer on the CPU. Without a GPU it
+            has no effect.
+Holds       on the GPU, one or two unsharded blocks while they compute, and the activations. In CPU
+            memory, what pytorch_FSDP.py holds per parameter: 4/N bytes, 4/N for its gradient, and
             4/N (SGD with momentum) or 8/N (AdamW) for the optimizer.
-Sends       what pytorch_FSDP.py sends, and between CPU and GPU 2 * 4/N bytes per parameter to the
-            GPU, for forward and for backward, and 4/N back.
+Sends       what pytorch_FSDP.py sends; and per parameter 2 * 4/N bytes from CPU to GPU, for forward
+            and backward, and 4/N bytes back.
 """
 
 import os
@@ -45,7 +45,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -77,9 +77,9 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # offload: to copy in background
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # offload: asynchronous copies
     policy = MixedPrecisionPolicy()
-    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh, offload_policy=offload)
@@ -91,7 +91,7 @@ def main():
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))  # offload: they are not sharded, and stay
+            setattr(module, name, buffer.to(device))  # offload: not sharded, stay on the GPU
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors
@@ -105,10 +105,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
@@ -119,7 +119,7 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 

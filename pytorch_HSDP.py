@@ -1,16 +1,16 @@
 """Train on several machines with fully_shard, sharded within each and replicated between them.
 
-Differs     from pytorch_FSDP.py: the ranks are a grid. Those of a row, by default of a machine,
-            shard parameters, gradients and optimizer; those of a column hold the same shard,
-            and average its gradients (hybrid sharding). Lines tagged "# HSDP:".
+Differs     from pytorch_FSDP.py: the ranks form a 2-D device mesh. The ranks of a row, by default
+            those of a machine, shard parameters, gradients and optimizer state. The ranks of a
+            column hold the same shard and average its gradients. Lines tagged "# HSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_HSDP.py --shard 2
             torchrun --nproc_per_node=4 pytorch_HSDP.py --shard 2 --dtype bfloat16
-Use it      on several machines, when a machine's GPUs together hold the model: gathering stays on
-            the fast links within. Not when they do not: pytorch_FSDP.py shards over all ranks.
-Holds       per parameter and with S ranks that shard: 4/S bytes, 4/S for its gradient, and 4/S (SGD
-            with momentum) or 8/S (AdamW) for the optimizer; and one or two blocks that compute.
-Sends       per step and rank, 3 * 4 * (S - 1) / S bytes per parameter within a row, and between
-            rows an all-reduce of its shard's gradients: 2 * 4/S * (R - 1) / R for R rows.
+Use it      on several machines, when the model fits the GPUs of one machine: all-gathers stay on
+            the fast links within it. Not when it does not: pytorch_FSDP.py shards over all ranks.
+Holds       per parameter, for S ranks in a row: 4/S bytes, 4/S for its gradient, and 4/S (SGD with
+            momentum) or 8/S (AdamW) for the optimizer; and one or two unsharded blocks.
+Sends       per step and rank, 3 * 4 * (S - 1) / S bytes per parameter within a row; and within a
+            column of R ranks an all-reduce of the shard's gradients, 2 * 4/S * (R - 1) / R.
 """
 
 import os
@@ -47,7 +47,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -82,7 +82,7 @@ def main():
     rows = world_size // args.shard  # HSDP: neighbours shard, and rank r + S has what r has
     mesh = init_device_mesh(device.type, (rows, args.shard), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy()
-    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, adds gradients in fp32
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh)
@@ -104,10 +104,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images).to(torch.get_default_dtype())  # FSDP: gathers block by block
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
@@ -118,7 +118,7 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 

@@ -1,24 +1,24 @@
-"""Train on several devices that step on their own, and average their weights now and then.
+"""Train on several devices with Local SGD: independent steps, and weights averaged every H steps.
 
-Differs     from pytorch_torchrun_DDP.py: there is no DDP. Each rank trains on its share of the
-            batch as if alone, and every H steps (--sync-every) the ranks average their weights, in
-            place of their gradients at every step (Stich 2018, arXiv:1805.09767). --outer-lr and
-            --outer-momentum take the difference between the last common weights and the average for
-            a gradient, and step by it with Nesterov's momentum: DiLoCo (Douillard et al. 2023,
+Differs     from pytorch_torchrun_DDP.py: there is no DDP. Each rank takes steps on its own part of
+            the batch, and every H steps (--sync-every) the ranks average their weights, instead of
+            averaging gradients at every step (Stich 2018, arXiv:1805.09767). --outer-lr and
+            --outer-momentum use the difference between the last common weights and the average as a
+            gradient, for a step with Nesterov momentum: DiLoCo (Douillard et al. 2023,
             arXiv:2311.08105). Lines tagged "# local:".
 Command:    torchrun --nproc_per_node=4 pytorch_LocalSGD.py --sync-every 8
             torchrun --nproc_per_node=4 pytorch_LocalSGD.py --outer-lr 0.7 --outer-momentum 0.9
-Use it      where messages take longer than computing, as between machines far apart; with a
-            --print-freq of H or more, because the ranks wait for each other to show their loss.
-            Not where DDP is fast enough: with H > 1 this is another algorithm, and may learn less.
+Use it      where communication takes longer than computation, as between distant machines; with a
+            --print-freq of H or more, because the ranks wait for each other to print the loss. Not
+            where DDP is fast enough: with H > 1 this is another algorithm, and may converge worse.
 Exact       with SGD and H = 1: the mean of the ranks' steps is the step of their mean gradient. Not
-            with AdamW nor with --clip-grad, at any H: they are not linear in the gradient.
-Syncs       after steps that H divides, counted from the first one of the run, and at the end of an
-            epoch, or of the run, because the model that is judged and saved is that of all ranks.
-            That depends on the number of the step alone, so a run that was stopped at any step goes
-            on with the same bits. One that --max-steps has cut short has had a sync there.
-Holds       what one device holds, but the activations are those of 1/N of the batch; with
-            --outer-lr or --outer-momentum 8 bytes per parameter more, for the last common weights
+            with AdamW or --clip-grad, for any H: these are not linear in the gradient.
+Syncs       after every H-th step, counted from the start of the run, and at the end of each epoch
+            and of the run, because the evaluated and saved model is that of all ranks. This depends
+            only on the number of the step, so a run that was stopped at any step resumes with the
+            same bits. A run that --max-steps has cut short had a sync at that step.
+Holds       what one device holds, except that the activations are those of 1/N of the batch; with
+            --outer-lr or --outer-momentum 8 more bytes per parameter, for the last common weights
             and the momentum.
 Sends       per step and rank, 2 * 4 * (N - 1) / N / H bytes per parameter, in one all-reduce at
             every H-th step.
@@ -38,12 +38,12 @@ import common
 
 
 class CommonWeights:
-    """What all ranks have after a sync, and how the next ones come from each rank's own.
+    """The weights that all ranks have after a sync, and the outer step that updates them.
 
     Args:
-        parameters: this rank's own, which a sync overwrites.
-        lr, momentum: of the outer step. With 1 and 0 the average is all there is, and nothing is
-            kept.
+        parameters: of this rank's model; a sync overwrites them.
+        lr, momentum: of the outer optimizer. With 1 and 0 a sync is the plain average and needs no
+            state.
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float):
@@ -54,26 +54,26 @@ class CommonWeights:
     def average(self) -> torch.Tensor:
         """Of all ranks' weights, flattened."""
         row = torch.cat([p.detach().flatten() for p in self.parameters])
-        dist.all_reduce(row.div_(dist.get_world_size()))  # local: one message for all of them
+        dist.all_reduce(row.div_(dist.get_world_size()))  # local: one all-reduce
         return row
 
     def begin(self) -> None:
-        """Set out from the average, unless a snapshot has said from where."""
+        """Start from the average, unless a snapshot has set the common weights."""
         if (self.lr, self.momentum) != (1, 0) and not self.kept:
             row = self.average()
             self.kept = {"weights": row, "momentum": torch.zeros_like(row)}
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Bring the weights of all ranks together."""
+        """Synchronize the weights of all ranks."""
         row = self.average()
         if self.kept:
             weights, momentum = self.kept["weights"], self.kept["momentum"]
-            way = weights - row  # local: against it, as a gradient is
+            way = weights - row  # local: the outer gradient
             momentum.mul_(self.momentum).add_(way)
             row = weights.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr)
         for p, part in zip(self.parameters, row.split(self.sizes), strict=True):
-            p.copy_(part.view_as(p))  # local: into its own memory, which is aligned
+            p.copy_(part.view_as(p))  # local: in place, in its aligned memory
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.kept
@@ -101,7 +101,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -131,7 +131,7 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
+        dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -146,27 +146,27 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # local: no rank waits for another
+            loss.backward()  # local: no communication
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            apart = run.step % args.sync_every > 0  # local: also after the last step of an epoch
+            apart = run.step % args.sync_every > 0  # local: also after an epoch's last step
             if not apart:
                 outer.sync()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                # local: each rank writes its own optimizer, and weights if they are apart
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+                # local: each rank writes its own optimizer state, and its weights if they differ
                 run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=apart)
 
         # 6. Evaluate
         if run.step % args.sync_every > 0:
-            outer.sync()  # local: the model that is judged is one
+            outer.sync()  # local: one common model is evaluated
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=False)
 

@@ -41,20 +41,20 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for matrices, which fully_shard has cut by rows; AdamW for all other parameters."""
+    """Muon for matrices, which fully_shard has sharded by rows; AdamW for all other parameters."""
 
     def __init__(self, groups: list[dict], matrices: list[Tensor], **options):
         super().__init__(groups, **options)
         self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: by size
 
     def update(self, p: Tensor) -> Tensor:
-        """This rank's shard of what is to be orthogonalized, padded with zeros to the largest."""
+        """This rank's shard of the update to orthogonalize, padded with zeros to the largest."""
         gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips None
         if not self.state[p]:
             # Muon: AdamW expects a step in the state when it loads a snapshot
             self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
         momentum = self.state[p]["momentum_buffer"].to_local().lerp_(gradient, 1 - 0.95)
-        half = p.is_cuda and p.dtype == torch.float32  # Muon: many CPUs are slow in it
+        half = p.is_cuda and p.dtype == torch.float32  # Muon: bfloat16 is slow on many CPUs
         update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if half else p.dtype)
         return F.pad(update, (0, 0, 0, -(-len(p) // dist.get_world_size()) - len(update)))
 
@@ -89,7 +89,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -140,10 +140,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images)  # FSDP: gathers block by block
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            logits = model(images)  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
@@ -154,7 +154,7 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 

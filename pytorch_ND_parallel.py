@@ -1,18 +1,18 @@
 """Train on many devices with several techniques combined on one device mesh.
 
-Differs     from pytorch_torchrun_DDP.py: this script is made of the others. It imports what they
-            define, which no other may, and its own lesson is their order. Lines tagged "# ND:".
+Differs     from pytorch_torchrun_DDP.py: this script combines the other scripts and imports their
+            functions. Its own lesson is the order to apply them in. Lines tagged "# ND:".
 Command:    torchrun --nproc_per_node=4 pytorch_ND_parallel.py --tp 2
             torchrun --nproc_per_node=8 pytorch_ND_parallel.py --model llama-4x4x64 --dp-shard 2
             --tp 2 --pp 2 --ac full --dtype bfloat16
-Use it      for a model that no single technique fits: shard first (--dp-shard), recompute (--ac),
-            then split matrices within a machine (--tp), then stages between machines (--pp), and
-            sequences only if one alone is too long (--cp). "python estimate.py --recommend" says
-            which. Not when one technique fits: each dimension sends more. Experts are not among
-            them: fully_shard would have to shard these over other ranks than the rest.
-Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer; activations as
-            the lessons say, of 1/(dp-replicate * dp-shard) of the batch.
-Sends       what each lesson sends, of the shard that the other dimensions leave.
+Use it      when no single technique makes a model fit: shard first (--dp-shard), then recompute
+            (--ac), split matrices within a machine (--tp), split the model into stages between
+            machines (--pp), and split sequences only if one alone is too long (--cp). "python
+            estimate.py --recommend" suggests a combination. Not when one technique is enough: each
+            dimension communicates. Experts are not supported: fully_shard would need other ranks.
+Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer state;
+            activations as in each script, for 1/(dp-replicate * dp-shard) of the batch.
+Sends       what each of these scripts sends, for the shard that the other dimensions leave.
 """
 
 import logging
@@ -48,7 +48,7 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SLOW)
 
-    def wrap(forward):  # ND: the compiler traces a function, and no partial()
+    def wrap(forward):  # ND: torch.compile traces functions, but not partial()
         return lambda *x, **more: checkpoint(forward, *x, **more, use_reentrant=False, **options)
 
     for block in blocks:
@@ -56,25 +56,25 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
 
 
 def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """FSDP of what tensor parallelism has left on this rank, in blocks: see pytorch_FSDP.py."""
+    """Apply FSDP to this rank's tensor-parallel shards, block by block: see pytorch_FSDP.py."""
     options = {"mesh": mesh["replicate", "shard"] if args.dp_replicate > 1 else mesh["shard"]}
     options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
-    if args.offload:  # pinned: copied in the background
+    if args.offload:  # pinned memory is copied asynchronously
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     for stage in stages:
         blocks = list(stage.blocks)
         for block in blocks:
             fully_shard(block, reshard_after_forward=args.reshard_after_forward, **options)
         fully_shard(stage, **options)
-        if args.keep_last:  # ND: backward begins with it
+        if args.keep_last:  # ND: backward needs it first
             blocks[-1].set_reshard_after_forward(False)
-        for n, block in enumerate(blocks if args.prefetch else ()):  # ND: gathered ahead of time
+        for n, block in enumerate(blocks if args.prefetch else ()):  # ND: gather in advance
             block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + args.prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, n - args.prefetch) : n][::-1])
 
 
 def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
-    """A first stage has the embedding, a last one the head, and ``model`` both names of it."""
+    """The first stage has the embedding, the last one the head; ``model`` has both names."""
     for stage in stages:
         if stage.is_first:
             model.head.weight = stage.token.weight
@@ -98,15 +98,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewher
 
 
 def gather_logits(stage: nn.Module, inputs, logits: torch.Tensor) -> torch.Tensor:
-    """For evaluation: of the whole vocabulary, contiguous, as gloo would send gaps as well."""
+    """For evaluation: logits of the whole vocabulary, contiguous, as gloo would send gaps, too."""
     training = torch.is_grad_enabled() or not isinstance(logits, DTensor)
     return logits if training else logits.full_tensor().contiguous()
 
 
 def gather_weights(model: nn.Module, pipeline) -> dict[str, torch.Tensor]:
-    """On rank 0 all weights, on the CPU. All ranks call it."""
+    """Gather all weights on the CPU of rank 0. All ranks call it."""
     own, stages = {}, dist.get_world_size(pipeline)
-    is_first = dist.get_rank() % (dist.get_world_size() // stages) == 0  # ND: of its stage
+    is_first = dist.get_rank() % (dist.get_world_size() // stages) == 0  # ND: in its stage
     for name, tensor in model.state_dict().items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first:
@@ -127,7 +127,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     # offload: gloo as well, for CPU tensors: the gradient norm and snapshots
@@ -153,18 +153,18 @@ def main():
         layers, at_once = common.size_of(args).layers, batch_size // args.accumulate
         owners, microbatches = divide(args, layers, args.pp, at_once)
     common.announce(args, device, readers=shares)
-    # ND: what sends most is innermost, between neighbours, as launchers number the ranks of a
-    # machine one after the other: tp sends in every layer, cp in every attention, shards once a
-    # block, replicas once a step; the pipeline, which sends least, is for between machines.
-    # Ranks of one sequence have other tokens each: for FSDP they are ranks like others
+    # ND: the dimension that sends most is innermost, because launchers number the ranks of a
+    # machine consecutively. tp sends in every layer, cp in every attention, shards once per block,
+    # replicas once per step. pp sends least and suits the links between machines.
+    # cp ranks have different tokens, so FSDP treats them like other data-parallel ranks
     sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     sizes = world_size // args.cp // args.tp, args.cp, args.tp
     cp = init_device_mesh(device.type, sizes, mesh_dim_names=("other", "cp", "tp"))["cp"]
     pipeline, cp, here = mesh["pp"].get_group(), cp.get_group(), mesh["pp"].get_local_rank()
-    # ND: or it would advise to flatten mesh dimensions, for a norm, and for the weights at the end
+    # ND: hides the advice to flatten mesh dimensions, for the norm and for the final weights
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # ND: dropout differs by rank; where tp ranks have the same positions, it is the same
+    # ND: dropout differs by rank, but not among tp ranks that have the same positions
     own = rank if args.sequence_parallel else rank // args.tp
     common.seed_everything(args.seed + own, args.deterministic)
 
@@ -186,11 +186,11 @@ def main():
         positions = attention.shard(positions, 0, cp)
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[args.attention](cp)
-    if args.tp > 1:  # ND: first, as it finds modules by their names and cuts their parameters
+    if args.tp > 1:  # ND: first, as it finds modules by name and shards their parameters
         parallelize(model, mesh["tp"], args.sequence_parallel)
-    if args.ac != "none":  # ND: what is recomputed has the collectives of tp and cp in it
+    if args.ac != "none":  # ND: recomputes the collectives of tp and cp, too
         recompute(model.blocks, args.ac == "selective")
-    for block in model.blocks if args.compile else ():  # ND: with what is recomputed, which it sees
+    for block in model.blocks if args.compile else ():  # ND: compiles the recomputation, too
         block.compile()
     stages = {0: model}
     if args.pp > 1:
@@ -199,16 +199,16 @@ def main():
         keep_only(stages, model)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
     if shares * args.cp > 1 or dtype or args.offload:
-        shard(args, stages.values(), mesh, dtype)  # ND: last: gathers a block before all within it
-    if args.tie and args.pp > 1:  # ND: one matrix in two stages, of which FSDP has replaced one
+        shard(args, stages.values(), mesh, dtype)  # ND: last, to gather before all else
+    if args.tie and args.pp > 1:  # ND: one matrix in two stages; FSDP has replaced one
         tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # ND: each rank fills its shards
     for name, buffer in model.named_buffers():
-        setattr(model, name, buffer.to(device))  # offload: they are not sharded, and stay
+        setattr(model, name, buffer.to(device))  # offload: not sharded, stay on the GPU
     tied, parts = set(), microbatches * args.accumulate
     if args.tie and owners[-1] > 0:
-        ends = connect_ends(args.pp)  # PP: embedding and head are one matrix, on two ranks
+        ends = connect_ends(args.pp)  # PP: embedding and head share a matrix, on two ranks
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
     loss_fn = partial(mean_loss, parts)
     for stage in stages.values():
@@ -221,10 +221,10 @@ def main():
         made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline
         schedule = make_schedule(args.pipeline_schedule, *made)
         model.forward = partial(forward, stages, owners, shapes, pipeline)
-    evaluated = WholeSequences(model, cp) if args.cp > 1 else model  # CP: of each its positions
+    evaluated = WholeSequences(model, cp) if args.cp > 1 else model  # CP: each rank its own
 
     # 4. Optimizer and schedule
-    fused = args.optimizer == "adamw" and args.tp == 1  # TP: which takes no mixture
+    fused = args.optimizer == "adamw" and args.tp == 1  # TP: fused rejects mixed DTensors
     optimizer = common.make_optimizer(args, model, fused)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
@@ -235,28 +235,28 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             if args.cp > 1:
                 images, labels = (attention.shard(t, 1, cp) for t in (images, labels))
             losses, loss = [], torch.zeros((), device=device)
-            # ND: FSDP adds up shards of gradients, part by part: whole ones would be a whole model
+            # ND: FSDP accumulates sharded gradients; unsharded, they would be as large as the model
             parts = (t.chunk(args.accumulate) for t in (images, labels))
             for inputs, targets in zip(*parts, strict=True):
-                with loss_parallel():  # TP: if each rank has logits of a part of the vocabulary
+                with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                     if args.pp > 1:
                         inputs = [inputs] if 0 in stages else []
                         schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
                     else:
                         losses = [loss_fn(model(inputs, positions), targets)]
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
-                for part in losses:  # ND: of the last stage; ranks of others have none
-                    loss = loss + args.pp * part.detach()  # ND: in the mean over all ranks
+                for part in losses:  # ND: empty on ranks without the last stage
+                    loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact
             if args.sequence_parallel:
-                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
+                add_up_gradients(model)  # TP: of norms, whose positions differ by rank
             for parameter in tied:
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                dist.all_reduce(local, group=ends)  # PP: each rank has a part of it
+                dist.all_reduce(local, group=ends)  # PP: sums their gradients
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad, pipeline, tied if here else set())
             optimizer.step()

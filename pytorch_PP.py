@@ -1,18 +1,18 @@
-"""Train a GPT on several devices as a pipeline: each rank holds a part of its blocks.
+"""Train a GPT on several devices with pipeline parallelism: each rank holds some of the blocks.
 
 Differs     from pytorch_torchrun_DDP.py: the model is split, not the batch. A batch is cut into
-            micro-batches, which follow each other through the ranks, forward and back, in the order
-            of the schedule. Lines tagged "# PP:".
+            micro-batches, which pass through the ranks, forward and backward, in the order of the
+            schedule. Lines tagged "# PP:".
 Command:    torchrun --nproc_per_node=4 pytorch_PP.py
             torchrun --nproc_per_node=4 pytorch_PP.py --pipeline-schedule zbv
-Use it      when a model does not fit one device, and the links are slow, as between machines: only
-            activations cross them. Not when it fits: at both ends of a step ranks wait for each
-            other, the less the more micro-batches there are.
+Use it      when a model does not fit one device and the links are slow, as between machines: only
+            activations cross them. Not when it fits: at the start and the end of a step some ranks
+            are idle (the bubble), which more micro-batches reduce.
 Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
-            (AdamW) for the optimizer, the first and the last rank more: embedding and head. And the
-            activations of its blocks: gpipe of the whole batch, 1f1b of N micro-batches at most.
+            (AdamW) for the optimizer; the first and the last rank also embedding and head. And the
+            activations of its blocks: of the whole batch (gpipe), at most N micro-batches (1f1b).
 Sends       per step and rank, 4 bytes per token and unit of width to the next rank, and as many
-            back; twice that with two stages on a rank (not gpipe, 1f1b). Nothing per parameter.
+            back; twice that with two stages per rank (not gpipe, 1f1b). Nothing per parameter.
 """
 
 import os
@@ -32,7 +32,7 @@ from libraries.pipelining import SCHEDULES, divide, make_shapes
 
 
 class Stage(nn.Module):
-    """Some of the blocks, in the first stage the embeddings, in the last one the head."""
+    """Some of the blocks; the first stage also has the embeddings, the last one the head."""
 
     def __init__(self, model: nn.Module, number: int, stages: int, positions=None):
         super().__init__()
@@ -44,7 +44,7 @@ class Stage(nn.Module):
             setattr(self, name, getattr(model, name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens, or what the stage before returned, to what the next one takes, or to logits."""
+        """From tokens or the previous stage's output to the next stage's input or logits."""
         positions = self.positions
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -55,35 +55,35 @@ class Stage(nn.Module):
 
 
 def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
-    """Take out of the model what other ranks hold. What stays has the names that it had."""
+    """Remove the modules of other ranks from the model. Those that stay keep their names."""
     kept = {parameter for stage in stages.values() for parameter in stage.parameters()}
     for number, block in enumerate(model.blocks):
         if kept.isdisjoint(block.parameters()):
-            model.blocks[number] = nn.Identity()  # or those after it would have other numbers
-    for name in {*model.before, *model.after} - {"dropout"}:  # with --tie token and head are one
+            model.blocks[number] = nn.Identity()  # keeps the numbers of later blocks
+    for name in {*model.before, *model.after} - {"dropout"}:  # --tie: token and head share one
         if kept.isdisjoint(getattr(model, name).parameters()):
             delattr(model, name)
 
 
 def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, group=None):
-    """What computes, sends and receives in order, with gradients for all of this rank's stages."""
+    """The pipeline schedule, which computes, sends and receives for all stages of this rank."""
     (tokens, hidden, logits), parts = shapes, []
     for number, stage in stages.items():
         ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
         parts.append(pipelining.PipelineStage(stage, number, count, device, *ends, group=group))
-        if device.type == "cpu":  # PyTorch 2.11 greets neighbours, and gloo cannot greet itself
+        if device.type == "cpu":  # PyTorch 2.11 sends to neighbours first; gloo cannot to itself
             parts[-1]._get_init_p2p_neighbors_ops = list
     return SCHEDULES[name](
         parts if len(parts) > 1 else parts[0],
         microbatches,
         loss_fn=loss_fn,
-        scale_grads=False,  # the loss is: a matrix that two stages share would be scaled twice
+        scale_grads=False,  # mean_loss() does; it would scale a tied matrix twice
     )
 
 
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
-    """For evaluation: all stages, one after the other. All ranks call it, and get the logits. (Of
-    the schedules, not all can.) With their first message, nccl connects two ranks."""
+    """For evaluation: run all stages in order. All ranks call it, and get the logits. (Not every
+    schedule can evaluate.) NCCL connects two ranks with their first message."""
     x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
     hidden, logits = (x.new_empty(len(x), *s.shape[1:], dtype=s.dtype) for s in shapes[1:])
     for number, stage in stages.items():
@@ -102,7 +102,7 @@ def mean_loss(parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) -> None:
-    """``nn.utils.clip_grad_norm_`` by the length of the gradients of all ranks together."""
+    """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
     own = nn.utils.get_total_norm([p.grad for p in parameters if p not in counted_elsewhere])
     dist.all_reduce(squares := own.square())
     nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
@@ -120,7 +120,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -136,14 +136,14 @@ def main():
         dist.get_world_size(),
     )  # DDP: this rank's number, and how many
     size = common.size_of(args)
-    owners, microbatches = divide(args, size.layers, world_size)  # PP: before ranks wait
+    owners, microbatches = divide(args, size.layers, world_size)  # PP: before any rank waits
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    batch_size = args.batch_size  # PP: all ranks read the same batch, as one rank alone does:
-    # the first uses the tokens, and that of the last stage the labels
+    batch_size = args.batch_size  # PP: all ranks read the same batch, as a single process does;
+    # the first stage uses the tokens, and the last stage the labels
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(
@@ -164,7 +164,7 @@ def main():
     name, loss_fn = args.pipeline_schedule, partial(mean_loss, microbatches)
     schedule = make_schedule(name, stages, count, microbatches, shapes, loss_fn, device)
     shared, ends = set(), [0, owners[-1]]
-    if args.tie and ends != [0, 0]:  # PP: embedding and head are one matrix, on two ranks
+    if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
         group = dist.new_group(ends)
         shared = {model.token.weight} if rank in ends else set()
 
@@ -172,20 +172,20 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_sharded_snapshot(model, optimizer, scheduler)  # PP: each rank reads its part
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # PP: each rank reads its stages
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            losses = []  # PP: of the micro-batches, where the last stage is
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            losses = []  # PP: one per micro-batch, on the rank of the last stage
             tokens = [images] if rank == 0 else []
-            # PP: forward and backward of all micro-batches, and what ranks send each other
+            # PP: forward and backward of all micro-batches, with the communication between ranks
             schedule.step(*tokens, target=labels, losses=losses, return_outputs=False)
             for parameter in shared:
-                dist.all_reduce(parameter.grad, group=group)  # PP: each rank has a part of it
+                dist.all_reduce(parameter.grad, group=group)  # PP: sums their gradients
             if args.clip_grad:
                 clip_grad_norm(list(model.parameters()), args.clip_grad, shared if rank else set())
             optimizer.step()

@@ -1,9 +1,9 @@
-"""Train on one device, a GPU or the CPU: the script that every other one is a diff against.
+"""Train on one device, a GPU or the CPU: the baseline that every other script is a diff against.
 
 Command:    python pytorch_SingleGPU.py
-Use it      as long as the job fits one GPU and you can wait for it. Not when a second GPU is idle.
+Use it      while the model fits one GPU and training is fast enough. Not if a second GPU is idle.
 Holds       4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer; the activations, which grow with the batch, come on top.
+            the optimizer; in addition the activations, which grow with the batch.
 Sends       nothing.
 """
 
@@ -45,7 +45,7 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             loss.backward()
@@ -53,8 +53,8 @@ def main():
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

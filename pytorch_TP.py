@@ -1,19 +1,19 @@
-"""Train on several devices with tensor parallelism: each rank has a part of every matrix.
+"""Train on several devices with tensor parallelism: each rank has a shard of every weight matrix.
 
-Differs     from pytorch_torchrun_DDP.py: all ranks work on the same batch. Of the two matrices of
-            an attention or MLP, a rank has columns of the first and rows of the second, and what
-            the ranks have then adds up. Lines tagged "# TP:".
+Differs     from pytorch_torchrun_DDP.py: all ranks process the same batch. In attention and MLP, a
+            rank has some columns of the first matrix and the matching rows of the second, and an
+            all-reduce sums the ranks' outputs. Lines tagged "# TP:".
 Command:    torchrun --nproc_per_node=4 pytorch_TP.py
             torchrun --nproc_per_node=4 pytorch_TP.py --sequence-parallel
-Use it      within a machine, where links are fast, when layers are too large for one device, or a
-            step must be faster than a device computes it. Not between machines: nothing is computed
-            while it sends.
-Holds       1/N of the blocks' matrices, their gradients and their optimizer; the rest, norms and
-            embeddings, whole. Activations within attention and MLP are those of 1/N of the heads
-            and of the width; between them whole, but with --sequence-parallel 1/N.
+Use it      within a machine, where links are fast, when layers are too large for one device, or one
+            device computes a step too slowly. Not between machines: communication does not overlap
+            with computation.
+Holds       1/N of the blocks' matrices, with their gradients and optimizer state; norms and
+            embeddings unsharded. Activations within attention and MLP are those of 1/N of the heads
+            and of the width; between them unsharded, or 1/N with --sequence-parallel.
 Sends       per step, rank and block, four all-reduces of the activations of the whole batch: two
-            in forward and two in backward, 2 * 4 * (N - 1) / N bytes for each of their numbers.
-            --sequence-parallel sends as much, as all-gathers and reduce-scatters.
+            in forward and two in backward, each 2 * 4 * (N - 1) / N bytes per element.
+            --sequence-parallel sends as much, in all-gathers and reduce-scatters.
 """
 
 import os
@@ -41,19 +41,19 @@ import common
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Give each rank its part of every block's matrices (Shoeybi et al. 2019, arXiv:1909.08053);
-    with ``sequence_parallel`` also of the positions between them, of embeddings and of the head
-    (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    """Shard the matrices of every block (Shoeybi et al. 2019, arXiv:1909.08053). With
+    ``sequence_parallel`` also shard the activations between them along the sequence, the embeddings
+    and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
-    mlp = model.blocks[0].mlp  # of a Llama with a gate
+    mlp = model.blocks[0].mlp  # a Llama's also has a gate
     plan = {
-        # TP: once for query, key and value, which in backward would send three messages
+        # TP: once for query, key and value, or backward would communicate three times
         "attention": PrepareModuleInput(**gather),
-        "attention.query": ColwiseParallel(),  # TP: a rank has some of the heads ...
+        "attention.query": ColwiseParallel(),  # TP: each rank has some of the heads ...
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... which add up here
+        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... and sums them here
         "mlp": PrepareModuleInput(**gather),
         **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
         "mlp.down": RowwiseParallel(output_layouts=between),
@@ -70,7 +70,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
             "norm": SequenceParallel(),
             "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
         }
-        if hasattr(model, "position"):  # TP: a Llama's are within its attention
+        if hasattr(model, "position"):  # TP: a Llama has rotary positions instead
             plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(0))
         parallelize_module(model, mesh, plan)
         if tied:  # TP: each now has its own parameters, silently
@@ -78,7 +78,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Of norms, where each rank has what its positions make of them; all others are complete."""
+    """Sum those of norms, which each rank has for its own positions; all others are complete."""
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
@@ -108,7 +108,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -125,7 +125,7 @@ def main():
     )  # DDP: this rank's number, and how many
     common.check_tensor_parallel(args, world_size, f"{world_size} ranks")
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
-    common.seed_everything(args.seed, args.deterministic)  # TP: the same dropout
+    common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
@@ -147,23 +147,23 @@ def main():
         torch.manual_seed(args.seed + rank)
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model, fused=False)  # TP: which takes no mixture
+    optimizer = common.make_optimizer(args, model, fused=False)  # TP: fused rejects mixed DTensors
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_sharded_snapshot(model, optimizer, scheduler)  # TP: each rank reads its part
+    run.load_sharded_snapshot(model, optimizer, scheduler)  # TP: each rank reads its shards
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            with loss_parallel():  # TP: if each rank has logits of a part of the vocabulary
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
-                loss.backward()  # TP: gradients of this rank's part are complete
+                loss.backward()  # TP: gradients of this rank's shards are complete
             if args.sequence_parallel:
-                add_up_gradients(model)  # TP: but for norms, which see other positions on each rank
+                add_up_gradients(model)  # TP: of norms, whose positions differ by rank
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()

@@ -1,8 +1,8 @@
 """Train on several devices with ZeRO written out: each rank updates 1/N of a flat buffer.
 
-Differs     from pytorch_DDP_by_hand.py: the parameters of a bucket lie in a row, each rank updates
-            its shard of the row, and then all gather the shards. With --stage 2 a rank also gets
-            the average of its shard alone. Lines tagged "# ZeRO:".
+Differs     from pytorch_DDP_by_hand.py: the parameters of a bucket lie in a flat buffer. Each rank
+            updates its shard of it, then all-gathers the shards. With --stage 2 a rank also gets
+            only its shard of the averaged gradients. Lines tagged "# ZeRO:".
 Command:    torchrun --nproc_per_node=4 pytorch_ZeRO_by_hand.py
             torchrun --nproc_per_node=4 pytorch_ZeRO_by_hand.py --stage 2
 Use it      to learn how it works. To train, take pytorch_DDP_ZeRO.py, or pytorch_DeepSpeed.py for
@@ -28,7 +28,7 @@ import common
 
 
 class Bucket:
-    """Parameters in a row, of which each rank updates its shard."""
+    """Parameters in a flat buffer, of which each rank updates its shard."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
@@ -36,10 +36,10 @@ class Bucket:
         parts = self.row[: sum(self.sizes)].split(self.sizes)
         for p, part in zip(parameters, parts, strict=True):
             p.data = part.view_as(p)
-        self.shard = nn.Parameter(self.own(self.row))  # ZeRO: a view; what this rank updates
+        self.shard = nn.Parameter(self.own(self.row))  # ZeRO: a view; this rank updates it
 
     def in_a_row(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """With zeros at the end, so that all shards are of one size."""
+        """Flatten and concatenate, padded with zeros so that all shards have the same size."""
         padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())
         return torch.cat([*(tensor.flatten() for tensor in tensors), padding])
 
@@ -51,7 +51,7 @@ class Bucket:
         """Average the gradients of these parameters."""
         row = self.in_a_row([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
-            p.grad = None  # ZeRO: the optimizer does not see it
+            p.grad = None  # ZeRO: the optimizer uses shards only
         if self.stage == 1:
             self.shard.grad = self.own(row)
             dist.all_reduce(row)
@@ -60,7 +60,7 @@ class Bucket:
             dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the flat buffer is freed
 
     def send_when_full(self, _) -> None:
-        """What each parameter calls in backward, when it has its gradient."""
+        """The hook that runs in backward as soon as a parameter has its gradient."""
         if all(p.grad is not None for p in self.parameters):
             self.send()
 
@@ -70,7 +70,7 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
-    """Fill one after the other with a little more than ``size`` bytes, in backward's order."""
+    """Fill bucket after bucket with a little more than ``size`` bytes, in the order of backward."""
     buckets = [[]]
     for p in reversed(parameters):
         if sum(p.nbytes for p in buckets[-1]) > size:
@@ -80,7 +80,7 @@ def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
 
 
 def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> None:
-    """Of the shards of all ranks together."""
+    """Clip by the global norm, over the shards of all ranks."""
     squared = nn.utils.get_total_norm([shard.grad for shard in shards]) ** 2
     dist.all_reduce(squared)
     nn.utils.clip_grads_with_norm_(shards, max_norm, squared.sqrt())
@@ -96,7 +96,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -113,7 +113,7 @@ def main():
     )  # DDP: this rank's number, and how many
     common.announce(args, device)
     if world_size == 1:
-        common.print0("one rank alone sends nothing; start two with torchrun --nproc_per_node=2")
+        common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
@@ -126,13 +126,13 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # by hand: weights in plain order, as a bucket puts gradients in a row
+    # by hand: not channels-last, as a bucket flattens gradients into one buffer
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)  # by hand: rank 0's weights go to all
+        dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
     groups = common.parameter_groups(args, model)
     buckets, sharded = [], []
-    for group in groups:  # ZeRO: a bucket has parameters of one, which the optimizer treats alike
+    for group in groups:  # ZeRO: buckets do not mix groups, as their settings differ
         filled = make_buckets(group["params"], 4 * 2**20)
         sharded.append(group | {"params": [bucket.shard for bucket in filled]})
         buckets += filled
@@ -144,9 +144,9 @@ def main():
 
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
-    optimizer = optimizer_class(sharded, **options)  # ZeRO: keeps state for shards alone
+    optimizer = optimizer_class(sharded, **options)  # ZeRO: has state for shards only
     common.shard_state_on_load(optimizer, buckets, groups)
-    whole_state = partial(common.gather_state, optimizer, buckets, groups)  # ZeRO: to save it
+    whole_state = partial(common.gather_state, optimizer, buckets, groups)  # ZeRO: for snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler)
@@ -156,25 +156,25 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # by hand: buckets that are full are sent meanwhile
+            loss.backward()  # by hand: full buckets are averaged meanwhile
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
             if args.clip_grad:
                 clip_grad_norm_(shards, args.clip_grad)
             optimizer.step()
             for bucket in buckets:
-                bucket.gather()  # ZeRO: what the others have updated
+                bucket.gather()  # ZeRO: gets what other ranks have updated
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, whole_state(), scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, whole_state(), scheduler)
 

@@ -29,7 +29,7 @@ from torch.utils.data import DistributedSampler
 
 import common
 
-SLOW = [  # checkpointing: whose results --selective keeps, on CPUs and on GPUs
+SLOW = [  # checkpointing: --selective keeps the results of these, on CPUs and GPUs
     torch.ops.aten.mm.default,
     torch.ops.aten.convolution.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -49,7 +49,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -84,12 +84,12 @@ def main():
     for block in common.blocks_of(model):  # checkpointing: forward keeps only each block's input
         around = partial(contexts_of, block, args.selective)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=around)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -102,21 +102,21 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 
@@ -130,7 +130,7 @@ def main():
 
 
 def contexts_of(block: nn.Module, selective: bool):
-    """checkpointing: around a block as forward computes it, and as backward does again."""
+    """checkpointing: contexts for a block's forward, and for its recomputation in backward."""
     forward = again = contextlib.nullcontext()
     if selective:
         forward, again = create_selective_checkpoint_contexts(SLOW)
@@ -139,15 +139,15 @@ def contexts_of(block: nn.Module, selective: bool):
 
 @contextlib.contextmanager
 def counted_once(block: nn.Module, again):
-    """checkpointing: BatchNorm's statistics have seen this batch already."""
+    """checkpointing: do not update BatchNorm's running statistics a second time."""
     norms = common.batch_norms(block)
     before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
-        norm.momentum = 0.0  # with which they stay as they are
+        norm.momentum = 0.0  # leaves the statistics unchanged
     try:
         with again:
             yield
-    finally:  # PyTorch stops computing by an exception, as soon as it has what it needs
+    finally:  # PyTorch ends the recomputation early, by an exception
         for norm, (momentum, batches) in zip(norms, before, strict=True):
             norm.momentum = momentum
             norm.num_batches_tracked.copy_(batches)

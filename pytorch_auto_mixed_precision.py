@@ -1,14 +1,14 @@
 """Train on one device in mixed precision: autocast, GradScaler, gradient clipping.
 
 Differs     from pytorch_SingleGPU.py: matrix products and convolutions run in half precision, while
-            weights, sums and the optimizer stay in fp32. Lines tagged "# AMP:".
+            weights, reductions and optimizer stay in fp32. Lines tagged "# AMP:".
 Command:    python pytorch_auto_mixed_precision.py
             python pytorch_auto_mixed_precision.py --dtype bfloat16 --clip-grad 1
-Use it      always, on a GPU with tensor cores or a CPU with AMX. Not where every digit counts, and
-            not on hardware without fast half precision, where it gains memory only.
+Use it      always, on a GPU with tensor cores or a CPU with AMX. Not where you need full precision,
+            and not on hardware without fast half precision, where it only saves memory.
 Holds       4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer, and 2 while a step runs for the copy in half; the activations, which
-            outweigh these, take about half of what they take in fp32.
+            the optimizer, and during a step 2 for the half-precision copy; the activations, which
+            are larger than all of these, take about half of their fp32 memory.
 Sends       nothing.
 """
 
@@ -48,7 +48,7 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     # AMP: float16 rounds gradients below 6e-8 to zero, so the loss is scaled up, and the gradients
-    # are scaled down before the step. bfloat16 has the range of fp32 and needs none of it.
+    # are scaled down before the step. bfloat16 has the range of fp32 and needs no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
     run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
@@ -58,19 +58,19 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:
-                scaler.unscale_(optimizer)  # AMP: 2. unscale: the limit is for true gradients
+                scaler.unscale_(optimizer)  # AMP: 2. unscale: clipping needs unscaled gradients
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
             scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
             scaler.update()  # AMP: 5. lower the scale after an overflow, else raise it now and then
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate

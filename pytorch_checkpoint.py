@@ -3,8 +3,8 @@
 Differs     from pytorch_FSDP.py: DCP saves and resumes, not the harness. Lines tagged "# DCP:".
 Command:    torchrun --nproc_per_node=4 pytorch_checkpoint.py --async-save
             torchrun --nproc_per_node=2 pytorch_checkpoint.py --async-save --resume auto
-Use it      to save and resume a sharded model in a loop of your own. Not where the harness's
-            snapshots will do: they also verify checksums and refuse pickles that run code.
+Use it      to save and resume a sharded model in your own training loop. Not where the harness's
+            snapshots are enough: they also verify checksums and reject pickles that run code.
 Holds       what pytorch_FSDP.py holds; while --async-save writes, also a copy of its shards.
 Sends       what pytorch_FSDP.py sends; a checkpoint sends buffers, and names and shapes of shards.
 """
@@ -29,25 +29,25 @@ import common
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Those in a folder, the newest last. DCP writes `.metadata` after all shards, by a rename."""
-    places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: what is whole
+    """Complete ones in a folder, newest last. DCP writes `.metadata` last, by a rename."""
+    places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: complete
     return [path.parent for place in places for path in sorted(folder.glob(place))]
 
 
 def save(run, model, optimizer, group, writing):
-    """Save a checkpoint, and return what is still to be written. All ranks call it."""
+    """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
-        writing.result()  # DCP: raises what went wrong in the thread
+        writing.result()  # DCP: raises the exception of the thread
     rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
     for old in whole_checkpoints(folder.parent)[:-2] if rank == 0 else []:
         (old / ".metadata").unlink()  # DCP: first, as it was written last
         shutil.rmtree(old)
-    for buffer in model.buffers():  # DCP: of which any rank's may be written
+    for buffer in model.buffers():  # DCP: any rank's may be written
         dist.broadcast(buffer, src=0)
-    weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: of this rank's shards
+    weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
     others = run.store.about | run.state_dict() | {"param_groups": state["param_groups"]}
-    if rank == 0:  # DCP: apart, as it would pickle what is no tensor, and read any pickle
+    if rank == 0:  # DCP: separate, as DCP would pickle non-tensors and load any pickle
         folder.mkdir(parents=True, exist_ok=True)
         common.save_file(others, folder / "run.pt")
     if run.args.async_save and not (run.stop.agreed or run.step == run.total_steps):
@@ -58,18 +58,18 @@ def save(run, model, optimizer, group, writing):
 
 
 def load(run, model, optimizer, scheduler, group) -> None:
-    """Resume from the checkpoint that --resume means, or begin. All ranks call it."""
+    """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
     asked, others = run.args.resume, None
     whole = whole_checkpoints(run.store.folder if asked in ("auto", "none") else Path(asked))
     if asked not in ("auto", "none") and not whole:
-        common.fail(f"--resume {asked} holds no whole checkpoint of DCP; give another, or none")
+        common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")
     found = [whole[-1] if whole and asked != "none" else None]
     dist.broadcast_object_list(found, src=0)  # DCP: all ranks take the one that rank 0 sees
     if path := found[0]:
         run.store.resumed, others = path, common.load_file(path / "run.pt", "--resume")
-        run.store.check(others, "param_groups")  # of this model, data and batch size
+        run.store.check(others, "param_groups")  # same model, data and batch size
         weights, state = dcp_state.get_state_dict(model, optimizer)
-        tensors = {"model": weights, "optimizer": state["state"]}  # DCP: of these keys, each rank
+        tensors = {"model": weights, "optimizer": state["state"]}  # DCP: for these keys, each rank
         dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards
         state["param_groups"] = others["param_groups"]
         dcp_state.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -80,15 +80,15 @@ def load(run, model, optimizer, scheduler, group) -> None:
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--async-save", action="store_true", help="save while training goes on")
+    parser.add_argument("--async-save", action="store_true", help="save in the background")
     args = common.parse_args(parser)
     if common.local_folder(args.output_dir) != args.output_dir:
-        common.fail(f"--output-dir {args.output_dir}: DCP writes to a folder; give one")
+        common.fail(f"--output-dir {args.output_dir}: DCP writes to a local folder; give one")
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -140,10 +140,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
-            logits = model(images)  # FSDP: gathers block by block
+            optimizer.zero_grad()  # otherwise gradients would accumulate
+            logits = model(images)  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # FSDP: gathers once more, and reduce-scatters each block's gradients
+            loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
@@ -154,13 +154,13 @@ def main():
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
 
     # 7. Save and report
     whole = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=whole)  # FSDP: to the CPU, on rank 0
+    weights = dcp_state.get_model_state_dict(model, options=whole)  # FSDP: on the CPU of rank 0
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

@@ -1,7 +1,7 @@
 """The collectives that all other scripts build on, each with four numbers per rank.
 
-A process group is some processes (ranks), each with a number, that can send each other tensors. In
-a collective all of them take part, in the same order, with tensors of the same size.
+A process group is a set of processes, numbered by rank, that can send each other tensors. All ranks
+must call the same collectives, in the same order, with tensors of the same size.
 
 Command:    torchrun --standalone --nproc_per_node=2 pytorch_collectives.py
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --sweep
@@ -31,25 +31,25 @@ import common
 
 
 def broadcast(numbers: Tensor) -> Tensor:
-    """Rank 0's numbers go to all. DDP sends the weights so when it begins."""
+    """Rank 0's numbers go to all ranks. DDP sends the initial weights this way."""
     dist.broadcast(numbers, src=0)
     return numbers
 
 
 def reduce(numbers: Tensor) -> Tensor | None:
-    """The sum of all goes to rank 0. A loss to be printed needs no more."""
+    """The sum over all ranks goes to rank 0. This is enough for a loss that rank 0 prints."""
     dist.reduce(numbers, dst=0)  # op=dist.ReduceOp.SUM, or MAX, MIN, PRODUCT
     return numbers if dist.get_rank() == 0 else None
 
 
 def all_reduce(numbers: Tensor) -> Tensor:
-    """The sum of all goes to all. DDP averages the gradients so: a sum, divided by the ranks."""
+    """The sum over all ranks goes to all ranks. DDP divides it by N to average gradients."""
     dist.all_reduce(numbers)
     return numbers
 
 
 def gather(numbers: Tensor) -> Tensor | None:
-    """What all have goes to rank 0, one after the other."""
+    """The numbers of all ranks go to rank 0, concatenated."""
     if dist.get_rank() != 0:
         dist.gather(numbers, dst=0)
         return None
@@ -59,7 +59,7 @@ def gather(numbers: Tensor) -> Tensor | None:
 
 
 def scatter(numbers: Tensor) -> Tensor:
-    """Rank 0's numbers are dealt out: to each rank its part."""
+    """Rank 0's numbers are split, and each rank gets its part."""
     part = torch.empty_like(numbers.chunk(dist.get_world_size())[0])
     parts = list(numbers.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
     dist.scatter(part, parts, src=0)
@@ -67,31 +67,31 @@ def scatter(numbers: Tensor) -> Tensor:
 
 
 def all_gather(numbers: Tensor) -> Tensor:
-    """What all have goes to all, one after the other. FSDP puts a layer together so, and frees it
-    after use."""
+    """The numbers of all ranks go to all ranks, concatenated. FSDP gathers a layer this way, and
+    frees it after use."""
     whole = numbers.new_empty(dist.get_world_size() * len(numbers))
     dist.all_gather_into_tensor(whole, numbers)
     return whole
 
 
 def reduce_scatter(numbers: Tensor) -> Tensor:
-    """The sum of all is dealt out: to each rank its part. FSDP averages the gradients so. With an
-    all-gather after it, it is an all-reduce."""
+    """The sum over all ranks is split, and each rank gets its part. FSDP averages gradients this
+    way. Followed by an all-gather, it is an all-reduce."""
     part = numbers.new_empty(len(numbers) // dist.get_world_size())
     dist.reduce_scatter_tensor(part, numbers)
     return part
 
 
 def all_to_all(numbers: Tensor) -> Tensor:
-    """All deal out what they have: rank r gets the r-th part of each. Experts get their tokens so,
-    and a matrix that is spread over the ranks is transposed."""
+    """Every rank splits its numbers: rank r gets the r-th part of each. This sends tokens to their
+    experts, and transposes a sharded matrix."""
     parts = torch.empty_like(numbers)
     dist.all_to_all_single(parts, numbers)
     return parts
 
 
 def send_and_receive(numbers: Tensor) -> Tensor:
-    """From one rank to another, here from 0 to 1. Pipelines hand activations on so."""
+    """From one rank to another, here from 0 to 1. Pipelines send activations this way."""
     if dist.get_rank() == 0:
         dist.send(numbers, dst=1)
     if dist.get_rank() == 1:
@@ -100,11 +100,11 @@ def send_and_receive(numbers: Tensor) -> Tensor:
 
 
 def asynchronous(numbers: Tensor) -> Tensor:
-    """An all-reduce that returns at once: work that does not need its result goes on beside it. DDP
-    sends the last layers' gradients while backward computes those before."""
+    """An all-reduce that returns at once, so other work can overlap with it. DDP averages the last
+    layers' gradients while backward computes the earlier ones."""
     work = dist.all_reduce(numbers, async_op=True)
     # ... here ...
-    work.wait()  # before it, the numbers are anybody's guess
+    work.wait()  # before wait(), the values are undefined
     return numbers
 
 
@@ -115,9 +115,9 @@ LESSONS = [
 
 
 def show(lesson, device: torch.device) -> None:
-    """Run it, and print every rank's numbers before and after."""
+    """Run a collective, and print every rank's numbers before and after."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    n = 4 if 4 % world_size == 0 else world_size  # so that they can be dealt out
+    n = 4 if 4 % world_size == 0 else world_size  # so that they can be split evenly
     numbers = torch.arange(1, n + 1, device=device) + 10 * rank
     before = numbers.tolist()
     with explain_missing(lesson.__name__):
@@ -132,7 +132,7 @@ def show(lesson, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def explain_missing(name: str):
-    """If the backend has no such collective, say which one has."""
+    """If the backend has no such collective, name a backend that does."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
@@ -140,7 +140,7 @@ def explain_missing(name: str):
             raise
         backend = dist.get_backend()
         other, device = ("nccl", "cuda") if backend == "gloo" else ("gloo", "cpu")
-        common.fail(f"{backend} has no {name} ({error}); use --device {device}, for {other}")
+        common.fail(f"{backend} has no {name} ({error}); use --device {device} ({other})")
 
 
 def in_brackets(numbers: list[int]) -> str:
@@ -151,12 +151,12 @@ def in_brackets(numbers: list[int]) -> str:
 
 
 def operations(whole: Tensor, part: Tensor) -> dict:
-    """What is timed, by name: a function, and how many times the message a rank has to send at the
-    least, which makes the bus bandwidth of the algorithm's
+    """What is timed, by name: a function, and the least that a rank must send, as a multiple of the
+    message size. This is the factor from algorithm bandwidth to bus bandwidth
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 
     Args:
-        whole: the message; ``part`` is a rank's part of it.
+        whole: the message; ``part`` is one rank's part of it.
     """
     rank, n, other = dist.get_rank(), dist.get_world_size(), torch.empty_like(whole)
 
@@ -177,7 +177,7 @@ def operations(whole: Tensor, part: Tensor) -> dict:
 
 
 def seconds_of(operation, repeats: int, device: torch.device) -> float:
-    """Median of several, of the slowest rank in each."""
+    """Median over repeats of the time of the slowest rank."""
     seconds = []
     for _ in range(2 + repeats):
         dist.barrier()
@@ -192,8 +192,8 @@ def seconds_of(operation, repeats: int, device: torch.device) -> float:
 
 
 def fit(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
-    """Latency (seconds) and bandwidth (bytes a second) of seconds = latency + size / bandwidth: the
-    least squares of relative errors."""
+    """Fit seconds = latency + size / bandwidth (in seconds and bytes per second), by least squares
+    of the relative errors."""
     sizes, seconds = np.array(sizes), np.array(seconds)
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
     (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
@@ -212,7 +212,7 @@ def sweep(device: torch.device, largest: int, folder: Path) -> None:
     for name in operations(*[torch.zeros(n, device=device)] * 2):
         rows, size = [], 4096
         while size <= largest:
-            part = torch.zeros(size // 4 // n, device=device)  # of 4 bytes each
+            part = torch.zeros(size // 4 // n, device=device)  # 4 bytes per element
             whole = torch.zeros(n * len(part), device=device)
             operation, factor = operations(whole, part)[name]
             with explain_missing(name):
@@ -240,17 +240,17 @@ def sweep(device: torch.device, largest: int, folder: Path) -> None:
 
 
 def alone(numbers: Tensor) -> None:
-    """Only rank 0 comes to the all-reduce, as under an `if rank == 0:`. It waits for the others
-    until --timeout is over. Nothing that communicates belongs under such an `if`: no forward of a
-    model that DDP or FSDP has wrapped, and no save that gathers."""
+    """Only rank 0 calls the all-reduce, as under an `if rank == 0:`. It waits for the others until
+    --timeout has passed. Nothing that communicates belongs under such an `if`: no forward of a
+    model wrapped by DDP or FSDP, and no save that gathers."""
     if dist.get_rank() == 0:
         dist.all_reduce(numbers)
 
 
 def order(numbers: Tensor) -> None:
-    """Rank 0 sums first and then broadcasts, the others the other way round. The first collective
-    of a rank meets the first of the others, whatever it is: gloo waits for messages that do not
-    come. A loop over a set of strings, whose order differs by process, is enough."""
+    """Rank 0 all-reduces and then broadcasts, the others in reverse order. The first call of a rank
+    is matched with the first call of the others, whatever it is: gloo waits for messages that never
+    come. A loop over a set of strings, whose order differs by process, can cause this."""
     other = numbers + 100
     calls = [lambda: dist.all_reduce(numbers), lambda: dist.broadcast(other, src=0)]
     for call in calls if dist.get_rank() == 0 else reversed(calls):
@@ -259,17 +259,17 @@ def order(numbers: Tensor) -> None:
 
 
 def shape(numbers: Tensor) -> None:
-    """Rank 0 sums four numbers, the others two. Nobody compares shapes, so one waits for more, and
-    another has numbers that are wrong. The last batch of an epoch is often smaller: pad it, or
-    gather objects, which may differ."""
+    """Rank 0 all-reduces four numbers, the others two. Nothing compares the shapes, so one rank
+    waits for more, and another gets wrong numbers. The last batch of an epoch is often smaller: pad
+    it, or gather objects, whose sizes may differ."""
     numbers = numbers if dist.get_rank() == 0 else numbers[:2].clone()
     dist.all_reduce(numbers)
     say(f"sum {numbers.tolist()}")
 
 
 def wait(numbers: Tensor) -> None:
-    """The sum is read before work.wait(), while it is on its way. Whatever is called with
-    async_op=True, isend and irecv are to be waited for."""
+    """The sum is read before work.wait(), while the all-reduce is still running. Always wait for
+    calls with async_op=True, and for isend and irecv."""
     many = numbers.repeat(2**22)
     work = dist.all_reduce(many, async_op=True)
     say(f"before wait() the last four are {many[-4:].tolist()}")
@@ -285,8 +285,8 @@ def say(message: str) -> None:
 
 
 def show_mistake(args, device: torch.device, store: dist.Store) -> NoReturn:
-    """Make it, and say what came of it. The group is of no more use then, so all leave at once,
-    when the last one has said in the store that it is done."""
+    """Run --break and print what happens. The process group is unusable afterwards, so all ranks
+    exit without destroying it, once the last one has reported to the store that it is done."""
     mistake, numbers = MISTAKES[args.mistake], torch.arange(1, 5, device=device)
     numbers += 10 * dist.get_rank()
     common.print0(f"{mistake.__name__}: {' '.join(mistake.__doc__.split())}")
@@ -301,10 +301,10 @@ def show_mistake(args, device: torch.device, store: dist.Store) -> NoReturn:
     store.set(names[dist.get_rank()], "")
     store.wait(names, timedelta(seconds=args.timeout + 30))
     common.print0(
-        "Nothing that PyTorch could be asked to check finds this one."
+        "No debug setting of PyTorch detects this mistake."
         if mistake is wait
-        else "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch compares collectives "
-        "and shapes first, which takes time, and says which ranks differ."
+        else "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch first compares "
+        "collectives and shapes, which takes time, and reports which ranks differ."
     )
     store.set("seen", "") if dist.get_rank() == 0 else store.wait(["seen"])
     os._exit(0)
@@ -345,9 +345,9 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: else every rank also allocates memory on GPU 0
     store = common.make_store(args)
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -363,12 +363,12 @@ def main():
     )  # DDP: this rank's number, and how many
     common.print0(f"pytorch_collectives: {world_size} x {device.type} ({dist.get_backend()})")
 
-    # 2. What was asked for
+    # 2. Show, time or break the collectives
     if world_size == 1:
         start = "start torchrun --standalone --nproc_per_node=2 pytorch_collectives.py"
         if args.mistake or args.sweep:
             common.fail(f"--{'sweep' if args.sweep else 'break'} needs two ranks or more; {start}")
-        common.print0(f"One rank alone sends nothing, so nothing changes; {start}")
+        common.print0(f"A single rank sends nothing, so nothing changes; {start}")
     if args.mistake:
         show_mistake(args, device, store)
     if args.sweep:

@@ -1,8 +1,8 @@
 """Train on several devices with DDP and compressed gradient communication.
 
-Differs     from pytorch_torchrun_DDP.py: a communication hook takes the place of DDP's all-reduce.
-            fp16 and bf16 send half the digits; powersgd sends two narrow matrices in place of each
-            large one (Vogels et al. 2019, arXiv:1905.13727). Lines tagged "# hook:".
+Differs     from pytorch_torchrun_DDP.py: a communication hook replaces DDP's all-reduce. fp16 and
+            bf16 send gradients in half precision; powersgd sends two low-rank matrices instead of
+            each large one (Vogels et al. 2019, arXiv:1905.13727). Lines tagged "# hook:".
 Command:    torchrun --nproc_per_node=4 pytorch_comm_hooks.py --comm-hook fp16
             torchrun --nproc_per_node=4 pytorch_comm_hooks.py --comm-hook powersgd
 Use it      when the network between machines is the bottleneck: compare the step time of one rank
@@ -11,7 +11,7 @@ Use it      when the network between machines is the bottleneck: compare the ste
 Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
             the optimizer; powersgd 4 more, for the error that its last all-reduce left.
 Sends       per step and rank, 2 * 2 * (N - 1) / N bytes per parameter (fp16, bf16); powersgd a few
-            hundredths of it, after ten steps of DDP's own all-reduce.
+            hundredths of this, after ten uncompressed steps.
 """
 
 import os
@@ -42,7 +42,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -71,16 +71,16 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
-        # hook: one bucket on gloo, whose threads would mix up the messages of powersgd for several
+        # hook: one bucket on gloo, whose threads would mix up powersgd's all-reduces of several
         bucket_cap_mb=None if device.type == "cuda" else 1_000_000,
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
     if args.comm_hook == "powersgd":
-        # hook: the first steps, in which gradients change fast, are sent whole
+        # hook: no compression in the first steps, in which gradients change fast
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=10
         )
@@ -101,21 +101,21 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

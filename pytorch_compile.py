@@ -1,14 +1,14 @@
-"""Train on several devices with DDP, and compile the model to faster code.
+"""Train on several devices with DDP and torch.compile.
 
 Differs     from pytorch_torchrun_DDP.py: torch.compile turns forward and backward into few fused
-            kernels, for a GPU by Triton, for a CPU in C++. --blocks compiles block by block: blocks
-            that are alike are compiled once, so that it starts earlier. Lines tagged "# compile:".
+            kernels, with Triton on a GPU and in C++ on a CPU. --blocks compiles block by block:
+            identical blocks compile once, so training starts sooner. Lines tagged "# compile:".
 Command:    torchrun --nproc_per_node=4 pytorch_compile.py
             torchrun --nproc_per_node=4 pytorch_compile.py --blocks
-Use it      when a job runs for longer than the compiler, which takes from seconds to minutes. Not
-            while you change the model, or where shapes change from step to step: each new one is
-            compiled again.
-Holds       per parameter what DDP holds. Activations: fewer, as fused operations keep none between.
+Use it      when training takes much longer than compilation, which takes seconds to minutes. Not
+            while you are changing the model, or where shapes change from step to step: each new
+            shape is compiled again.
+Holds       per parameter what DDP holds. Fewer activations: fused operations save none in between.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
 """
 
@@ -35,12 +35,12 @@ def main():
     args = common.parse_args(parser)
     common.prepare_process(args)
     compiler = os.environ.get("CXX", "c++")
-    if args.device == "cpu" and not shutil.which(compiler):  # compile: it writes C++ for a CPU
+    if args.device == "cpu" and not shutil.which(compiler):  # compile: it generates C++
         common.fail(f"no C++ compiler ({compiler}) is installed; install g++ or clang, or set CXX")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -77,9 +77,9 @@ def main():
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
     if not args.blocks:
-        model.compile()  # compile: DDP's wrapper, to cut where a bucket of gradients is full
+        model.compile()  # compile: DDP's wrapper, to break the graph where a bucket is full
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -92,21 +92,21 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # DDP: averages the gradients, bucket by bucket, as they are ready
+            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

@@ -1,13 +1,13 @@
 """Train on several devices with DDP and gradient accumulation: large batches in little memory.
 
-Differs     from pytorch_torchrun_DDP.py: --accumulate N cuts a rank's batch into N parts. Gradients
-            add up over them, and only those of the last are communicated. Lines tagged
-            "# accumulate:".
+Differs     from pytorch_torchrun_DDP.py: --accumulate N splits a rank's batch into N micro-batches.
+            Their gradients accumulate, and are averaged over the ranks only once, in the last one.
+            Lines tagged "# accumulate:".
 Command:    torchrun --nproc_per_node=4 pytorch_gradient_accumulation.py --accumulate 4
 Use it      when the batch that you want does not fit, or when communication is slow: there is one
-            all-reduce per batch, however many parts. Not to go faster on one device.
+            all-reduce per batch, for any N. Not to go faster on one device.
 Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer; the activations are those of one part.
+            the optimizer; the activations are those of one micro-batch.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
 """
 
@@ -39,7 +39,7 @@ def main():
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
@@ -73,12 +73,12 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    model = DistributedDataParallel(  # DDP: sends rank 0's weights to all
+    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
     )
-    model.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -92,7 +92,7 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             # accumulate: zeros, not None: gradients add up in DDP's buckets, not in a second copy
-            optimizer.zero_grad(set_to_none=False)  # gradients would add up otherwise
+            optimizer.zero_grad(set_to_none=False)  # otherwise gradients would accumulate
             batch_loss = 0
             images_of, labels_of = (t.tensor_split(args.accumulate) for t in (images, labels))
             for part in range(args.accumulate):
@@ -102,19 +102,19 @@ def main():
                     logits = model(images_of[part])
                     loss = F.cross_entropy(logits, labels_of[part])
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
-                    loss.backward()  # DDP: averages the gradients, bucket by bucket, of the last
+                    loss.backward()  # DDP: in the last part, averages the gradients
                 batch_loss += loss.detach()
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(batch_loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(batch_loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         run.save_snapshot(model, optimizer, scheduler)
 

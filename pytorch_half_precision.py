@@ -1,16 +1,16 @@
 """Train on one device in pure half precision: what it saves, and what it loses.
 
-Differs     from pytorch_SingleGPU.py: parameters, gradients and optimizer are kept in float16 or
-            bfloat16. --master-weights adds a copy of the weights in fp32 for the optimizer, keeps
+Differs     from pytorch_SingleGPU.py: parameters, gradients and optimizer state are float16 or
+            bfloat16. --master-weights adds an fp32 copy of the weights for the optimizer, keeps
             BatchNorm in fp32, and scales the loss. Lines tagged "# half:".
 Command:    python pytorch_half_precision.py
             python pytorch_half_precision.py --master-weights
-Use it      to see why mixed precision exists: in pure half an update of less than 1/2048 (float16)
-            or 1/256 (bfloat16) of a weight is rounded away, and training stalls. --master-weights
-            is sound. For your own work take pytorch_auto_mixed_precision.py, which needs no care.
+Use it      to see why mixed precision exists: in pure half precision an update of less than 1/2048
+            (float16) or 1/256 (bfloat16) of a weight is rounded away, and training stalls. With
+            --master-weights it does not. For your own work use pytorch_auto_mixed_precision.py.
 Holds       2 bytes per parameter, 2 for its gradient, 2 (SGD with momentum) or 4 (AdamW) for the
             optimizer; with --master-weights 4 more for the copy, and 4 or 8 for the optimizer.
-            Activations take half of what they take in fp32.
+            Activations take half of their fp32 memory.
 Sends       nothing.
 """
 
@@ -34,12 +34,12 @@ def main():
     parser.add_argument("--master-weights", action="store_true", help="keep fp32 master weights")
     parser.add_argument(
         "--loss-scale", type=common.number(float, 1), default=128, metavar="X",
-        help="factor of the loss; a power of two loses no digit (default: 128)",
+        help="loss scale; a power of two causes no rounding (default: 128)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if args.optimizer == "adamw" and args.dtype == "float16" and not args.master_weights:
-        common.fail("--optimizer adamw has an eps that is 0 in float16; add --master-weights")
+        common.fail("--optimizer adamw: its eps is 0 in float16; add --master-weights")
     device = common.get_device(args)
     common.announce(args, device)
     common.seed_everything(args.seed, args.deterministic)
@@ -58,7 +58,7 @@ def main():
         half_model, loss_scale = half_copy(model, dtype), args.loss_scale
         pairs = list(zip(model.parameters(), half_model.parameters(), strict=True))
     else:
-        half_model, loss_scale, pairs = model.to(dtype), 1, []  # half: one and the same
+        half_model, loss_scale, pairs = model.to(dtype), 1, []  # half: the same object
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -74,11 +74,11 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         half_model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # half: in it
-            half_model.zero_grad()  # gradients would add up otherwise
-            logits = half_model(images).float()  # half: the softmax needs fp32's digits
+        for images, labels in run.batches(train_loader, epoch, dtype):  # half: in this dtype
+            half_model.zero_grad()  # otherwise gradients would accumulate
+            logits = half_model(images).float()  # half: the softmax needs fp32 precision
             loss = F.cross_entropy(logits, labels)
-            (loss * loss_scale).backward()  # half: lifts gradients that float16 would round to 0
+            (loss * loss_scale).backward()  # half: keeps gradients that float16 would round to 0
             for weight, half in pairs:
                 weight.grad = half.grad.float().div_(loss_scale)
             if args.clip_grad:
@@ -88,9 +88,9 @@ def main():
             with torch.no_grad():
                 for weight, half in pairs:
                     half.copy_(weight)  # half: rounds
-                    weight.grad = None  # half: the fp32 gradients live for this step only
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                    weight.grad = None  # half: fp32 gradients are needed only in this step
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

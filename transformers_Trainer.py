@@ -1,13 +1,13 @@
-"""Train on several devices with DistributedDataParallel, by the Trainer of transformers.
+"""Train on several devices with DistributedDataParallel through the Trainer of transformers.
 
-Differs     from pytorch_torchrun_DDP.py: Trainer makes the process group, wraps the model in DDP
-            and has the loop, which takes its batches from us. Most of its arguments below switch
-            off what it would do besides. Lines tagged "# Trainer:".
+Differs     from pytorch_torchrun_DDP.py: Trainer creates the process group, wraps the model in DDP
+            and runs the loop, with batches from this script. Most of its arguments below switch off
+            its other features. Lines tagged "# Trainer:".
 Command:    torchrun --nproc_per_node=4 transformers_Trainer.py --dataset reviews --data-dir PATH
 Use it      to fine-tune a model of transformers, with its tokenizers, metrics and checkpoints. Not
             to change what happens in a step.
-Holds       what pytorch_torchrun_DDP.py does, and a copy of the gradients in DDP's buckets.
-Sends       what pytorch_torchrun_DDP.py does.
+Holds       what pytorch_torchrun_DDP.py holds, and a copy of the gradients in DDP's buckets.
+Sends       what pytorch_torchrun_DDP.py sends.
 """
 
 import os
@@ -25,7 +25,7 @@ transformers = common.import_optional("transformers")
 
 
 class Steps:
-    """Trainer: in the place of a DataLoader, all steps as one epoch."""
+    """Trainer: used as the DataLoader, with all steps as one epoch."""
 
     def __init__(self, batches: Iterator[dict], length: int):
         self.batches, self.length = batches, length
@@ -38,7 +38,7 @@ class Steps:
 
 
 class Trainer(transformers.Trainer):
-    """Trainer: with our batches, and a loss of logits, as our models return no loss."""
+    """Trainer: with our batches, and a loss computed from logits, as our models return none."""
 
     def __init__(self, steps: Steps, **options):
         super().__init__(**options)
@@ -63,13 +63,13 @@ def main():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.get_device(args, local_rank)  # DDP: a device per rank of this machine
+    device = common.get_device(args, local_rank)  # DDP: one device per local rank
     options = transformers.TrainingArguments(  # Trainer: init_process_group() and set_device()
         output_dir=common.local_folder(args.output_dir),
         use_cpu=device.type == "cpu",
         ddp_backend="nccl" if device.type == "cuda" else "gloo",
         ddp_timeout=args.timeout,
-        ddp_find_unused_parameters=False,  # Trainer: would look for them at every step
+        ddp_find_unused_parameters=False,  # Trainer: would search for them at every step
         max_grad_norm=args.clip_grad or 0.0,  # Trainer: would clip at 1
         logging_nan_inf_filter=False,  # Trainer: would hide a NaN, and wait for each step's loss
         num_train_epochs=1,  # Trainer: see Steps
@@ -104,28 +104,28 @@ def main():
 
     # 5. Train
     def batches():
-        ddp = trainer.model_wrapped  # Trainer: has wrapped it by now
-        ddp.broadcast_buffers = False  # DDP: sent before evaluation, not at every step
+        ddp = trainer.model_wrapped  # Trainer: has wrapped the model by now
+        ddp.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
         run.load_snapshot(ddp, optimizer, scheduler)
         for epoch in range(run.start_epoch, run.epochs):
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
             for images, labels in run.batches(train_loader, epoch):
-                yield {"images": images, "targets": labels}  # Trainer: comes back after the step
-                run.log(trainer.loss)  # fetched only when it is printed
-                if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+                yield {"images": images, "targets": labels}  # Trainer: returns after the step
+                run.log(trainer.loss)  # copied from the device only when it is printed
+                if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
                     run.save_snapshot(model, optimizer, scheduler)
 
             # 6. Evaluate
             for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw other images on each rank
+                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
             run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
             run.save_snapshot(model, optimizer, scheduler)
 
-    transformers.logging.set_verbosity_error()  # Trainer: has a word for a run without steps
+    transformers.logging.set_verbosity_error()  # Trainer: warns of a run without steps
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus):  # Trainer: begins random numbers anew, alike on all ranks
+    with torch.random.fork_rng(gpus):  # Trainer: reseeds, identically on every rank
         trainer = Trainer(
-            # Trainer: asks for as many batches. What comes after the last step is in one more.
+            # Trainer: fetches this many batches. The code after the last step runs in one more.
             Steps(batches(), run.total_steps + 1),
             args=options,
             model=model,

@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reports as allocated: its blocks, not the tensors in them."""
+"""Simulate PyTorch's caching allocator, which reports the size of blocks, not of tensors."""
 
 import bisect
 
@@ -10,16 +10,16 @@ MIB = 2**20
 class Allocator:
     """The rules of PyTorch's ``CUDACachingAllocator.cpp`` for one stream, without its limits.
 
-    A tensor gets the smallest block that is free and fits, of the pool of up to 1 MiB or of the
-    other. If none is free, a segment is taken from the GPU: of 2 MiB for small ones, of 20 MiB for
-    less than 10 MiB, and above of a multiple of 2 MiB. What remains of a block is split off, but
-    for 1 MiB or less of a large one: so 16,000,000 bytes take 16 MiB.
+    A tensor gets the smallest free block that fits, from the pool for up to 1 MiB or from the large
+    one. If there is none, a segment is allocated on the GPU: 2 MiB for the small pool, 20 MiB for
+    less than 10 MiB, and else a multiple of 2 MiB. The rest of a block is split off, except 1 MiB
+    or less of a large block: so 16,000,000 bytes take 16 MiB.
     """
 
     def __init__(self):
         self.allocated = self.segments = 0
-        self.taken = {}  # by number of a storage: is it small, and size, segment and address
-        self.free = {True: [], False: []}  # of the small pool and of the other, the smallest first
+        self.taken = {}  # by storage number: whether it is small, size, segment and address
+        self.free = {True: [], False: []}  # by pool, small and large; sorted by size
 
     def take(self, number: int, size: int) -> None:
         is_small = size <= MIB
@@ -39,7 +39,7 @@ class Allocator:
         self.allocated += block
 
     def give_back(self, number: int) -> None:
-        """And join the block with those beside it that are free."""
+        """Free a block, and merge it with adjacent free blocks."""
         is_small, size, segment, address = self.taken.pop(number)
         self.allocated -= size
         free = self.free[is_small]
@@ -51,15 +51,15 @@ class Allocator:
 
 
 def allocated_at(live: LiveBytes, moments: list[int]) -> list[tuple[int, int]]:
-    """What ``torch.cuda.memory_allocated()`` and ``max_memory_allocated()`` would have said.
+    """What ``torch.cuda.memory_allocated()`` and ``max_memory_allocated()`` would have returned.
 
     Args:
-        moments: numbers of changes that ``live`` had counted by then.
+        moments: as numbers of changes that ``live`` had counted so far.
     """
     allocator, sizes, highest, found = Allocator(), {}, 0, {}
     for count, (number, more) in enumerate(live.changes, 1):
         sizes[number] = sizes.get(number, 0) + more
-        if number in allocator.taken:  # freed, or of another size
+        if number in allocator.taken:  # freed or resized
             allocator.give_back(number)
         if sizes[number]:
             allocator.take(number, sizes[number])

@@ -20,7 +20,7 @@ SHAPES = torch.library.Library("aten", "IMPL", "Meta")
 
 
 def stand_in_for_ranks() -> None:
-    """The process group is PyTorch's fake one, in which nobody answers."""
+    """Use PyTorch's fake process group, which never communicates."""
     init, all_reduce = dist.init_process_group, dist.all_reduce
     begin = DistributedDataParallel._lazy_init
 
@@ -36,7 +36,7 @@ def stand_in_for_ranks() -> None:
         future.set_result([tensor])
         return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
 
-    def answered(_, bucket):  # the fake group's own answer has no result, which DDP would read
+    def answered(_, bucket):  # the fake group returns no result, but DDP reads it
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(first)
 
     def begin_with_hook(ddp):
@@ -46,7 +46,7 @@ def stand_in_for_ranks() -> None:
 
     dist.init_process_group, dist.all_reduce = init_process_group, answered_all_reduce
     stand_in_for_meshes()
-    # The real one returns what it is given, that of tensors without numbers a copy.
+    # The real function returns its argument, but a copy for fake tensors.
     functional.wait_tensor = lambda tensor: tensor
     DistributedDataParallel._lazy_init = begin_with_hook
     # Rank 0's weights are broadcast before training; messages between ranks have no data.
@@ -63,7 +63,7 @@ def stand_in_for_ranks() -> None:
 
 
 def stand_in_for_meshes() -> None:
-    """They read their own ranks, which are in tensors that have to have numbers."""
+    """Device meshes read their ranks from tensors, which must not be fake."""
 
     def with_numbers(function):
         def call(*args, **kwargs):
@@ -74,7 +74,7 @@ def stand_in_for_meshes() -> None:
 
     device_mesh.init_device_mesh = with_numbers(device_mesh.init_device_mesh)
     mesh = device_mesh.DeviceMesh
-    mesh.__init__ = with_numbers(mesh.__init__)  # FSDP makes one of two, in which DTensors are
+    mesh.__init__ = with_numbers(mesh.__init__)  # FSDP combines two meshes for DTensors
     if isinstance(mesh.mesh, property):
         mesh.mesh = property(with_numbers(mesh.mesh.fget))
 
@@ -84,20 +84,20 @@ def first(future):
 
 
 def stand_in_for_numbers() -> None:
-    """What PyTorch has no rule for, of tensors that have none."""
+    """Replace functions that do not support fake tensors."""
 
-    def swap(ours, theirs):  # Module.to(): it would not, as there are references to ours
+    def swap(ours, theirs):  # for Module.to(), which fails if there are references to ours
         ours.data = theirs.detach()
 
     torch.utils.swap_tensors = swap
-    torch.nn.init.trunc_normal_ = lambda tensor, *_, **__: tensor  # it looks at what it has drawn
-    FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # of which a copied model has the same
-    with contextlib.suppress(RuntimeError):  # it has one
+    torch.nn.init.trunc_normal_ = lambda tensor, *_, **__: tensor  # it reads the drawn values
+    FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # a copied model shares it
+    with contextlib.suppress(RuntimeError):  # it is registered already
         SHAPES.impl("_fused_sgd_", lambda *_, **__: None)
 
 
 def false_for_deepspeed(function):
-    """To its own questions; a model's still have no answer."""
+    """Return False to DeepSpeed's own data-dependent checks; a model's still fail."""
 
     def answer(tensor):
         asking = Path(sys._getframe(1).f_code.co_filename)
@@ -107,7 +107,7 @@ def false_for_deepspeed(function):
 
 
 def stand_in_for_deepspeed(deepspeed_engine) -> None:
-    """It compares numbers among ranks, and reads some, none of which decides about memory."""
+    """DeepSpeed compares values between ranks and reads some; none of them affects memory."""
     import_deepspeed = deepspeed_engine.import_deepspeed
 
     def import_and_adapt(*args):

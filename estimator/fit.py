@@ -1,12 +1,12 @@
-"""The largest batch that fits, found with few trials: memory grows about linearly with it."""
+"""Find the largest batch that fits with few trials: memory is about linear in the batch."""
 
 
 class LargestBatch:
-    """Ask :meth:`next` for the batch to try, tell what it took, and so on until there is none.
+    """Call :meth:`next` for the batch to try, then :meth:`tell` its memory, until it is None.
 
     Args:
-        memory: bytes that there are.
-        unit: samples; batches are multiples of it.
+        memory: available bytes.
+        unit: batches are multiples of this many samples.
     """
 
     def __init__(self, memory: float, unit: int):
@@ -28,10 +28,10 @@ class LargestBatch:
         self.given_up = True
 
     def next(self) -> int | None:
-        """Samples, or ``None`` when the largest batch is found."""
+        """Samples to try next; ``None`` when the largest batch is found."""
         if self.given_up:
             return None
-        for first in (2, 8):  # of one sample BatchNorm has no statistics
+        for first in (2, 8):  # BatchNorm needs two samples
             if first not in self.took:
                 return first * self.unit
             if self.took[first] > self.memory:

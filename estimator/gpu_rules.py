@@ -21,7 +21,7 @@ AUTOGRAD = torch.library.Library("aten", "IMPL", "AutogradCPU")
 
 
 def stand_in_for_a_gpu() -> None:
-    """This process is of no other use afterwards."""
+    """Patch PyTorch; the process cannot be used for anything else afterwards."""
     on_gpus, on_cpus = (
         torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
         for device in ("CUDA", "CPU")
@@ -49,7 +49,7 @@ def register(library: torch.library.Library, name: str, kernel) -> None:
 
 
 def autocast_lists() -> dict:
-    """The operations that CUDA's autocast casts, by how: from PyTorch's own header."""
+    """The operations that autocast casts on CUDA, by target dtype, from PyTorch's header."""
     text = HEADER.read_text()
 
     def names(macro: str) -> list[str]:
@@ -71,7 +71,7 @@ def overload_of(name: str):
 
 
 def without_autocast(kind, operation):
-    """The kernel of an operation, within which nothing is cast once more."""
+    """The kernel of an operation, without autocast inside."""
     autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def compute(*args, **kwargs):
@@ -100,7 +100,7 @@ def in_fp32(operation, args, kwargs):
 
 
 def into_fp32(operation, args, kwargs):
-    """The input stays as it is, and is read and added up as fp32."""
+    """Keep the input's dtype, but compute in fp32."""
     names = [argument.name for argument in operation._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if not is_cast(args[0]) or given.get("dtype") is not None:
@@ -123,15 +123,15 @@ def in_the_widest(operation, args, kwargs):
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """A GPU's keeps which numbers are left; a CPU's keeps by what to multiply them."""
+    """A GPU saves a boolean mask; a CPU saves the factors."""
     if not train or p == 0 or not x.numel():
         return x
     return aten.native_dropout(x, p, train)[0] if p < 1 else x * torch.zeros_like(x)
 
 
 class RMSNorm(torch.autograd.Function):
-    """A CPU has no kernel of it, and keeps what the operations that it is made of keep. Of this one
-    only the shapes are right."""
+    """A CPU has no fused kernel, and saves the tensors of its parts. This one has only the right
+    shapes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, inner: int) -> Tensor:
@@ -152,7 +152,7 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: flo
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
               enable_gqa=False):  # fmt: skip
-    """By the first kernel that can do it, in the order and by the rules of PyTorch's
+    """Choose the first kernel that supports the inputs, by the order and the rules of PyTorch's
     ``sdp_utils.cpp`` for GPUs of compute capability 8.0 or more."""
     width, is_half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
     same = q.ndim == 4 and q.dtype == k.dtype == v.dtype and width == k.shape[-1]

@@ -12,19 +12,19 @@ from torch.utils._pytree import tree_leaves
 
 from estimator.sent import Message, message_of
 
-SENDS = ("c10d", "fsdp")  # namespaces of operations that work on messages, which are not kept
-KEPT = ("send", "recv")  # but for what stages tell each other
+SENDS = ("c10d", "fsdp")  # namespaces of communication, whose tensors are temporary
+KEPT = ("send", "recv")  # except between pipeline stages
 
 
 class LiveBytes(TorchDispatchMode):
     """Within it, every storage that an operation makes is counted until it is freed. Tensors may be
     fake.
 
-    What a storage is for is first guessed from when it was made: ``kind``, which the caller sets,
-    one of ``KINDS``. :meth:`mark` corrects it later, and counts for the time before, too.
+    The kind of a storage is first guessed from when it was created: ``kind``, which the caller
+    sets, one of ``KINDS``. :meth:`mark` corrects it later, also for the time before.
 
     Args:
-        block: bytes; a storage takes a multiple of it. PyTorch's allocator for GPUs has 512.
+        block: a storage takes a multiple of this many bytes. PyTorch's allocator for GPUs has 512.
     """
 
     KINDS = ("parameters", "gradients", "optimizer", "activations", "input", "temporary", "update")
@@ -33,14 +33,14 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.block, self.kind, self.counts = block, "parameters", True
         self.kinds: list[str] = []  # of each storage, by its number
-        self.changes: list[tuple[int, int]] = []  # number of a storage, and bytes more or less
+        self.changes: list[tuple[int, int]] = []  # number of a storage, and change in bytes
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
         self.messages: list[Message] = []
-        self.begin = 0  # of the step that counts: an index into changes
-        self.phases: list[int] = []  # where forward, each backward and the update begin: likewise
+        self.begin = 0  # of the measured step: an index into changes
+        self.phases: list[int] = []  # start of forward, each backward and the update, likewise
 
     def begin_step(self) -> None:
-        """Look for the peak, and count what is sent, from now on."""
+        """Start to measure the peak and to record communication."""
         self.begin = len(self.changes)
         self.phases = [self.begin]
         self.messages.clear()
@@ -49,10 +49,10 @@ class LiveBytes(TorchDispatchMode):
         self.phases.append(len(self.changes))
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
-        """Say what tensors are for.
+        """Set the kind of tensors.
 
         Args:
-            only: unless they have been found to be something else than this already.
+            only: change only tensors of this kind.
         """
         for storage in (s for t in tensors if torch.is_tensor(t) for s in storages_of(t)):
             number = self.count(storage)
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
                 self.kinds[number] = kind
 
     def count(self, storage: torch.UntypedStorage) -> int:
-        """Notice a storage that is new, or has another size. Returns its number."""
+        """Record a storage that is new or resized. Returns its number."""
         size = -(-storage.nbytes() // self.block) * self.block
         address = storage._cdata
         if address not in self.alive:
@@ -78,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         self.changes.append((number, -size))
 
     def peak(self, without: tuple[str, ...] = ()) -> dict[str, int]:
-        """Bytes by kind at the moment since :meth:`begin_step` at which they were most, together.
+        """Bytes by kind at the peak since :meth:`begin_step`.
 
         Args:
             without: kinds that are not on the GPU, and are not counted.
@@ -109,7 +109,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it comes again with what is in it
+            return NotImplemented  # called again with the inner tensors
         if not self.counts:
             return func(*args, **(kwargs or {}))
         if message := message_of(func, args, self.kind):
@@ -120,12 +120,12 @@ class LiveBytes(TorchDispatchMode):
             for storage in (s for tensor in tensors for s in storages_of(tensor)):
                 self.count(storage)
         sends = func.namespace in SENDS and not any(word in func.__name__ for word in KEPT)
-        if sends:  # what is gathered for forward is no activation
+        if sends:  # gathered parameters are not activations
             self.mark(tensors + tree_leaves(args), "temporary", only="activations")
         return out
 
     def __enter__(self):
-        # DTensor asks for the shape of each operation's result by fake tensors of the whole shape.
+        # DTensor infers the shape of each result with fake tensors of the full shape.
         self.ask = ShardingPropagator._propagate_tensor_meta_non_cached
         ShardingPropagator._propagate_tensor_meta_non_cached = lambda *args: self.uncounted(*args)
         self.resize = torch.UntypedStorage.resize_  # with which FSDP frees and takes: no operation
@@ -156,7 +156,7 @@ def highest(peaks: list[dict[str, int]]) -> dict[str, int]:
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """Of a DTensor that of its shard; none of a tensor that has a shape only."""
+    """The storages of a tensor: for a DTensor that of its shard; none for a meta tensor."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [s for part in parts if torch.is_tensor(part) for s in storages_of(part)]

@@ -1,7 +1,7 @@
 """Communication time: latency and bandwidth of each hop, and how long a step waits.
 
 The model is the usual one (for collectives Thakur et al. 2005, doi:10.1177/1094342005051521). In a
-ring each of N ranks passes parts of 1/N to its neighbour, N - 1 times for a gather or a
+ring each of N ranks sends parts of 1/N to its neighbour, N - 1 times for an all-gather or a
 reduce-scatter, twice as often for an all-reduce: each link carries little, but with many ranks the
 latencies add up. In a tree a message takes log2(N) hops, each with all of its bytes. NCCL takes the
 faster of the two for an all-reduce, and a ring for the others. All hops are assumed identical.
@@ -28,8 +28,8 @@ class Link:
     bandwidth: float
 
 
-# Line rates, which no message quite reaches: NVLink 4 has 18 links of 25 GB/s (H100's data sheet);
-# PCIe 4.0 16 lanes; the others what their name says. Latencies of a hop in a ring are those that
+# Line rates, which are upper limits: NVLink 4 has 18 links of 25 GB/s (H100's data sheet);
+# PCIe 4.0 16 lanes; the others as named. Latencies of a hop in a ring are those that
 # NCCL plans with (src/graph/tuning.cc, hwLat, protocol Simple); of Ethernet that of a TCP message.
 LINKS = {
     "nvlink4": Link(3.4e-6, 450e9),
@@ -41,7 +41,7 @@ LINKS = {
 
 def link_of(text: str) -> dict[str, Link]:
     """``--link``: a name, latency and bandwidth, or what pytorch_collectives.py --sweep wrote; by
-    the kind of the message."""
+    kind of message."""
     if text in LINKS:
         return dict.fromkeys(SHARES, LINKS[text])
     if text.endswith(".json"):
@@ -58,7 +58,7 @@ def link_of(text: str) -> dict[str, Link]:
 
 
 def measured_links(path: Path) -> dict[str, Link]:
-    """Of each collective that was swept, the latency of one of its hops."""
+    """The latency per hop of each measured collective, and its bandwidth."""
     try:
         found = json.loads(path.read_text())
         n, links = found["ranks"], {}
@@ -76,7 +76,7 @@ def measured_links(path: Path) -> dict[str, Link]:
 
 
 def seconds(message: Message, links: dict[str, Link]) -> float:
-    """Of one message, if nothing else is sent."""
+    """The time of one message, if nothing else is sent."""
     n, link, rounds = message.ranks, links[message.kind], SHARES[message.kind]
     if message.kind == "send":
         return link.latency + message.size / link.bandwidth
@@ -92,11 +92,11 @@ def seconds(message: Message, links: dict[str, Link]) -> float:
 def waiting(
     messages: Iterable[Message], compute: float, links: dict[str, Link]
 ) -> tuple[float, float]:
-    """Seconds of a step in which a rank does nothing but wait for messages: at the least, if each
-    phase of the step hides as much as it lasts; and at the most, if none hides any.
+    """Seconds of a step that a rank waits for communication: the minimum, if communication overlaps
+    with all compute of its phase, and the maximum, if it does not overlap.
 
     Args:
-        compute: seconds of a step without messages, a third of it forward, two thirds backward.
+        compute: seconds of a step without communication, 1/3 of it forward, 2/3 backward.
     """
     spent = {"activations": 0.0, "temporary": 0.0, "update": 0.0}
     for message in messages:

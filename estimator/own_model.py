@@ -1,7 +1,7 @@
 """The user's own model, wrapped so that it takes one tensor, as the scripts' models do.
 
-What the user's function returns is a module, which then gets images; or a module and a batch for
-it, of any nesting; or these and a function of output and batch that computes the loss.
+The user's function returns a module that takes images; or a module and a batch for it, of any
+nesting; or these and a loss function of output and batch.
 """
 
 import importlib.util
@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class OwnModel:
-    """What the function of ``--module`` made, once for each training step that is predicted.
+    """The model of ``--module``, created once for each predicted training step.
 
     Args:
         make: the function.
-        given: how it was given, for messages.
+        given: the flag's value, for messages.
     """
 
     def __init__(self, make: Callable, given: str):
@@ -58,7 +58,7 @@ class OwnModel:
         )
 
     def adapt(self, module: nn.Module) -> nn.Module:
-        """Let it take the first tensor of a batch, which is all that the scripts hold."""
+        """Let the model take the first tensor of a batch, which is all that the scripts pass."""
         kind, own = type(module), self
 
         def forward(module, first: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class OwnModel:
         return module
 
     def make_batch(self, n: int, dtype: torch.dtype | None) -> Tensor:
-        """A batch of n samples like the user's, of which the first tensor is returned."""
+        """Make a batch of n samples like the user's; return its first tensor."""
         samples = len(batched(self.batch)[0])
 
         def like(value):
@@ -92,12 +92,12 @@ class OwnModel:
         return batched(self.whole)[0]
 
     def describe_sample(self) -> str:
-        """The shapes of its tensors, without the batch."""
+        """The shapes of a batch's tensors, without the batch dimension."""
         shapes = dict.fromkeys("x".join(map(str, leaf.shape[1:])) for leaf in batched(self.batch))
         return ", ".join(shape for shape in shapes if shape)
 
     def complete(self, first: Tensor):
-        """The batch to which a first tensor belongs, or of whose samples it has some."""
+        """The complete batch for a first tensor, or for some of its samples."""
         leaves, spec = pytree.tree_flatten(self.whole)
         at = next(i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.ndim)
         samples = len(leaves[at])
@@ -107,7 +107,7 @@ class OwnModel:
         return pytree.tree_unflatten(leaves, spec)
 
     def score(self, out, batch) -> Tensor:
-        """Logits, classes second, or a loss, which has no dimension."""
+        """Logits with the classes in dimension 1, or a scalar loss."""
         if self.loss:
             loss = self.loss(out, batch)
             if not torch.is_tensor(loss) or loss.ndim:
@@ -119,7 +119,7 @@ class OwnModel:
         if isinstance(out, (tuple, list)) and out:
             out = out[0]
         logits = out.get("logits") if isinstance(out, dict) else getattr(out, "logits", None)
-        if torch.is_tensor(logits):  # Hugging Face's have the classes last
+        if torch.is_tensor(logits):  # Hugging Face's have classes last
             return logits.movedim(-1, 1)
         if not torch.is_tensor(out) or out.ndim < 2 or not out.is_floating_point():
             self.refuse(f"returned a module that returns {describe(out)}, and no loss function")
@@ -127,7 +127,7 @@ class OwnModel:
 
 
 def arguments_of(batch) -> tuple[list, dict]:
-    """With which a module is called: a dict's by name, a tuple's in order."""
+    """Arguments of a module: those of a dict by name, of a tuple in order."""
     if isinstance(batch, dict):
         return [], batch
     return list(batch) if isinstance(batch, (tuple, list)) else [batch], {}
@@ -144,7 +144,7 @@ def describe(value) -> str:
 
 
 def let_losses_pass() -> None:
-    """Where a model has computed its loss itself, the scripts' is that."""
+    """If a model computes its loss itself, the scripts use that loss."""
     cross_entropy = F.cross_entropy
     F.cross_entropy = lambda logits, labels, **options: (
         cross_entropy(logits, labels, **options) if logits.ndim else logits
@@ -155,13 +155,13 @@ def let_losses_pass() -> None:
 
 
 def load_function(given: str) -> Callable:
-    """``--module``."""
+    """Load the function of ``--module``."""
     path, _, name = given.rpartition(":")
     if not Path(path).is_file() or not name:
         fail(f"--module {given}: no such file; give FILE:FUNCTION, such as my_model.py:make_model")
     spec = importlib.util.spec_from_file_location("module_to_estimate", path)
     if spec is None:
-        fail(f"--module {given}: {path} is no Python file; give one that ends in .py")
+        fail(f"--module {given}: {path} is not a Python file; give one that ends in .py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.append(str(Path(path).parent.absolute()))
     try:
@@ -184,14 +184,14 @@ def is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Those of the traceback from the user's first line to the last; also of a library's."""
+    """The frames of a traceback from the user's first to the user's last line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if is_own(frame.filename)]
     return list(frames)[own[0] : own[-1] + 1] if own else []
 
 
 def is_own(filename: str) -> bool:
-    """Whether a file is neither ours nor PyTorch's nor Python's; the user's may lie among ours."""
+    """Whether a file is the user's: not this project's, PyTorch's or Python's."""
     path, parts = Path(filename), Path(filename).parts
     if (given := sys.modules.get("module_to_estimate")) and filename == given.__file__:
         return True
@@ -204,7 +204,7 @@ def is_own(filename: str) -> bool:
 
 
 def own_traceback(error: BaseException) -> str:
-    """That of an error in the user's code ends at their line; that of a bug of ours is whole."""
+    """The traceback: it ends at the user's line for an error there; for our bugs it is complete."""
     frames = own_frames(error)
     if not frames:
         return "".join(traceback.format_exception(error))
@@ -213,6 +213,6 @@ def own_traceback(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Of the line that needs numbers."""
+    """File and line of the data-dependent operation."""
     frames = own_frames(error)
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""

@@ -1,10 +1,10 @@
-"""Predictions beside figures that others published and that we measured: results/estimate.json.
+"""Compare predictions with published and measured figures: results/estimate.json.
 
 The published figures are of https://github.com/Vincent-Yu-83/pytorch_train: decimal GB of
 ``torch.cuda.max_memory_allocated()``, ResNet-50 on images of 224x224, batch 128, on Tesla P40 with
 PyTorch 2.0.1. Its loop differs from ours in what matters for memory: a head of 1,000 classes, SGD
 without momentum, gradients cleared between forward and backward, and FSDP of PyTorch's first kind
-around every convolution. So it is written here once more, as :func:`published_loop`.
+around every convolution. So it is reimplemented as :func:`published_loop`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from estimator import network, techniques, trial
 from estimator.live_bytes import LiveBytes
 
-PUBLISHED = {  # by our technique: GB, GPUs, and what published_loop() makes of it
+PUBLISHED = {  # by our technique: GB, GPUs, and variant of published_loop()
     "SingleGPU": (11.24, 1, {}),
     "SingleGPU, batch 1": (0.34, 1, {"batch_size": 1}),
     "auto_mixed_precision": (6.02, 1, {"autocast": True}),
@@ -39,7 +39,7 @@ PUBLISHED = {  # by our technique: GB, GPUs, and what published_loop() makes of 
     "FSDP": (2.88, 4, {"wrapper": "fsdp"}),
 }
 SUITES = ("gpt", "cpu", "gpu")  # whose rows are predicted
-GPUS = 4  # of a row that takes as many as there are
+GPUS = 4  # for a row that uses all GPUs
 SCALED = ("torchrun_DDP", "DDP_ZeRO --use_zero", "FSDP")
 RANKS = tuple(2**k for k in range(1, 11))
 
@@ -47,7 +47,7 @@ RANKS = tuple(2**k for k in range(1, 11))
 def published_loop(
     live, gpus, batch_size=128, dtype=None, autocast=False, wrapper="", optimizer=""
 ):
-    """Two steps as they were published, and the second one counted."""
+    """Run two steps of the published loop, and measure the second."""
     model = torchvision.models.resnet50(num_classes=1000).to(dtype or torch.float32)
     if wrapper == "ddp":
         model = DistributedDataParallel(model)
@@ -75,7 +75,7 @@ def published_loop(
 
 
 def predict_published(name: str) -> int:
-    """Bytes, in this process, which is of no other use afterwards."""
+    """Predicted bytes. The process cannot be used for anything else afterwards."""
     _, gpus, options = PUBLISHED[name]
     ranks = gpus if "wrapper" in options else 0
     trial.prepare(ranks)
@@ -85,7 +85,7 @@ def predict_published(name: str) -> int:
     with trial.counting(live, ranks):
         published_loop(live, gpus, **options)
     peak = sum(live.peak().values())
-    whole = 128 * 3 * 224 * 224 * 4  # which DataParallel's first GPU holds besides its part
+    whole = 128 * 3 * 224 * 224 * 4  # DataParallel's first GPU holds the whole batch, too
     return peak + whole * (gpus - 1) // gpus if name == "DP" else peak
 
 
@@ -93,10 +93,10 @@ def predict_published(name: str) -> int:
 
 
 def technique_of(command: str, name: str, gpus: int) -> tuple[techniques.Technique, int]:
-    """What a command of a suite runs, and its batch.
+    """The technique of a suite's command, and its batch.
 
     Args:
-        gpus: that there are.
+        gpus: number of GPUs.
     """
     words = shlex.split(command)
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -113,8 +113,8 @@ def technique_of(command: str, name: str, gpus: int) -> tuple[techniques.Techniq
 
 
 def rows_of(suite: str) -> list[tuple[techniques.Technique, int]]:
-    """Those of its front table, or of the table that has its name; with as many GPUs as the row has
-    ranks, or ``GPUS`` if it takes all."""
+    """The rows of its front table, or of the table with its name; with as many GPUs as the row has
+    ranks, or ``GPUS`` if it uses all."""
     given = json.loads((trial.ROOT / "config" / f"suite_{suite}.json").read_text())
     rows = []
     for row in given["rows"]:
@@ -134,8 +134,8 @@ def check(row: techniques.Prediction) -> None:
 
 
 def messages_of_steps() -> dict[str, dict[int, float]]:
-    """Seconds that the messages of a step take, by technique and number of ranks, on the link that
-    results/collectives.json measured; with the model of the suite ``scaling``."""
+    """Communication seconds per step, by technique and number of ranks, on the link measured in
+    results/collectives.json; with the model of the suite ``scaling``."""
     links = network.measured_links(trial.ROOT / "results" / "collectives.json")
     chosen = [techniques.make_technique(name, n) for name in SCALED for n in RANKS]
     flags = ["--model", "resnet18"]

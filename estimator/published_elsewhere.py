@@ -1,15 +1,15 @@
-"""Predictions beside what two other pages published, whose jobs are written here once more.
+"""Compare predictions with two other publications, whose scripts are reimplemented here.
 
 PyTorch's recipe for ZeroRedundancyOptimizer (pytorch/tutorials,
 recipes_source/zero_redundancy_optimizer.rst) prints the running maximum at four points, in millions
 of bytes, of PyTorch 1.8 on two GPUs. DeepSpeed's example of weights in bfloat16
-(deepspeedai/DeepSpeedExamples, training/bf16_master_weight) prints what is allocated after the last
+(deepspeedai/DeepSpeedExamples, training/bf16_master_weight) prints allocated memory after the last
 step and the maximum of the whole run, in GiB. Where our functions differ from their scripts, a
 comment says why.
 
-The recipe's figures are met. All of DeepSpeed's are 64 MiB above what is predicted, which is not
-added: its page names no GPU, but on an H100 PyTorch gives cuBLAS 32 MiB for each thread that calls
-it, and forward and backward are two. PyTorch 1.8 gave cuBLAS nothing.
+The recipe's figures match. All of DeepSpeed's are 64 MiB above the prediction, which is not added:
+its page names no GPU, but on an H100 PyTorch allocates 32 MiB for cuBLAS per calling thread, and
+forward and backward are two threads. PyTorch 1.8 allocated nothing for cuBLAS.
 """
 
 from functools import partial
@@ -102,11 +102,11 @@ class Transformer(nn.Module):
 
 
 def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> list[int]:
-    """Three of the twenty steps: ZeRO-3 fetches by plan from its second, and the third is as that.
-    Returns how much ``live`` had counted in the end.
+    """Run three of the twenty steps: ZeRO-3 prefetches from its second step on, like the third.
+    Returns what ``live`` has counted at the end.
 
     Args:
-        low: master weights, gradients and what Adam keeps are in bfloat16, too.
+        low: master weights, gradients and Adam's state are also in bfloat16.
     """
     from libraries import deepspeed_engine
 
@@ -150,7 +150,7 @@ def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> 
 
 
 def predict_elsewhere(name: str) -> list[int]:
-    """Bytes at the points that were published, in this process, which is of no other use then."""
+    """Predicted bytes at the published points. The process is unusable afterwards."""
     gpus, _, _, options = ELSEWHERE[name]
     trial.prepare(gpus)
     dist.init_process_group("fake", rank=0, world_size=gpus)

@@ -17,18 +17,18 @@ from harness.command_line import fail
 from libraries.pipelining import default_microbatches
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
-# Operations per second that a GPU computes in bfloat16: what Llama 3 8B reaches on 8 H100 with
+# FLOP/s of a GPU in bfloat16: what Llama 3 8B reaches on 8 H100 with
 # FSDP, compiled (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
-# of which each takes 6 operations, 8 with full recomputation).
+# with 6 FLOPs per token and parameter, 8 with full recomputation).
 RATE = 4e14
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
-ENOUGH, SECONDS = 5, 45  # ways, and time, after which no further one is predicted
+ENOUGH, SECONDS = 5, 45  # stop after this many combinations, or this much time
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Way(Technique):
-    """Dimensions and flags of pytorch_ND_parallel.py."""
+    """A combination: dimensions and flags of pytorch_ND_parallel.py."""
 
     replicate: int = 1
     shard: int = 1
@@ -42,7 +42,7 @@ class Way(Technique):
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Ways of which one is enough: they differ in how data parallelism is done."""
+        """Only one of each kind is reported: others differ only in data parallelism."""
         return self.tp, self.pp, self.cp
 
     @property
@@ -61,7 +61,7 @@ class Way(Technique):
         return words + (["--offload"] if self.offload else [])
 
     def describe(self) -> str:
-        """In words, least sent innermost."""
+        """In words, from the dimension that sends least to the one that sends most."""
         names = {"HSDP replicas": self.replicate, "FSDP": self.shard, "TP": self.tp}
         names |= {"PP": self.pp, "CP": self.cp}
         said = [f"{name} {n}" for name, n in names.items() if n > 1] or ["one GPU"]
@@ -70,7 +70,7 @@ class Way(Technique):
         return ", ".join(said + (["offload"] if self.offload else []))
 
     def launch(self, job: "Job") -> str:
-        """The command, to be typed on each machine."""
+        """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
         nodes = (
             ""
@@ -84,11 +84,11 @@ class Way(Technique):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained: see :func:`techniques.predict`.
+    """The training task: see :func:`techniques.predict`.
 
     Args:
-        size: of the decoder; ``vocabulary``: its tokens.
-        bytes: of a number that is computed with.
+        size: of the decoder; ``vocabulary``: number of tokens.
+        bytes: size of the compute dtype.
     """
 
     size: object
@@ -137,8 +137,8 @@ def divisors_of(n: int) -> list[int]:
 
 
 def bytes_sent(job: Job, way: Way) -> tuple[float, float]:
-    """By a rank in a step, within its machine and to others, by the formulas of
-    docs/model_parallelism.md. Neighbours are ranks of tp, then those of cp."""
+    """Bytes that a rank sends per step, within its machine and to other machines, by the formulas
+    of docs/model_parallelism.md. Adjacent ranks are those of tp, then those of cp."""
     size, local = job.size, job.parameters / way.tp / way.pp
     shards, layers = way.shard * way.cp, size.layers / way.pp
     again = way.ac == "full"
@@ -156,17 +156,17 @@ def bytes_sent(job: Job, way: Way) -> tuple[float, float]:
 
 
 def kept_at_least(job: Job, way: Way) -> float:
-    """Bytes on a GPU that no order of things avoids."""
+    """Lower bound of the bytes on a GPU."""
     size, local = job.size, job.parameters / way.tp / way.pp
     shards = way.shard * way.cp
     kept = 0 if way.offload else STATE[job.optimizer] * local / shards
     if way.pp > 1 and shards > 1:
-        kept += 2 * job.bytes * local  # gathered for a whole step, and their gradients
+        kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
     parts = way.accumulate * way.microbatches
     tokens = job.batch_size * job.context / way.shares / way.cp / parts
     kv = size.width * size.kv_heads / size.heads
     inner = (size.mlp_matrices - 1) * size.mlp_width  # before the last matrix
-    whole = 2 * size.width  # of attention and MLP: gathered inputs, or outputs to be added up
+    whole = 2 * size.width  # of attention and MLP: gathered inputs, or outputs to reduce
     split = {
         "full": size.width,
         "selective": 3 * size.width + 2 * kv + inner,
@@ -181,8 +181,8 @@ def kept_at_least(job: Job, way: Way) -> float:
 
 
 def seconds_of(job: Job, way: Way, link: dict) -> float:
-    """Of a step: those in which something is computed again, a stage waits for others, or bytes are
-    on their way; ``link``: between machines, or if there is one, within it."""
+    """Overhead per step: recomputation, idle time of a stage, communication. ``link`` is between
+    machines, or within the machine if there is only one."""
     tokens = job.batch_size * job.context / way.ranks
     attention = 2 * job.size.layers * job.context * job.size.width
     forward = tokens * (2 * job.parameters + attention) / RATE
@@ -199,9 +199,9 @@ def seconds_of(job: Job, way: Way, link: dict) -> float:
 
 
 def stages_of(layers: int, stages: int) -> dict[int, int]:
-    """Of those of which one is the fullest, and one sends most, how many blocks they have: the
-    first, with most micro-batches under way; the last, with the logits; of those between, which
-    send both ways, the first, and the first of those with a block more than others."""
+    """Candidates for the stage with the highest peak and for the one that sends most, with their
+    numbers of blocks: the first stage, with the most micro-batches in flight; the last one, with
+    the logits; the second one, which sends both ways; and the first one with the most blocks."""
     blocks = [layers * (n + 1) // stages - layers * n // stages for n in range(stages)]
     chosen = sorted({0, min(1, stages - 1), blocks.index(max(blocks)), stages - 1})
     return {n: blocks[n] for n in chosen}
@@ -261,7 +261,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
 def smallest(job: Job, gpus: int) -> Way:
     ways = list(ways_of(job, gpus))
     if not ways:
-        fail(f"--gpus {gpus}: no mesh divides this batch, these heads and this context; use others")
+        fail(f"--gpus {gpus}: no mesh divides this batch, these heads and this context; change one")
     return min(ways, key=lambda way: kept_at_least(job, way))
 
 
@@ -276,7 +276,7 @@ def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:
 
 
 def would_fit(job: Job, gpus: int, room: int) -> list[str]:
-    """What to change where nothing fits: the fewest GPUs, or the largest batch."""
+    """What to change if nothing fits: the smallest number of GPUs that may fit."""
     said = []
     for more in (2 * gpus, 4 * gpus, 8 * gpus):
         larger = dataclasses.replace(job, batch_size=math.lcm(job.batch_size, more))

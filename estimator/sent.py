@@ -1,15 +1,15 @@
 """Communication: which collective an operation is, its size, and the bytes that a rank sends.
 
-Of the bytes that a collective is given, the algorithms in use let a rank of N send so much, in the
-mean over the ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
+The usual algorithms let each of N ranks send so many bytes of a collective, in the mean over the
+ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
 
     all-reduce       2 * bytes * (N - 1) / N     a reduce-scatter and an all-gather
-    reduce-scatter   bytes * (N - 1) / N         of the whole that goes in
-    all-gather       bytes * (N - 1) / N         of the whole that comes out
-    all-to-all       bytes * (N - 1) / N         of what a rank puts in, in equal parts
+    reduce-scatter   bytes * (N - 1) / N         of the full input
+    all-gather       bytes * (N - 1) / N         of the full output
+    all-to-all       bytes * (N - 1) / N         of a rank's input, in equal parts
     broadcast        bytes * (N - 1) / N
     reduce           bytes * (N - 1) / N
-    scatter          bytes * (N - 1) / N         of what a rank gets out, in equal parts
+    scatter          bytes * (N - 1) / N         of a rank's output, in equal parts
     send             bytes
 """
 
@@ -30,9 +30,9 @@ SILENT = ("barrier", "recv", "waittensor", "wraptensor")
 class Message:
     """Args:
     kind: one of ``SHARES``.
-    size: bytes of the whole.
-    ranks: of its group; of a send 1, the one that it goes to.
-    phase: of the step, as :class:`LiveBytes` has kinds: what is made then.
+    size: bytes of the full tensor.
+    ranks: size of its group; for a send 1, the receiver.
+    phase: of the step, by the kinds of :class:`LiveBytes`.
     """
 
     kind: str
@@ -66,13 +66,13 @@ def message_of(func, args, phase: str = "") -> Message | None:
         return None
     kind = next((kind for kind in SHARES if kind.replace("_", "") in name), None)
     if not kind:
-        raise NotImplementedError(f"{func}: what a rank sends in it is not known here")
+        raise NotImplementedError(f"{func}: unknown collective; add what a rank sends")
     ranks, functional = group_of(func, args).size(), func.namespace == "_c10d_functional"
     if kind == "send":
         return Message(kind, size_of(args[0]), 1, phase)
-    second = kind in ("alltoall", "reduce_scatter") and not functional  # after what comes out
+    second = kind in ("alltoall", "reduce_scatter") and not functional  # after the output
     size = size_of(args[1] if second else args[0])
-    if kind == "allgather" and functional:  # which has no place yet for what comes out
+    if kind == "allgather" and functional:  # has no output tensor yet
         size *= ranks
     return Message(kind, size, ranks, phase)
 

@@ -10,10 +10,10 @@ from tqdm import tqdm
 from harness.command_line import fail
 
 GIB = 2**30
-WIDTH = 100  # of what is printed
-NAME = 37  # the width of a technique's
-PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # and what is made
-COLUMNS = {  # of a table, and the kinds of memory in each
+WIDTH = 100  # of the output
+NAME = 37  # width of the technique column
+PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # by kind
+COLUMNS = {  # of a table: the kinds of memory in each
     "weights": ["parameters"],
     "grads": ["gradients"],
     "optim": ["optimizer"],
@@ -53,18 +53,18 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
 
 
 def collect(predictions) -> list:
-    """All of them; a terminal sees how far they are."""
+    """A list of all predictions, with a progress bar in a terminal."""
     return list(tqdm(predictions, desc="predicted", unit="", leave=False, disable=None))
 
 
 def print_heading(args: argparse.Namespace, flags: list[str], batch: str, shown: list) -> None:
     inputs = next((f"{found.inputs}, " for found in shown if found.inputs), "")
     print(f"{describe(args, flags)}, {inputs}{batch}:")
-    print("predicted peak of one GPU in GiB (M: MiB), and what it sends in a step in MB\n")
+    print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step\n")
 
 
 def print_rows(args: argparse.Namespace, heads: list, names: list, shown: list) -> None:
-    """A table, without columns that have nothing but 0."""
+    """Print a table, without columns that contain only 0."""
     columns = list(zip(*(figures_of(args, found) for found in shown), strict=True))
     titles = ["peak", *COLUMNS, "sent"] + (["fits"] if args.memory else [])
     good = [found for found in shown if not found.mistake]
@@ -82,14 +82,14 @@ def width_of(title: str) -> int:
 
 
 def size_of(size: int) -> str:
-    """Bytes, in a few letters."""
+    """A size in bytes as a short string."""
     if size < 0.1 * GIB:
         return f"{size / 2**20:.0f}M" if size > 2**19 else "0"
     return f"{size / GIB:.2f}"[:5].rstrip(".")
 
 
 def figures_of(args: argparse.Namespace, found) -> list[str]:
-    """The cells from the peak on."""
+    """The cells of a row, starting with the peak."""
     if found.mistake:
         return [""] * (len(COLUMNS) + 2 + bool(args.memory))
     parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
@@ -99,21 +99,21 @@ def figures_of(args: argparse.Namespace, found) -> list[str]:
 
 
 def print_ways(args: argparse.Namespace, job, found: list) -> None:
-    """Each way in a few lines, and its command."""
+    """Print each combination in a few lines, with its command."""
     print(
         f"{describe(args, list(job.flags))}, global batch {job.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} to spare:"
     )
-    print("least communication, recomputation and idle time first; peaks are predicted, of one GPU")
+    print("least communication, recomputation and idle time first; peaks are predictions per GPU")
     for number, one in enumerate(found, 1):
         way = one.technique
         parts = {name: sum(one.kinds[kind] for kind in kinds) for name, kinds in COLUMNS.items()}
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
         again = {"full": "all of", "selective": "all but matmuls and attention of"}.get(way.ac)
         idle = (way.pp - 1) / way.microbatches
-        costs = [f"sends {one.sent / 1e9:.3g} GB in a step"]
-        costs += [f"computes {again} forward again"] if again else []
-        costs += [f"idle for {idle:.0%} of the time that it computes"] if idle else []
+        costs = [f"sends {one.sent / 1e9:.3g} GB per step"]
+        costs += [f"recomputes {again} forward"] if again else []
+        costs += [f"idle for {idle:.0%} of its compute time"] if idle else []
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs)}")
         print(f"   {way.launch(job)}")
@@ -138,7 +138,7 @@ def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
 
 
 def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
-    """All in bytes."""
+    """Print JSON, with all sizes in bytes."""
     shown = list(predictions)
     rows = []
     for found in shown:
@@ -158,7 +158,7 @@ def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
 
 
 def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
-    """The answer in a line; exit code 2 if it is that nothing fits."""
+    """Print what fits in one line; exit with code 2 if nothing fits."""
     good = [found.technique.name for found in predictions if fits(args, found)]
     if good:
         if not args.json and not args.fit:
@@ -176,6 +176,6 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     short = closest.peak / GIB + args.spare - args.memory
     fail(
         f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
-        f"{closest.technique.name} comes closest, and is {short:.2f} GiB too large: use more "
+        f"{closest.technique.name} comes closest, {short:.2f} GiB too large: use more "
         f"--gpus or a smaller --batch-size (--fit finds the largest)"
     )

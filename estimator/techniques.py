@@ -25,17 +25,17 @@ ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
 
 @dataclasses.dataclass(frozen=True)
 class Technique:
-    """A row.
+    """A row of the table.
 
     Args:
-        name: as the tables have it.
+        name: in the tables.
         command: the script and its flags.
         ranks: 0 without a launcher.
-        gpus: that the batch is divided among by one process.
-        unit: samples; the batch is a multiple of it.
-        on_host: kinds of memory that are not the GPU's.
-        rank: the one that is predicted.
-        steps: that it takes.
+        gpus: GPUs of a single process that divides the batch.
+        unit: the batch is a multiple of this many samples.
+        on_host: kinds of memory on the CPU.
+        rank: the predicted rank.
+        steps: number of steps.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Technique:
 
 
 def techniques_for(gpus: int, is_gpt: bool = False) -> list[Technique]:
-    """Those of a choice, on so many GPUs; some are for a GPT alone."""
+    """The techniques for a number of GPUs; some need a GPT."""
     rows = ["SingleGPU", "half_precision --dtype bfloat16", "auto_mixed_precision --dtype bfloat16"]
     if gpus > 1:
         rows += ["DP", "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero"]
@@ -66,14 +66,14 @@ def techniques_for(gpus: int, is_gpt: bool = False) -> list[Technique]:
 
 
 def make_technique(name: str, gpus: int) -> Technique:
-    """By its name in the tables."""
+    """The technique with this name in the tables."""
     script, *flags = name.split()
     if script == "DeepSpeed":
         flags = ["--deepspeed_config", str(trial.ROOT / "config" / f"{flags[0]}_config.json")]
     launched = script not in ("SingleGPU", "half_precision", "auto_mixed_precision", "DP")
     parts = int(flags[1]) if script == "gradient_accumulation" else 1
     shares = gpus if launched or script == "DP" else 1
-    if script in ("TP", "FSDP_TP"):  # ranks that share a matrix read the same
+    if script in ("TP", "FSDP_TP"):  # tensor-parallel ranks read the same batch
         shares = gpus // int(flags[1]) if flags else 1
     return Technique(
         name,
@@ -90,12 +90,12 @@ class Prediction:
     """The memory and communication of the GPU with the highest peak.
 
     Args:
-        kinds: bytes at the moment of the peak, by what they are for.
-        peaks: the same of each part of the step: see :meth:`LiveBytes.peaks`.
-        messages: of a step.
-        inputs: what a sample is.
-        mistake: what the script reported, instead.
-        error: a traceback, instead.
+        kinds: bytes at the peak, by kind.
+        peaks: the same for each part of the step: see :meth:`LiveBytes.peaks`.
+        messages: communication of a step.
+        inputs: description of a sample.
+        mistake: the script's error message, if it failed.
+        error: a traceback, if there was a bug.
     """
 
     technique: Technique
@@ -113,14 +113,14 @@ class Prediction:
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step."""
+        """Bytes that a rank sends per step."""
         return sum(message.sent for message in self.messages)
 
 
 def predict(
     technique: Technique, batch_size: int, flags: Iterable[str], classes, own, layers=None
 ) -> Prediction:
-    """In this process, which is of no other use afterwards.
+    """Predict in this process, which cannot be used for anything else afterwards.
 
     Args:
         layers: see :func:`trial.run_script`.
@@ -159,16 +159,16 @@ def predict(
 
 
 def few_blocks(blocks: int) -> tuple[list[int], int]:
-    """Blocks of two smaller models from which a larger one follows, as blocks are alike, and how
-    often their difference is to be added. FSDP holds up to three blocks at once, and the middle of
-    a step is between two blocks of an even number: so four and six, or five and seven. None, if
-    there are few already."""
+    """Numbers of blocks of two smaller models, from which a larger one is extrapolated, and how
+    often to add their difference. FSDP holds up to three blocks at once, and the middle of a step
+    falls between two blocks if their number is even: hence four and six, or five and seven. None,
+    if there are few blocks already."""
     few = 4 + blocks % 2
     return ([few, few + 2], (blocks - few) // 2) if blocks > few + 4 else ([], 0)
 
 
 def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
-    """Add the difference of two models so often to the smaller one."""
+    """Add the difference of two models to the smaller one, ``times`` times."""
     if small.error or small.mistake or large.error or large.mistake:
         return large if large.error or large.mistake else small
     peaks = [
@@ -191,17 +191,17 @@ def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
 
 
 def kind_of(message: Message) -> Message:
-    """Without its size."""
+    """A message without its size."""
     return dataclasses.replace(message, size=0)
 
 
 def predict_all(
     chosen: list[Technique], predict: Callable, batch_size: int, layers: int, at_once: int
 ) -> Iterator[Prediction]:
-    """One for each technique, of a decoder of many ``layers`` by two smaller ones."""
+    """Predict each technique; a decoder with many ``layers`` from two smaller ones."""
     tasks, kinds = [], []
     for technique in chosen:
-        # DeepSpeed fetches as many blocks ahead as fit a fixed number of parameters.
+        # DeepSpeed prefetches blocks up to a fixed number of parameters.
         by_two = "DeepSpeed" not in technique.name
         counts, times = few_blocks(layers) if by_two else ([], 0)
         tasks += [partial(predict, technique, batch_size, layers=n) for n in counts or [None]]
@@ -212,25 +212,25 @@ def predict_all(
 
 
 class Killed(Exception):
-    """A process was, by the system or by somebody; the argument is its exit code."""
+    """A process was killed; the argument is its exit code."""
 
 
 def warm_up() -> None:
-    """Do once what each process would do first: fake tensors import and look up a lot."""
+    """Do once what each process would do first, as fake tensors import many modules."""
     with FakeTensorMode(), torch.no_grad():
         torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
-    """What the tasks return, in their order, each computed by a process of its own."""
+    """Run each task in its own process; yield the results in order."""
     warm_up()
-    context = multiprocessing.get_context("fork")  # which has imported PyTorch already
+    context = multiprocessing.get_context("fork")  # the child has imported PyTorch already
     waiting, running, done = list(enumerate(tasks)), {}, {}
 
     def work(task, pipe):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who waits
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         pipe.send(task())
-        os._exit(0)  # nothing of what it imported need be freed
+        os._exit(0)  # skips freeing what it imported
 
     for number in range(len(tasks)):
         while number not in done:

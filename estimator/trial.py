@@ -32,16 +32,16 @@ NEEDS_NUMBERS = (
 
 
 class Finished(BaseException):
-    """The last step has been taken."""
+    """Raised after the last step."""
 
 
 class Job:
     """Stands in for a data set: a length, classes, and batches of the right shape.
 
     Args:
-        classes: how many, or tokens of a vocabulary.
-        own: a model of the user's, in the place of ``--model``.
-        order: of images and, where the script lets it be, of a model's weights in memory.
+        classes: number of classes, or of tokens in the vocabulary.
+        own: a user's model, instead of ``--model``.
+        order: memory format of images and, if the script allows it, of the model's weights.
     """
 
     unit, units = "sample", "samples"
@@ -65,9 +65,9 @@ class Job:
         return 10 * self.args.batch_size
 
     def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
-        """``--model``, its weights in the order that they have on a GPU; or the user's own, of
-        which the answer to a batch of two tells what labels look like. Not on the meta device: a
-        fake tensor has memory and no numbers already, which is what to_empty() would make."""
+        """``--model``, with the memory format of a GPU; or the user's model, whose output for a
+        batch of two gives the shape of labels. Not on the meta device: a fake tensor is already
+        allocated without data, as to_empty() would do."""
         if not self.own:
             import jobs.choice
 
@@ -98,7 +98,7 @@ class Job:
         return inputs, torch.zeros(shape, dtype=torch.int64)
 
     def describe(self) -> str:
-        """What a sample is: of the sizes, also those that nobody gave."""
+        """Describe a sample, including sizes that are defaults."""
         if self.own and self.own.batch is not None:
             return f"inputs of {self.own.describe_sample()}"
         if self.args.context is not None:
@@ -125,15 +125,15 @@ class ShortRun:
         self.args, self.step, self.held = args, 0, {}
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
-        gc.collect()  # of blocks that are another stage's
+        gc.collect()  # frees the blocks of other stages
         self.optimizer = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
         groups = [*optimizer.param_groups, *self.optimizer.param_groups]
         self.parameters = [*model.parameters(), *(p for group in groups for p in group["params"])]
         self.live.mark([*self.parameters, *model.buffers()], "parameters")
-        # Of the outer one: ZeroRedundancyOptimizer sends after its inner one has stepped.
+        # Of the outer one: ZeroRedundancyOptimizer broadcasts after the inner step.
         optimizer.register_step_pre_hook(self.before_update)
         optimizer.register_step_post_hook(self.after_update)
-        if self.total_steps == 1:  # what it keeps has to be there already
+        if self.total_steps == 1:  # its state must exist already
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
@@ -142,7 +142,7 @@ class ShortRun:
     load_sharded_snapshot = load_snapshot
 
     def load_engine(self, engine) -> dict:
-        """:meth:`load_snapshot` of DeepSpeed, which keeps things in places of its own."""
+        """:meth:`load_snapshot` for DeepSpeed, which has its own buffers."""
         from libraries import deepspeed_engine
 
         self.load_snapshot(engine.module, engine.basic_optimizer)
@@ -190,22 +190,22 @@ def run_script(
     rank: int = 0,
     layers: int | None = None,
 ) -> tuple[LiveBytes, str]:
-    """Take steps of a script and return what was counted in the last one, and what a sample was.
+    """Run steps of a script; return the measurement of the last one, and a description of a sample.
 
     Args:
         words: the script and its flags.
         ranks: see :func:`prepare`.
         classes: of the data, or tokens of the vocabulary.
-        own: makes the model that takes the place of ``--model``.
+        own: makes the model that replaces ``--model``.
         block: see :class:`LiveBytes`.
-        steps: of which the last one counts. Of one, the optimizer has made what lasts before it.
-        as_on_a_gpu: see :func:`prepare`; and images with their channels last.
+        steps: number of steps; the last is measured. If it is 1, the optimizer state exists before.
+        as_on_a_gpu: see :func:`prepare`; also use channels-last images.
         rank: see :func:`prepare`.
-        layers: of a decoder, in the place of those that it has.
+        layers: replaces the number of layers of a decoder.
 
     Raises:
-        SystemExit: the script reported a mistake.
-        NEEDS_NUMBERS: the model has an operation for which tensors need numbers: ``error.func``.
+        SystemExit: the script reported an error.
+        NEEDS_NUMBERS: the model has a data-dependent operation: ``error.func``.
     """
     prepare(ranks, as_on_a_gpu, rank)
     import common
@@ -230,7 +230,7 @@ def run_script(
         common.make_store = lambda args: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
     command_line.check_writable = lambda folder, flag: None  # nothing is written
-    command_line.LOCAL_RANK = 0  # of processes side by side each is a run of its own
+    command_line.LOCAL_RANK = 0  # each parallel process is a separate run
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
@@ -238,14 +238,14 @@ def run_script(
 
 
 def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
-    """Put the stand-ins in their places. This process is of no other use afterwards: neither
-    PyTorch nor our modules are as they were.
+    """Install the replacements. The process cannot be used for anything else afterwards, as PyTorch
+    and our modules are patched.
 
     Args:
-        ranks: this process becomes one of so many, and of none started by a launcher if it is 0.
-            ``None`` has real tensors and the real other ranks, and this process is one of them.
-        as_on_a_gpu: optimizers and autocast do what they do there by default.
-        rank: which one it becomes.
+        ranks: world size of the fake process group; 0: without a launcher. ``None``: use real
+            tensors and the real other ranks.
+        as_on_a_gpu: optimizers and autocast behave as on a GPU.
+        rank: rank of this process.
     """
     if as_on_a_gpu:
         gpu_rules.stand_in_for_a_gpu()
@@ -257,8 +257,8 @@ def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
-    """Count within, up to :class:`Finished`, what is made in forward and what in backward."""
-    call_backward = torch.autograd.backward  # also of Tensor.backward, and of pipelines
+    """Measure until :class:`Finished`, separately for forward and backward."""
+    call_backward = torch.autograd.backward  # also used by Tensor.backward and pipelines
 
     def backward(*args, **kwargs):
         before, live.kind = live.kind, "temporary"
@@ -274,7 +274,7 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
 
 
 def become_rank(rank: int, ranks: int) -> None:
-    """Set what a launcher would, and have our modules read it."""
+    """Set the launcher's environment variables, and let our modules read them."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if ranks:

@@ -1,1 +1,1 @@
-"""What every run needs, whatever it trains: command line, ranks, record, snapshots, guards."""
+"""The shared infrastructure of all runs: command line, ranks, logs, snapshots, NaN checks."""

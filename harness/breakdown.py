@@ -6,11 +6,11 @@ from harness.clock import StepClock
 from harness.phases import PHASES
 from harness.ranks import gather_objects
 
-LATE = 0.1  # of a step: a rank that is later than this, in three of four steps, is a straggler
+LATE = 0.1  # of a step: a rank this much later, in three of four steps, is a straggler
 
 
 def break_down(clock: StepClock) -> dict:
-    """What ``result.json`` says, in milliseconds. All ranks call it."""
+    """The breakdown for ``result.json``, in milliseconds. All ranks call it."""
     trace = clock.look.found if clock.look else None
     everyone = gather_objects((own_steps(clock), trace))
     traces, hidden = [trace for _, trace in everyone], None
@@ -29,7 +29,7 @@ def break_down(clock: StepClock) -> dict:
 
 
 def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
-    """Its phases; on a GPU, where waiting is a part of them, as much of it as a trace shows."""
+    """The phases of a rank. On a GPU they include waiting, of which only a trace shows how much."""
     kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
     phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
     if on_gpu:
@@ -43,12 +43,12 @@ def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
 
 
 def own_steps(clock: StepClock) -> list[tuple]:
-    """The settled ones of this process, of those that are kept: see :meth:`StepClock.settled`."""
+    """The recorded steps of this process after the warm-up: see :meth:`StepClock.settled`."""
     return [step for step in clock.phases.steps if step[0] > clock.warmup]
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds. What happens in few steps shows in the mean, and not in the median."""
+    """Mean and median, in milliseconds. Rare events show in the mean, not in the median."""
     found = {f"p{p}": np.percentile(seconds, p) for p in (50, 95)} | {"mean": np.mean(seconds)}
     return {name: round(1e3 * float(value), 6) for name, value in found.items()}
 
@@ -58,8 +58,8 @@ def differ(a: float, b: float) -> bool:
 
 
 def find_straggler(ranks: list[list[tuple]]) -> dict | None:
-    """The rank whose own work, all but waiting, takes the longest: others wait for it. ``None`` if
-    it is not later than the others in three of four steps, by some share of a step."""
+    """The rank for which the others wait: its work, without waiting, takes the longest. ``None``
+    unless it is later than all others in three of four steps, by :data:`LATE` of a step."""
     own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
     if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
         return None
@@ -72,7 +72,7 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
 
 
 def describe_step(result: dict) -> str:
-    """What is said when a run ends: the ranks' mean, its shares, and who is late."""
+    """The line at the end of a run: mean step time, share of each phase, and a straggler."""
     found, shares = result["breakdown"], {}
     for rank in found["ranks"]:
         for kind in (*PHASES[:4], "waiting", *PHASES[4:]):

@@ -20,18 +20,18 @@ from harness.ranks import RANK, SCRIPT, WORLD_SIZE, gather_objects, print0
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model out of DDP's wrapper: its entries have no ``module.`` before their names."""
+    """The model without DDP's wrapper, whose entries have no ``module.`` prefix."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others) -> None:
-    """Load what a snapshot holds of model, optimizer, and others that have a ``state_dict()``."""
+    """Load model, optimizer and other objects with a ``state_dict()`` from a snapshot."""
     if "apart" in snapshot:
         snapshot = snapshot | read_own(path, snapshot)
     plain(model).load_state_dict(snapshot["model"])
     state = snapshot["optimizer"]
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        saved["fused"] = own.get("fused")  # how a step is computed is the script's to say
+        saved["fused"] = own.get("fused")  # the script decides how a step is computed
     optimizer.load_state_dict(state)
     for name, other in others.items():
         if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
@@ -43,9 +43,9 @@ def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others
 def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> None:
     """Let DDP sort its gradients into the buckets that it uses from its second step on.
 
-    It sorts them as they were ready in the first step, and in another place of a bucket the sum of
-    more than two ranks is rounded otherwise. So a run that goes on, where the bits count, begins
-    with a step that changes nothing.
+    DDP sorts them in the order of the first step, and the position in a bucket affects the rounding
+    of a sum over more than two ranks. So a resumed run whose bits must match begins with a step
+    that changes nothing.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
     gpus = [inputs.device] if inputs.device.type == "cuda" else []
@@ -57,9 +57,9 @@ def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> Non
         buffer.copy_(before)
 
 
-# ------------------------------------------------------- ranks with an optimizer of their own
+# ------------------------------------------------------ ranks with different optimizer states
 
-# Rank 0's is in state.pt, as where all have the same, and those of the others beside it.
+# Rank 0's is in state.pt, like a state that all ranks share; the others are in other files.
 
 
 def own_file(folder: Path, rank: int) -> Path:
@@ -67,8 +67,8 @@ def own_file(folder: Path, rank: int) -> Path:
 
 
 def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
-    """A function that writes a file of each rank but the first into the folder of a snapshot, and
-    the bytes that all of them have."""
+    """A function that writes one file per rank except rank 0 into the folder of a snapshot, and
+    their total size in bytes."""
     own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     tensors = (t for t in tree_leaves(own) if torch.is_tensor(t))
 
@@ -92,7 +92,7 @@ def read_own(path: Path, snapshot: dict) -> dict:
     if snapshot["apart"]:
         fail(
             f"--resume {path} was written between two syncs, when each of {ranks} ranks had "
-            f"weights of its own; go on with {writer}.py on {ranks} ranks, or from a snapshot of "
+            f"its own weights; resume with {writer}.py on {ranks} ranks, or from a snapshot at "
             "the end of an epoch"
         )
     mean = snapshot["optimizer"]["state"]
@@ -116,7 +116,7 @@ def load_sharded(path: Path, snapshot: dict, model: nn.Module, optimizer) -> Non
     try:
         trust.check_sharded(path / "shards")
     except trust.UntrustedSnapshot as error:
-        fail(f"--resume {path} is refused: {error}; give one that you trust")
+        fail(f"--resume {path} is rejected: {error}; use a snapshot that you trust")
     weights, state = dcp_state.get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state["state"]}, checkpoint_id=path / "shards")
     for group in state["param_groups"]:  # of this rank's parameters
@@ -128,16 +128,16 @@ def load_sharded(path: Path, snapshot: dict, model: nn.Module, optimizer) -> Non
 
 
 def sharded_parts(model: nn.Module, optimizer):
-    """What each rank writes of a sharded model.
+    """What each rank saves of a sharded model.
 
     Returns:
         a function that writes the shards into the folder of a snapshot, the bytes that all ranks
-        write, and the entries that ``state.pt`` needs besides.
+        write, and additional entries for ``state.pt``.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as dcp_state
 
-    for buffer in model.buffers():  # of which any rank's may be written
+    for buffer in model.buffers():  # any rank's may be written
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)
     shards = {"model": weights, "optimizer": state["state"]}
@@ -145,10 +145,10 @@ def sharded_parts(model: nn.Module, optimizer):
     def write(folder: Path) -> None:
         try:
             dcp.save(shards, checkpoint_id=folder / "shards")
-        except dcp.CheckpointException as error:  # in which it wraps those of all ranks
+        except dcp.CheckpointException as error:  # wraps those of all ranks
             raise next(iter(error.failures.values()))[0] from None
 
     size = count_bytes(tree_leaves(shards)) * WORLD_SIZE
     groups = [group for rank in gather_objects(state["param_groups"]) for group in rank]
-    different = {tuple(group["params"]): group for group in groups}  # stages have their own
+    different = {tuple(group["params"]): group for group in groups}  # differ by pipeline stage
     return write, size, {"param_groups": list(different.values())}

@@ -10,45 +10,45 @@ from harness.measure import peak_memory_gib, reset_peak_memory
 from harness.phases import Phases
 
 STARTED = time.perf_counter()
-WARMUP_STEPS = 10  # left out of speed and memory: allocator, autotuner and caches are settling
+WARMUP_STEPS = 10  # not measured: allocator, autotuner and caches warm up
 
 
 def seconds_between(begin, end) -> float:
-    """Of two times, or of two events that a GPU has come to."""
+    """Seconds between two times, or between two events that a GPU has reached."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
 class StepClock:
-    """Seconds of each step of this process, and of the epoch; peak memory of the steps alone.
+    """Time of each step of this process, and of the epoch; peak memory of the training steps.
 
-    The first steps of a process are slow, also of one that goes on from a snapshot: the speed is
-    that of :meth:`settled` steps. Memory counts from the end of the warm-up. Evaluation and
-    snapshots are left out: it is read before them, and begins anew with the next step.
+    The first steps of a process are slow, even if it resumes from a snapshot, so the speed is that
+    of :meth:`settled` steps. Peak memory counts from the end of the warm-up, without evaluation and
+    snapshots: it is read before them, and reset at the next step.
 
     Args:
-        devices: those that this process computes on. Steps are timed on the first one.
-        data_bytes: of a dataset that is kept on the first one. They are no part of the peak.
-        look: what looks at the last steps closely. It says how many these are (``lasts``), has a
-            ``start()``, and a ``tick()`` after each of them. They are not timed, and so it does
-            not look where there are no others.
+        devices: that this process computes on. Steps are timed on the first one.
+        data_bytes: size of a dataset on the first device, which does not count as peak memory.
+        look: a profiler for the last steps. ``lasts`` is their number; it has a ``start()``, and a
+            ``tick()`` to call after each of them. These steps are not timed, so it is not used if
+            there are no other steps.
     """
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
         self.devices, self.on_gpu = devices, devices[0].type == "cuda"
         self.data_gib = data_bytes / 2**30
         self.ticks, self.seconds = [], []  # of this process
-        self.before = []  # settled steps of the processes before, from the snapshot
+        self.before = []  # settled steps of earlier processes, from the snapshot
         self.epoch_seconds = 0.0
-        self.first_step = None  # seconds: of this process, with what is compiled or tried in it
+        self.first_step = None  # seconds, including compilation and autotuning
         self.peak_memory = {}  # GiB by kind: see peak_memory_gib()
         self.paused = False
         self.look, self.looking = look, False
-        self.spans = []  # when this process trained: from and to, in Unix time
+        self.spans = []  # start and end of this process's training, in Unix time
         self.phases = Phases(self.now, seconds_between, self.on_gpu)
         self.wall_seconds, self.since = 0.0, STARTED  # up to a snapshot, and when it was loaded
 
     def start(self) -> None:
-        """Begin to count: the next step starts now."""
+        """Start to measure: the next step begins now."""
         self.ticks, self.paused = [self.now()], False
         self.spans.append([time.time()] * 2)
         self.reset_memory()
@@ -66,7 +66,7 @@ class StepClock:
         if steps == WARMUP_STEPS:
             self.pause()
         if steps == WARMUP_STEPS + 1:
-            self.peak_memory = {}  # there are others: forget what cuDNN tried in the warm-up
+            self.peak_memory = {}  # discard what cuDNN tried in the warm-up
         if self.paused:
             self.reset_memory()
         self.phases.begin_step()
@@ -85,7 +85,7 @@ class StepClock:
             self.look.start()
 
     def now(self):
-        """On a GPU an event in its queue, for which nobody waits."""
+        """The time; on a GPU an event in its stream, without waiting for it."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -108,7 +108,7 @@ class StepClock:
 
     @property
     def warmup(self) -> int:
-        """Steps of this process that do not count: of a short one half."""
+        """Number of warm-up steps of this process: half of a short run."""
         return min(WARMUP_STEPS, len(self.seconds) // 2)
 
     def settled(self) -> list[float]:
@@ -116,7 +116,7 @@ class StepClock:
         return self.before + self.seconds[self.warmup :]
 
     def state_dict(self) -> dict:
-        """What a snapshot holds of it."""
+        """The state for a snapshot."""
         self.read()
         seconds = {"steps": self.settled(), "epoch": self.epoch_seconds}
         return seconds | {"wall": self.read_wall_clock()}
@@ -126,7 +126,7 @@ class StepClock:
         self.wall_seconds = state["wall"]
 
     def pause(self) -> None:
-        """Read the memory before what is not training: it counts again from the next tick on."""
+        """Read the peak memory before anything that is not training; the next tick resets it."""
         self.phases.leave_out()
         if self.paused:
             return

@@ -19,13 +19,13 @@ from harness.ranks import LOCAL_RANK, RANK, RESTARTS, SCRIPT, why_ranks_are_uncl
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
-    """Report a mistake of the user's in one line and exit with code 2. A bug keeps its traceback.
-    With code 3, report what ended a run that had begun well.
+    """Report a user error in one line and exit with code 2. A bug keeps its traceback.
+    Code 3 is for an error that ended a run after it had started training.
 
-    Usually all ranks of a machine find the same mistake. The first one speaks and exits, and the
-    launcher stops the others while they wait; one that is still there then speaks for itself.
+    Usually all ranks of a machine find the same error. Rank 0 prints it and exits, and the launcher
+    stops the others while they wait; a rank that is still alive after the wait prints its own.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the launcher stops them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the signal by which the launcher stops ranks
     if LOCAL_RANK:
         time.sleep(2 + LOCAL_RANK)
     print(f"{SCRIPT}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
@@ -33,7 +33,7 @@ def fail(message: object, code: int = 2) -> NoReturn:
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Make the folder, and see whether files can be written to it."""
+    """Create the folder, and check that files can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{os.getpid()}"
@@ -44,7 +44,7 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def import_optional(library: str):
-    """A library that few scripts need, or one line that says how to install it."""
+    """Import a library that few scripts need, or fail with the command that installs it."""
     try:
         return importlib.import_module(library)
     except ImportError as error:
@@ -52,28 +52,28 @@ def import_optional(library: str):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """The docstring as it is, and help texts whose words stay whole."""
+    """Keeps the line breaks of the docstring, and does not break words of help texts."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with errors in one line, help from one rank, and comments in ``@FILE``."""
+    """argparse with one-line errors, help from rank 0 only, and comments in ``@FILE``."""
 
     def add_argument(self, *names: str, **options):
-        if "--local-rank" in names:  # the launcher's to give
+        if "--local-rank" in names:  # the launcher sets it
             options.setdefault("help", argparse.SUPPRESS)
         return super().add_argument(*names, **options)
 
     def add_flags(self, title: str, shown: bool = True) -> Callable:
-        """A group of flags.
+        """Add a group of flags.
 
         Args:
-            shown: in the help; accepted in any case.
+            shown: whether the help shows the flags; they are accepted in any case.
 
         Returns:
-            a function that adds a flag to it, as ``add_argument()`` does.
+            a function that adds a flag to the group, as ``add_argument()`` does.
         """
         group = self.add_argument_group(title)
 
@@ -111,7 +111,7 @@ def number(kind: type, low: float, below: float = math.inf, above: float = -1):
 
 
 def trim_url(text: str) -> str:
-    """An argparse ``type``: a URL without a slash at its end, or any other text as it is."""
+    """An argparse ``type``: strip the trailing slashes of a URL; leave other text as it is."""
     protocol, is_url, rest = text.partition("://")
     return f"{protocol}://{rest.rstrip('/')}" if is_url else text
 
@@ -125,7 +125,7 @@ positive, not_negative = number(int, 1), number(int, 0)
 
 
 def make_parser(doc: str) -> ArgumentParser:
-    """A parser without flags. Those that a script adds itself come first in its help.
+    """A parser without flags. Flags that the script adds directly come first in its help.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
@@ -133,7 +133,7 @@ def make_parser(doc: str) -> ArgumentParser:
     parser = ArgumentParser(
         description=doc,
         usage="%(prog)s [flags]",
-        add_help=False,  # it is the last of the groups
+        add_help=False,  # --help is in the last group
         formatter_class=HelpFormatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
@@ -144,7 +144,7 @@ def make_parser(doc: str) -> ArgumentParser:
 
 
 def add_training_flags(parser: ArgumentParser) -> None:
-    """How any model is trained."""
+    """Add the flags of training, for any model."""
     # fmt: off
     flag = parser.add_flags("training")
     flag("-b", "--batch-size", type=positive, default=128, metavar="N",
@@ -175,7 +175,7 @@ def add_training_flags(parser: ArgumentParser) -> None:
 
 
 def add_run_flags(parser: ArgumentParser) -> None:
-    """Where a run writes, what it runs on, and what serves comparisons."""
+    """Add the flags for output, hardware, and reproducibility and profiling."""
     # fmt: off
     flag = parser.add_flags("output")
     flag("--output-dir", type=place, default=Path("runs", SCRIPT), metavar="DIR",
@@ -197,25 +197,25 @@ def add_run_flags(parser: ArgumentParser) -> None:
          help="loader processes per rank (default: 0; 4 for an image folder larger than memory)")
     flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
          help="longest time that a rank waits for the others, downloads included (default: 1800)")
-    flag = parser.add_flags("for comparing and proving")
+    flag = parser.add_flags("reproducibility and profiling")
     flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N",
          help="seed of weights, data order and dropout (default: 0)")
-    flag("--deterministic", action="store_true", help="get the same bits in every run; slower")
+    flag("--deterministic", action="store_true", help="bitwise reproducible results; slower")
     flag("--double", action="store_true", help="compute in float64")
     flag("--profile-memory", action="store_true",
-         help="on a CPU, count the memory of tensors in the last step; slower (a GPU's memory is "
-         "always counted)")
+         help="measure the peak memory of tensors on a CPU in the last step; slower (on a GPU it "
+         "is always measured)")
     flag("--trace", type=positive, metavar="N",
-         help="write the N steps before the last one as a Chrome trace per rank to the folder "
+         help="write a Chrome trace per rank of the N steps before the last one, to the folder "
          "trace in --output-dir; timeline.py draws them (default: no trace)")
     flag("-h", "--help", action="help", help="print this help and exit")
     # fmt: on
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Settle the device, and check what every job has.
+    """Choose the device, and check the flags that all training tasks have.
 
-    ``None`` is left where it means "no limit", or where the job has a default of its own.
+    ``None`` stays where it means "no limit", or where the task has its own default.
     """
     if why := why_ranks_are_unclear():
         fail(why)
@@ -224,15 +224,15 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.trace and args.profile_memory:
-        fail("--trace and --profile-memory both look at the last step; leave out one of the two")
-    first = RESTARTS == 0  # later, the snapshots of this very run take its place
-    here = args.resume not in ("auto", "none") and "://" not in args.resume  # else it is elsewhere
+        fail("--trace and --profile-memory both profile the last step; leave out one of them")
+    first = RESTARTS == 0  # after a restart, the run resumes from its own snapshots
+    here = args.resume not in ("auto", "none") and "://" not in args.resume
     if first and here and not Path(args.resume).exists():
-        fail(f"--resume {args.resume}: no such folder; give auto, none or that of a snapshot")
+        fail(f"--resume {args.resume}: no such folder; give auto, none or a snapshot's folder")
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """The flags that repeat this run from its start, defaults spelled out."""
+    """The flags that repeat this run from its start, with all defaults."""
     words = []
     for name, value in vars(args).items():
         if name not in ("local_rank", "resume") and value is not None and value is not False:
@@ -241,8 +241,8 @@ def settings(args: argparse.Namespace) -> list[str]:
 
 
 def given_flags() -> str:
-    """The flags on this process's command line, those of ``@FILE`` among them; without the
-    launcher's own."""
+    """The flags on the command line, including those of ``@FILE``, without those that the launcher
+    added."""
     words = []
     for word in sys.argv[1:]:
         is_file = word.startswith("@")

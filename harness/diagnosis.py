@@ -13,7 +13,7 @@ def describe(kind: str, sizes, dtype) -> str:
 
 
 def call_of(entry: dict, place: str) -> dict:
-    """What is needed of an entry of PyTorch's flight recorder."""
+    """The relevant fields of an entry of PyTorch's flight recorder."""
     kind = entry["profiling_name"].partition(":")[2].lstrip("_")
     dtypes = entry.get("input_dtypes") or [""]
     return {
@@ -28,14 +28,14 @@ def names(ranks) -> str:
 
 
 def diagnose(accounts: dict[int, dict], silent: dict[int, str], world: int) -> list[str]:
-    """What did not complete; who was there, and where; who was not, and where.
+    """Name the collective that did not complete, the ranks that called it and those that did not.
 
     Args:
-        accounts: of each rank that told something: ``why`` it told ("" if it was asked), its
-            ``place``, the ``message`` that it waits for, its ``calls`` and ``groups``.
-        silent: why the other ranks told nothing.
+        accounts: by rank: ``why`` it reported ("" if it was asked), its ``place``, the ``message``
+            that it waits for, its ``calls`` and ``groups``.
+        silent: by rank: why it did not report.
     """
-    table = defaultdict(dict)  # of each collective: what each rank has called in its place
+    table = defaultdict(dict)  # by position: what each rank has called
     for rank, account in accounts.items():
         for call in account["calls"]:
             if not call["alone"]:
@@ -55,7 +55,7 @@ def of_group(name: str, groups: dict, world: int) -> str:
 
 
 def find_difference(table: dict, groups: dict, world: int) -> list[str]:
-    """The first collective that is not the same on all ranks."""
+    """The first collective that differs between ranks."""
     for (group, number), calls in sorted(table.items(), key=lambda i: first_time(i[1])):
         kinds = defaultdict(list)
         for rank, call in calls.items():
@@ -74,7 +74,7 @@ def first_time(calls: dict) -> int:
 
 
 def find_message(accounts: dict, silent: dict) -> list[str]:
-    """A message between two ranks that does not come."""
+    """A send or receive between two ranks that does not complete."""
     waiting = {rank for rank, a in accounts.items() if a["message"]}
     for rank in sorted(waiting):
         peer = accounts[rank]["message"]["peer"]
@@ -85,8 +85,8 @@ def find_message(accounts: dict, silent: dict) -> list[str]:
 
 
 def find_absence(table, groups, accounts, silent, world) -> list[str]:
-    """A collective that some ranks of its group have not called. Of several, the one whose absent
-    ranks wait for nothing themselves."""
+    """A collective that some ranks of its group have not called. If there are several, one whose
+    missing ranks do not wait themselves."""
     found = []
     for name, ranks in groups.items():
         last = {rank: 0 for rank in ranks if rank in accounts}
@@ -116,7 +116,7 @@ def find_absence(table, groups, accounts, silent, world) -> list[str]:
 
 
 def first_open(table: dict, group: str, top: int, accounts: dict) -> int:
-    """The first collective for which a rank waits where it was called; else the last one."""
+    """The first collective in whose call a rank is waiting; else the last one."""
     numbers = [
         number
         for (name, number), calls in table.items()
@@ -134,12 +134,12 @@ def waits(account: dict) -> bool:
 
 
 def stands_in(account: dict, call: dict) -> bool:
-    """Whether the rank is where it called this collective, which is not over."""
+    """Whether the rank is still in the line that called this unfinished collective."""
     return not call["over"] and call["place"] == account["place"]
 
 
 def places(accounts: dict, silent: dict) -> list[str]:
-    """A line for each place, with the ranks that are there."""
+    """One line per source line, with the ranks that are there."""
     at = defaultdict(list)
     for rank, account in accounts.items():
         note = " (stopped by a signal)" if account.get("stopped") else ""

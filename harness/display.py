@@ -8,20 +8,20 @@ from harness.ranks import RANK, print0
 
 
 class Display:
-    """Rank 0 shows; on other ranks all of this does nothing."""
+    """Progress output of rank 0; on other ranks every method does nothing."""
 
     def __init__(self, folder: Path, unit: str):
         self.folder, self.unit, self.writer, self.bar = folder, unit, None, None
 
     def open(self, first_step: int) -> None:
-        """Open TensorBoard's file; curves that reach beyond the first step are cut off there."""
+        """Open TensorBoard's file; points of earlier runs after the first step are purged."""
         if RANK == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 
             self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
 
     def start_epoch(self, title: str, done: int, total: int) -> None:
-        """A bar for the samples of an epoch, of which some may be done already."""
+        """A progress bar for an epoch, of which some samples may be done already."""
         self.bar = tqdm(
             desc=title,
             initial=done,

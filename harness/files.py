@@ -10,7 +10,7 @@ from harness.command_line import fail
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of files, is on the disk."""
+    """Flush a file, or the list of files of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,7 +19,7 @@ def sync(path: Path) -> None:
 
 
 def save_file(state: dict, path: Path) -> None:
-    """``torch.save`` that leaves the old file or the new one, never half of it."""
+    """Atomic ``torch.save``: leaves either the old file or the complete new one."""
     temporary = path.with_name(f".{path.name}.part")
     torch.save(state, temporary)
     sync(temporary)
@@ -31,29 +31,29 @@ def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
     """``torch.load`` of a dict of tensors and plain types, onto the CPU.
 
     Args:
-        flag: the one that named the file, for the line that says what is wrong with it.
-        mmap: read each tensor when it is used.
+        flag: that named the file, for the error message.
+        mmap: read each tensor only when it is used.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files raise any of a dozen types
         fail(
-            f"{flag} {path} cannot be loaded ({type(error).__name__}: damaged, or not only of "
-            "tensors); give another"
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: damaged, or with "
+            "objects other than tensors); give another"
         )
     if not isinstance(state, dict):
-        fail(f"{flag} {path} holds a {type(state).__name__}, not a dict; give another")
+        fail(f"{flag} {path} contains a {type(state).__name__}, not a dict; give another")
     return state
 
 
 def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
-    """Make sure that weights have a model's names and shapes.
+    """Check that weights have the names and shapes of a model.
 
     Args:
-        complaint: what to say if not; an entry that differs is named after it.
+        complaint: start of the error message, which also names an entry that differs.
     """
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
     wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
     if wrong:
-        fail(f"{complaint}: entries such as {wrong[0]} differ; give its own settings")
+        fail(f"{complaint}: entries such as {wrong[0]} differ; use the settings of that run")

@@ -1,4 +1,4 @@
-"""The GPUs that CUDA sees, as their driver knows them: utilization and power limit, by UUID."""
+"""Query the driver for utilization and power limit of the visible GPUs, by UUID."""
 
 import contextlib
 import threading
@@ -13,17 +13,17 @@ LAG = 1.0  # seconds: the driver's utilization is a mean over up to the last sec
 
 
 def ask_driver(question: Callable) -> dict[str, float | None]:
-    """The answer for every GPU; ``None`` where there is none: of a part of a GPU (MIG), or without
+    """The driver's answer for every GPU; ``None`` if there is none: for a MIG slice, or without
     NVIDIA's Python bindings. Asking CUDA for UUIDs takes no GPU memory: it creates no context.
 
     Args:
-        question: of pynvml and a handle.
+        question: a function of pynvml and a handle.
     """
     answers = {}
     for uuid in gpu_uuids([torch.device("cuda", i) for i in range(torch.cuda.device_count())]):
         answers[uuid] = None
         with contextlib.suppress(Exception):  # not installed, not permitted, not supported
-            import pynvml  # of the package nvidia-ml-py
+            import pynvml  # from the package nvidia-ml-py
 
             pynvml.nvmlInit()
             answers[uuid] = question(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
@@ -31,12 +31,12 @@ def ask_driver(question: Callable) -> dict[str, float | None]:
 
 
 def utilization() -> dict[str, float | None]:
-    """Percent of the time in which any kernel ran."""
+    """Percentage of time in which any kernel ran."""
     return ask_driver(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
 
 
 def power_limits() -> list[str]:
-    """Where the driver reports them."""
+    """Power limits, if the driver reports them."""
     limits = ask_driver(lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000)
     return [f"{limit:.0f} W" for limit in limits.values() if limit is not None]
 
@@ -60,8 +60,8 @@ def watch_gpus() -> Iterator[list[tuple[float, dict]]]:
 
 
 def summarize(samples, uuids: list[str], spans: list[tuple[float, float]]) -> dict | None:
-    """Mean utilization of these GPUs in these spans of the wall clock, but for the first
-    :data:`LAG` of each. ``None`` if any of the GPUs has no figures."""
+    """Mean utilization of these GPUs in these spans of wall-clock time, without the first
+    :data:`LAG` of each. ``None`` if any of the GPUs has no samples."""
     percents = [
         figures.get(uuid)
         for moment, figures in samples

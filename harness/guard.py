@@ -6,8 +6,8 @@ stop    before every step, by a hook of the optimizer: the run ends before a wei
 skip    the same, and the step is skipped.
 ignore  nowhere.
 
-In float16 a GradScaler, or DeepSpeed, leaves out steps whose gradients overflow. That is as it
-should be, in every mode, but for a run that leaves out one after the other.
+In float16 a GradScaler, or DeepSpeed, skips steps whose gradients overflow. That is normal in every
+mode, unless the run skips many steps in a row.
 """
 
 import math
@@ -30,12 +30,12 @@ WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the 
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether no number of this rank's is NaN or infinite: a bool, on the device."""
+    """Whether all values on this rank are finite: a bool tensor on the device."""
     tensors = [t for t in map(local, tensors) if t.is_floating_point() and t.numel()]
-    tensors = [t for t in tensors if t.untyped_storage().nbytes()]  # a sharded one may be freed
+    tensors = [t for t in tensors if t.untyped_storage().nbytes()]  # may be freed by FSDP
     if not tensors:
         return torch.tensor(True)
-    # The least and the largest: unlike a norm, they do not overflow, and one pass finds both.
+    # Minimum and maximum: unlike a norm they do not overflow, and one pass computes both.
     bounds = [bound for tensor in tensors for bound in tensor.aminmax()]
     device = tensors[0].device
     return torch.stack([b.to(device, torch.float64) for b in bounds]).isfinite().all()
@@ -46,8 +46,8 @@ class Guard:
 
     Args:
         mode: watch, stop, skip or ignore.
-        newest_snapshot: returns the path of the one to resume from.
-        close: called before the guard ends the run.
+        newest_snapshot: returns the path of the snapshot to resume from.
+        close: called before the guard stops the run.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Guard:
         self.mode, self.state = mode, state
         self.newest_snapshot, self.close = newest_snapshot, close
         self.exact = self.mode in ("stop", "skip")
-        self.good_step = 0  # the last one after which the weights were seen to be finite
+        self.good_step = 0  # the last one after which the weights were known to be finite
         self.left_out = False  # the present step
         self.skipped = 0  # consecutive steps
 
     def attach(self, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
-        """Set up what is looked at in every step, if anything is.
+        """Register the hooks for checks in every step, if there are any.
 
         Args:
-            model: whose forward makes the loss.
-            optimizer: whose step is the one to be stopped or left out.
-            scaler: a GradScaler that leaves out steps, if there is one ...
+            model: whose forward computes the loss.
+            optimizer: whose step may be stopped or skipped.
+            scaler: a GradScaler that may skip steps, if there is one ...
             engine: ... or a DeepSpeed engine.
         """
         self.model, self.optimizer = model, optimizer
-        self.good_step = self.fetched = self.state.step  # fetched: the loss
+        self.good_step = self.fetched = self.state.step  # fetched: step of the last loss
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scale = self.scaler and scaler.get_scale()
         self.engine, self.engine_skipped = engine, engine and engine.skipped_steps
@@ -89,19 +89,19 @@ class Guard:
     # ---------------------------------------------------------------------------------- watch
 
     def check_loss(self, loss: float) -> None:
-        """Look at what was fetched for the screen: a mean over the last steps, and all ranks."""
+        """Check the printed loss: a mean over the last steps and all ranks."""
         if self.mode != "ignore":
             if not math.isfinite(loss):
-                # A scaler keeps the weights good, and so they do not tell when the loss was bad.
+                # A scaler keeps the weights finite, so they do not show when the loss became NaN.
                 after = self.fetched if self.scaler else self.good_step
                 self.stop_watching(f"the loss became {loss}", after)
             self.fetched = self.state.step
-            self.good_step = max(self.good_step, self.state.step - 1)  # it is of the weights before
+            self.good_step = max(self.good_step, self.state.step - 1)  # computed before this step
         if self.scaler:
             self.check_scale()
 
     def check_snapshot(self) -> None:
-        """Look at what would be written."""
+        """Check the state before it is written."""
         if self.mode == "ignore":
             return
         owner = getattr(self.optimizer, "optim", self.optimizer)  # of ZeroRedundancyOptimizer
@@ -127,14 +127,14 @@ class Guard:
     # -------------------------------------------------------------------------- stop and skip
 
     def remember_output(self, module: nn.Module, inputs, output: Tensor) -> None:
-        """Keep what this rank's model answered, and the gradient of that, to name the rank:
-        gradients of parameters are the same on all ranks once they are averaged."""
+        """Keep this rank's model output and its gradient, to name the rank later: gradients of
+        parameters are identical on every rank once they are averaged."""
         if module.training and torch.is_tensor(output) and output.requires_grad:
             self.outputs.append((OUTPUT, output.detach()))
             output.register_hook(lambda gradient: self.outputs.append((LOSS, gradient)))
 
     def before_step(self, optimizer, *_) -> None:
-        """The optimizer's hook: end the run, or leave this step out, if it would do harm."""
+        """The optimizer's hook: stop the run or skip the step if a gradient is NaN or Inf."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         seen = [p.grad for p in parameters if p.grad is not None]
         if self.overflow_is_normal:
@@ -147,21 +147,21 @@ class Guard:
             self.react()
             self.taken = [(parameter, parameter.grad) for parameter in parameters]
             for parameter in parameters:
-                parameter.grad = None  # without which optimizers leave a parameter alone
+                parameter.grad = None  # optimizers skip a parameter without gradient
         else:
             self.keep_buffers()
-        if not self.scaler:  # whose scale tells more
+        if not self.scaler:  # its scale is checked instead
             self.count(self.left_out)
         self.outputs.clear()
 
     def give_back(self, *_) -> None:
-        """After the step: DDP's buckets and DeepSpeed's buffers are still to be gradients."""
+        """After a skipped step, restore the gradients: views of DDP's or DeepSpeed's buffers."""
         for parameter, gradient in self.taken:
             parameter.grad = gradient
         self.taken.clear()
 
     def after_step(self) -> None:
-        """Notice a step that DeepSpeed has left out, before the optimizer's hook was called."""
+        """Count a step that DeepSpeed skipped before calling the optimizer's hook."""
         if not self.engine:
             return
         before, self.engine_skipped = self.engine_skipped, self.engine.skipped_steps
@@ -175,21 +175,21 @@ class Guard:
             self.count(skipped)
 
     def react(self) -> None:
-        """End the run before this step, or leave it out."""
+        """Stop the run before this step, or skip the step."""
         why = f"step {self.state.step}: {self.first_not_finite()}"
         if self.mode == "stop":
             self.end(f"{why}; it has changed no weight. Use a lower --lr, or --on-nan skip")
-        print0(f"{why}; the step is left out")
+        print0(f"{why}; the step is skipped")
         for buffer, good in zip(self.model.buffers(), self.good_buffers, strict=True):
-            buffer.copy_(good)  # BatchNorm's statistics have seen what was not finite
+            buffer.copy_(good)  # BatchNorm's statistics contain NaN or Inf
 
     def keep_buffers(self) -> None:
-        """Remember BatchNorm's statistics, in case that the next step is left out."""
+        """Save BatchNorm's statistics, in case the next step is skipped."""
         if self.mode == "skip":
             self.good_buffers = [buffer.clone() for buffer in self.model.buffers()]
 
     def first_not_finite(self) -> str:
-        """What was not finite first, and on which ranks, in words. All ranks call it."""
+        """Describe what became NaN or Inf first, and on which ranks. All ranks call it."""
         named = list(self.model.named_parameters())
         tensors = [(f"{WEIGHT} {name}", p) for name, p in named] + self.outputs
         tensors += [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
@@ -203,24 +203,24 @@ class Guard:
         ranks = ", ".join(str(rank) for rank, name in enumerate(everyone) if name == first)
         return f"{first} is not finite on rank {ranks}"
 
-    # --------------------------------------------------------------------- one after the other
+    # ------------------------------------------------------------------ steps skipped in a row
 
     def check_scale(self) -> None:
-        """Count the steps that the GradScaler has left out since the last time. Each has made its
-        scale smaller, which is fetched only now; the last steps were good if it has counted any."""
+        """Count the steps that the GradScaler skipped since the last check: each has lowered its
+        scale, which is copied from the device only now. A growth tracker > 0 means a good step."""
         before, self.scale = self.scale, self.scaler.get_scale()
         if self.scaler.state_dict()["_growth_tracker"]:
             self.skipped = 0
             return
         factor = self.scaler.get_backoff_factor()
         skips = math.log(before / self.scale, 1 / factor) if self.scale else MAX_SKIPPED
-        self.count(True, max(0, round(skips)))  # less than 0: it has become larger
+        self.count(True, max(0, round(skips)))  # negative if the scale has grown
 
     def count(self, skipped: bool, times: int = 1) -> None:
         self.skipped = self.skipped + times if skipped else 0
         if self.skipped >= MAX_SKIPPED:
             self.end(
-                f"step {self.state.step}: the last {self.skipped} steps were left out, because "
+                f"step {self.state.step}: the last {self.skipped} steps were skipped, because "
                 "gradients are not finite; use a lower --lr, or bfloat16 instead of float16"
             )
 

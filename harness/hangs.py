@@ -1,11 +1,11 @@
 """When a collective hangs: which one, the ranks that joined it, and the line where each rank is.
 
 PyTorch records the collectives of each process in its flight recorder. When one times out, loses a
-rank or ends in an abort, all ranks write theirs to ``--output-dir``/flight_recorder and tell each
-other where they are, and one of them prints what follows from it. A rank that does not wait itself
-is asked by a thread of its own, which looks once a second whether another one has failed.
+rank or aborts, all ranks write their records to ``--output-dir``/flight_recorder and tell each
+other where they are, and one of them prints a diagnosis. On a rank that does not wait itself, a
+thread answers, which checks once per second whether another rank has failed.
 
-What is not public in PyTorch is used in the last two functions only.
+Only the last two functions use private APIs of PyTorch.
 """
 
 import atexit
@@ -34,44 +34,44 @@ from harness.ranks import RANK, RESTARTS, WORLD_SIZE, print0
 from harness.trust import PlainUnpickler
 
 WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
-WORDS += ("Broken pipe",)  # in errors of gloo, nccl and the store: another rank is late, or gone
-PREFIX, REPORT = "rank_", "report.txt"  # files; the first as PyTorch's own tool finds them
+WORDS += ("Broken pipe",)  # in errors of gloo, NCCL and the store: another rank is late or gone
+PREFIX, REPORT = "rank_", "report.txt"  # file names; PyTorch's own tool expects the first
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-ANSWER = 6  # seconds that a rank has to say where it is
-LINGER = 2  # seconds that it has to end by itself, afterwards
-LAST = 50  # collectives of each group that are compared
+ANSWER = 6  # seconds that a rank has to answer
+LINGER = 2  # seconds that it then has to end by itself
+LAST = 50  # number of collectives per group to compare
 BEGIN = time.time()
-STORE_ENDED = (KeyError, OSError, RuntimeError)  # or it is none of a launcher's
+STORE_ENDED = (KeyError, OSError, RuntimeError)  # or not a launcher's store
 
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # 2.11
 
-Frames = list[tuple[FrameType, int]]  # and the line, from the outermost to the innermost
+Frames = list[tuple[FrameType, int]]  # with line numbers, from the outermost to the innermost
 
 
 class Watch:
-    """What a process does to name a rank that others wait for.
+    """Collects and reports what every rank of a hanging run is doing.
 
     Args:
-        script: the file whose lines are named first.
-        folder: for what is recorded.
+        script: the file whose lines are reported first.
+        folder: for the records.
     """
 
     def __init__(self, script: Path, folder: Path):
         self.script, self.folder = script, folder
         self.process, self.told, self.over = os.getpid(), threading.Lock(), threading.Event()
         self.stopped_at, self.continued = [], 0  # frames, and nanoseconds
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; else nothing is kept
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))  # of nccl's watchdog
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; default: none
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))  # of NCCL's watchdog
         sys.excepthook = self.after_exception
-        if sys.platform == "linux":  # gloo aborts if sizes differ, nccl's watchdog after a timeout
+        if sys.platform == "linux":  # gloo aborts if sizes differ, NCCL's watchdog after a timeout
             self.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.before_abort)
             ctypes.CDLL(None).signal(signal.SIGABRT, self.on_abort)
             atexit.register(ctypes.CDLL(None).signal, signal.SIGABRT, None)  # no Python by then
         atexit.register(self.over.set)
 
     def start(self) -> None:
-        """Begin to listen to the other ranks, all of which have joined by now. If the last run in
-        this folder could not say why it ended, rank 0 does."""
+        """Start to listen to the other ranks, all of which have joined by now. If the last run in
+        this folder could not report why it ended, rank 0 does."""
         threading.Thread(target=self.listen, daemon=True).start()
         if threading.current_thread() is threading.main_thread() and sys.platform == "linux":
             signal.signal(signal.SIGCONT, self.after_stop)
@@ -79,7 +79,7 @@ class Watch:
             self.explain_last_run()
 
     def explain_last_run(self) -> None:
-        """nccl's watchdog may have written what was recorded, and ended the process."""
+        """NCCL's watchdog may have written the records before it ended the process."""
         files = {path.name[len(PREFIX) :]: path for path in self.folder.glob(f"{PREFIX}*")}
         said = self.folder / REPORT
         try:
@@ -89,7 +89,7 @@ class Watch:
             found = {int(r): PlainUnpickler(path.open("rb")).load() for r, path in files.items()}
             accounts = {rank: self.account(recorded, "", None) for rank, recorded in found.items()}
             print0(f"the last run hung: {self.write_report(accounts, {}, len(files))}")
-        except Exception:  # no files, or others than PyTorch's: no reason not to train
+        except Exception:  # missing or foreign files must not prevent training
             return
 
     def after_exception(self, kind, error, trace) -> None:
@@ -102,12 +102,12 @@ class Watch:
             self.report(frames, "waits")
 
     def before_abort(self, signum: int) -> None:
-        """Called by the thread that aborts the process; when it returns, the process ends."""
+        """Called by the thread that aborts the process, which ends when this returns."""
         if os.getpid() == self.process:
             self.report(main_frames(), "aborts")
 
     def after_stop(self, signum: int, frame: FrameType) -> None:
-        """Called first of all when the process goes on: see :func:`collect`."""
+        """Called first when a stopped process is continued: see :func:`collect`."""
         self.stopped_at, self.continued = outermost_first(frame), time.time_ns()
 
     def listen(self) -> None:
@@ -122,10 +122,10 @@ class Watch:
         except STORE_ENDED:
             return
         time.sleep(LINGER)
-        os._exit(1)  # or the launcher would kill it half a minute later
+        os._exit(1)  # else the launcher would kill it half a minute later
 
     def report(self, frames: Frames, why: str) -> None:
-        """Collect what all ranks tell, and print what follows, unless another rank does."""
+        """Collect the reports of all ranks, and print the diagnosis unless another rank does."""
         try:
             store = connect()
             store.set("failed", "")
@@ -140,7 +140,7 @@ class Watch:
             return
 
     def tell(self, store: dist.Store, frames: Frames, why: str) -> None:
-        """Write what this rank has recorded, and tell the others where it is, once."""
+        """Write this rank's records, and tell the others where it is; only once."""
         if not self.told.acquire(blocking=False):
             return
         recorded = read_recorder()
@@ -155,7 +155,7 @@ class Watch:
         store.set(f"account {RANK}", json.dumps(account))
 
     def account(self, recorded: dict, why: str, message: dict | None, place: str = "") -> dict:
-        """What :func:`diagnose` takes of a rank."""
+        """This rank's account for :func:`diagnose`."""
         # Groups of other ranks may have the same name.
         key = {name: f"{name} of {g['ranks']}" for name, g in recorded["pg_config"].items()}
         calls, number_of = [], Counter()
@@ -171,7 +171,7 @@ class Watch:
         return {"why": why, "place": place, "message": message, "calls": calls, "groups": groups}
 
     def name_places(self, places: list[tuple[Path, int]]) -> str:
-        """The line of the script, and the innermost line that is not a library's."""
+        """The line of the script, and the innermost line outside of libraries."""
         ours = [p for p in places if p[0].is_file() and not str(p[0]).startswith(LIBRARIES)]
         ours = [p for p in ours if p[0] != Path(__file__)]
         of_script = [p for p in ours if p[0].absolute() == self.script]
@@ -182,7 +182,7 @@ class Watch:
         )
 
     def write_report(self, accounts: dict, silent: dict, world: int) -> str:
-        """What the ranks' accounts say, in lines; files of an earlier run are removed."""
+        """Write the diagnosis of the ranks' accounts, and remove files of an earlier run."""
         for path in self.folder.glob(f"{PREFIX}*"):
             if accounts and RANK in accounts and path.stat().st_mtime < BEGIN:
                 path.unlink()
@@ -196,15 +196,15 @@ watch: Watch | None = None  # of this process
 
 
 def prepare(script: Path, output_dir: Path) -> None:
-    """Record collectives from now on, and explain why they fail."""
+    """Start to record collectives, and explain them if they fail."""
     global watch
     if WORLD_SIZE > 1:
         watch = Watch(script, output_dir / "flight_recorder")
 
 
 def listen(timeout: float) -> None:
-    """Be asked by other ranks, too. All ranks have joined by now. What a device mesh or a library
-    has made waits as long as the group of all ranks: ``timeout`` seconds."""
+    """Also answer other ranks; all ranks have joined by now. Groups that a device mesh or a library
+    has created get the timeout of the group of all ranks: ``timeout`` seconds."""
     if watch and dist.is_initialized():
         for group in groups_of_process():
             set_timeout(timedelta(seconds=timeout), group)
@@ -220,9 +220,9 @@ def outermost_first(frame: FrameType) -> Frames:
 
 
 def awaited_message(frames: Frames) -> dict | None:
-    """The message between two ranks that is waited for at these lines: gloo records none."""
+    """The send or receive that waits at these lines, which gloo does not record."""
     if not frames or "torch/distributed" not in frames[-1][0].f_code.co_filename:
-        return None  # it computes
+        return None  # it is computing
     for frame, _ in reversed(frames):
         given = frame.f_locals
         if frame.f_code.co_name in ("send", "recv") and "tensor" in given:
@@ -246,15 +246,15 @@ def message(kind: str, tensor: torch.Tensor, peer: int) -> dict:
 
 
 def connect() -> dist.Store:
-    """A connection of its own to the launcher's store: one that waits blocks all who share it."""
+    """A separate connection to the launcher's store: a waiting one blocks all who share it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, timeout=timedelta(seconds=ANSWER))
     return dist.PrefixStore(f"hang {RESTARTS}", store)
 
 
 def collect(store: dist.Store) -> tuple[dict[int, dict], dict[int, str]]:
-    """What each rank tells, and why others tell nothing. A process that was stopped is continued:
-    the run is over, and it can say where it was."""
+    """What each rank reports, and why others do not. A process that was stopped is continued, to
+    report where it was; the run has failed in any case."""
     accounts, silent, until = {}, {}, time.monotonic() + ANSWER
     while (waited := set(range(WORLD_SIZE)) - {*accounts, *silent}) and time.monotonic() < until:
         for rank in waited:
@@ -271,7 +271,7 @@ def collect(store: dist.Store) -> tuple[dict[int, dict], dict[int, str]]:
 
 
 def state_of(store: dist.Store, rank: int) -> tuple[str, int]:
-    """Of a rank's process, if it is on this machine: as ``ps`` has it, or gone."""
+    """State of a rank's process on this machine: as in ``ps``, or gone."""
     if not store.check([f"process {rank}"]):
         return "", 0
     host, process = json.loads(store.get(f"process {rank}"))
@@ -288,15 +288,15 @@ def state_of(store: dist.Store, rank: int) -> tuple[str, int]:
 
 
 def read_recorder() -> dict:
-    """What PyTorch has recorded: ``entries``, one a collective, and ``pg_config``, one a group.
-    Of messages between two ranks it records those of nccl only."""
+    """PyTorch's record: ``entries``, one per collective, and ``pg_config``, one per group. It
+    includes send and receive only for NCCL."""
     try:
         own = torch._C._distributed_c10d
         read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
         recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
     except AttributeError:  # another version of PyTorch
         recorded = {"version": "", "entries": []}
-    recorded["pg_config"] = {  # which gloo leaves empty, and PyTorch's tool needs
+    recorded["pg_config"] = {  # empty with gloo, but PyTorch's tool needs it
         name: {
             "name": name,
             "desc": group.group_desc,
@@ -308,6 +308,6 @@ def read_recorder() -> dict:
 
 
 def groups_of_process() -> dict[dist.ProcessGroup, str]:
-    """With their names."""
+    """The process groups of this process, by name."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return dict(getattr(world, "pg_names", {}))

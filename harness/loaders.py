@@ -11,7 +11,7 @@ from harness.command_line import fail
 
 
 class Unreadable(Exception):
-    """A file that cannot be decoded; the message says which, and what to do."""
+    """A file that cannot be decoded; the message names the file and the fix."""
 
 
 class Batches(BatchSampler):
@@ -24,18 +24,18 @@ class Batches(BatchSampler):
 
 
 def share_of(loader: DataLoader) -> tuple[int, int]:
-    """Which share of the global batch the loader's batches are, and of how many."""
+    """Which part of the global batch the loader has, and the number of parts."""
     sampler = loader.batch_sampler.sampler
     return getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
 
 
 def hand_on(batch):
-    """A ``collate_fn`` for datasets that hand out whole batches."""
+    """A ``collate_fn`` for datasets that return whole batches."""
     return batch
 
 
 def batches_of(loader: DataLoader) -> Iterator:
-    """The loader's batches, up to a file that cannot be read."""
+    """The loader's batches; fail at a file that cannot be read."""
     try:
         yield from loader
     except Unreadable as error:  # a worker process puts its traceback before the message
@@ -43,15 +43,15 @@ def batches_of(loader: DataLoader) -> Iterator:
 
 
 def ignore_signals(worker: int) -> None:
-    """A DataLoader's ``worker_init_fn``. Terminals and launchers send their signals to all that a
-    rank has started, which would end it for want of data; :func:`kill_loaders` ends them."""
+    """A DataLoader's ``worker_init_fn``. Terminals and launchers also send their signals to the
+    workers, without which the rank would fail. :func:`kill_loaders` ends them instead."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def kill_loaders() -> None:
-    """To be called at exit: otherwise, after an exception, Python would wait for the loaders, and
-    the launcher for this rank."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report their end as an error
+    """To be called at exit: after an exception, Python would wait for the worker processes, and the
+    launcher for this rank."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report an error
     for process in multiprocessing.active_children():
         process.kill()

@@ -1,4 +1,4 @@
-"""What is measured about a process and its machine: bytes, memory, hardware, versions, command."""
+"""Measure a process and describe its machine: memory, hardware, versions, command."""
 
 import contextlib
 import importlib.metadata
@@ -22,24 +22,24 @@ def device_name(device: torch.device) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard of a DTensor, or all of a plain one."""
+    """This rank's part of a tensor: the local shard of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor, on each of its ranks, which all call it; a plain one is whole."""
+    """The full tensor of a DTensor, on all of its ranks, which all call it; or a plain tensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory behind the tensors on this rank: of a sharded tensor those of its shard, and
-    a buffer of which several tensors are views once and whole."""
+    """Bytes of storage of the tensors on this rank: of a sharded tensor only its shard. A storage
+    of several tensors counts once, completely."""
     storages = [local(t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of an optimizer's state, this rank's share of them."""
+    """This rank's tensors of an optimizer's state."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in states if torch.is_tensor(value)]
 
@@ -47,12 +47,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """Peak memory of this process since :func:`reset_peak_memory`, in GiB.
 
-    On a GPU: what tensors took (allocated), what PyTorch's allocator kept (reserved), and all that
-    was in use on the GPU, as nvidia-smi shows it (process; it counts other programs too). On a CPU:
-    the resident set of the process.
+    On a GPU: memory of tensors (allocated), memory held by PyTorch's allocator (reserved), and all
+    used memory of the GPU, as in nvidia-smi (process; includes other programs). On a CPU: the
+    resident set size of the process.
     """
     if device.type == "cpu":
-        with contextlib.suppress(OSError):  # Linux; getrusage() would count who started us, too
+        with contextlib.suppress(OSError):  # Linux; getrusage() would include the parent process
             lines = Path("/proc/self/status").read_text().splitlines()
             [peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
             return {"process": int(peak) / 2**20}  # from KiB
@@ -67,27 +67,27 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let :func:`peak_memory_gib` count from now on. On a CPU only Linux can."""
+    """Reset what :func:`peak_memory_gib` returns. On a CPU only Linux supports this."""
     if device.type == "cuda":
         return torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak becomes what it is now
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
 
 
 def gpu_uuids(devices: list[torch.device]) -> list[str]:
-    """As nvidia-smi names them, whatever CUDA_VISIBLE_DEVICES has made of their numbers."""
+    """UUIDs as in nvidia-smi, independent of CUDA_VISIBLE_DEVICES."""
     gpus = [device for device in devices if device.type == "cuda"]
     return [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
 
 
 def launch_command() -> str:
-    """The command that started this run: the launcher's, which is our parent, or our own."""
+    """The command that started this run: that of the launcher, the parent process, or our own."""
     program, *words = launcher_words() or sys.orig_argv
     return shlex.join([Path(program).name, *words])
 
 
 def hardware() -> dict:
-    """Names of the processor and the GPUs, and what decides how fast the processor multiplies."""
+    """Names of the CPU and the GPUs, and the vector extensions of the CPU."""
     found = {}
     with contextlib.suppress(OSError):  # Linux only
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -106,13 +106,13 @@ def versions() -> dict[str, str]:
     found |= {name: importlib.metadata.version(name) for name in ("torchvision", "numpy")}
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        with contextlib.suppress(RuntimeError):  # of a GPU too old for it
+        with contextlib.suppress(RuntimeError):  # a GPU that is too old
             found["cudnn"] = str(torch.backends.cudnn.version())
     return found
 
 
 def git_commit() -> str | None:
-    """The commit of this repository, with ``-dirty`` if files differ; ``None`` outside of one."""
+    """The commit of this repository, with ``-dirty`` if files differ; ``None`` without git."""
     folder = Path(__file__).resolve().parents[1]
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
     try:

@@ -1,4 +1,4 @@
-"""LossMeter: the loss and the speed since they were last shown, summed over all ranks."""
+"""LossMeter: loss and throughput since the last printed line, over all ranks."""
 
 import time
 
@@ -17,17 +17,17 @@ class LossMeter:
         self.state = state
 
     def begin(self) -> None:
-        """What was summed so far was shown, or is of a run before."""
+        """Reset the sums, after they were printed or loaded from an earlier run."""
         self.shown = *self.totals(), time.perf_counter()
 
     def add(self, loss: Tensor, samples: float) -> None:
-        """Count the mean loss of so many samples. It stays on the device."""
+        """Add the mean loss of a number of samples. It stays on the device."""
         self.state.loss_sum += local(loss.detach()) * samples
         self.state.samples += samples
 
     def read(self) -> tuple[float, float] | None:
-        """The mean loss and the samples per second since the last time, over all ranks; ``None``
-        if all these steps were left out."""
+        """The mean loss and the samples per second since the last call, over all ranks; ``None``
+        if all these steps were skipped."""
         loss_sum, samples, then = self.shown
         self.begin()
         samples = self.shown[1] - samples
@@ -36,7 +36,7 @@ class LossMeter:
         return (self.shown[0] - loss_sum) / samples, samples / (self.shown[2] - then)
 
     def totals(self) -> tuple[float, float]:
-        """This epoch's sum of losses and number of samples so far, over all ranks."""
+        """Sum of losses and number of samples of this epoch so far, over all ranks."""
         own = self.state.loss_sum
         totals = torch.stack([own, own.new_tensor(self.state.samples)])
         if dist.is_initialized():

@@ -19,12 +19,12 @@ RUN_ID, RESULT = "run_id", "result.json"
 
 
 def open_snapshots(args: argparse.Namespace, identity: dict) -> SnapshotStore:
-    """The snapshots of a run, local or remote."""
+    """The snapshots of a run, in a local folder or in remote storage."""
     return (RemoteStore if is_url(args.output_dir) else SnapshotStore)(args, identity)
 
 
 def by_snapshot(files: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Of the files of a run, those of each snapshot; newest first."""
+    """Group the files of a run by snapshot, newest first."""
     found = {}
     for path, size in files.items():
         if path.startswith("snapshots/step-"):
@@ -33,17 +33,17 @@ def by_snapshot(files: dict[str, int]) -> dict[str, dict[str, int]]:
 
 
 def complete(files: dict[str, dict[str, int]]) -> list[str]:
-    """Names of those that were copied to their end; newest first."""
+    """Names of complete snapshots, newest first."""
     return [name for name in files if f"snapshots/{name}/{SUMS}" in files[name]]
 
 
 class RemoteStore(SnapshotStore):
-    """Snapshots that are in remote storage as well."""
+    """Snapshots that are also in remote storage."""
 
     def __init__(self, args: argparse.Namespace, identity: dict):
         super().__init__(args, identity)
         self.remote, self.id_file = Remote(args.output_dir), self.output_dir / RUN_ID
-        self.behind = []  # names of snapshots that are here and are not yet there
+        self.behind = []  # names of local snapshots that are not uploaded yet
 
     def name_of(self, path) -> str:
         own = path.parent == self.folder
@@ -58,12 +58,12 @@ class RemoteStore(SnapshotStore):
             fail(f"--output-dir {error}; try again, or give another")
 
     def fetch_own(self) -> None:
-        """Bring the newest good snapshot of this run here, and what tells whether the run had
-        ended. What another run has left here is put aside."""
+        """Download the newest valid snapshot of this run, and the file that tells whether the run
+        had ended. Local files of another run are moved aside."""
         files, run_id = self.remote.list_files(), self.remote.read(RUN_ID)
         if run_id and not (self.id_file.exists() and self.id_file.read_bytes() == run_id):
             if list_snapshots(self.folder):
-                print0(f"{self.output_dir} is of another run and moves to previous/")
+                print0(f"{self.output_dir} belongs to another run and moves to previous/")
             super().archive_previous_run()
             self.id_file.write_bytes(run_id)
         there, here = by_snapshot(files), [path.name for path in list_snapshots(self.folder)]
@@ -74,15 +74,15 @@ class RemoteStore(SnapshotStore):
             if not damage:
                 break
             url = self.name_of(self.folder / name)
-            print0(f"snapshot {url} is damaged and left out: {damage}")
-        if newest > max(here, default=""):  # it went on elsewhere: what has ended here is old
+            print0(f"snapshot {url} is damaged and ignored: {damage}")
+        if newest > max(here, default=""):  # continued on another machine: the local result is old
             for name in ("model.pt", RESULT):
                 (self.output_dir / name).unlink(missing_ok=True)
             if RESULT in files:
                 self.remote.download({RESULT: files[RESULT]}, self.output_dir)
 
     def fetch_snapshot(self, name: str, files: dict[str, int]) -> str | None:
-        """Download a snapshot, unless the same is here already. Returns what is wrong with it."""
+        """Download a snapshot unless it exists locally. Returns what is wrong with it."""
         here, sums = self.folder / name, f"snapshots/{name}/{SUMS}"
         if sums not in files:
             return f"{SUMS} is missing, so it was not copied to its end"
@@ -101,21 +101,21 @@ class RemoteStore(SnapshotStore):
     # -------------------------------------------------------------------------- what is copied
 
     def archive_previous_run(self) -> None:
-        """Here; a run that is there is not replaced by another one. Of the run that goes on, what
-        is newer than the resumed snapshot is removed there."""
+        """Archive locally. A remote run is never replaced by another one; of a resumed run, newer
+        files than the resumed snapshot are removed from the remote storage."""
         own = self.resumed and self.resumed.resolve().parent == self.folder.resolve()
         with or_fail("try again, or give another"):
             there = by_snapshot(files := self.remote.list_files())
             if not own and (there or RESULT in files):
                 fail(
-                    f"--output-dir {self.remote.url} holds a run; continue it with --resume auto, "
+                    f"--output-dir {self.remote.url} contains a run; resume it with --resume auto, "
                     "or give another"
                 )
             super().archive_previous_run()
             if own:
                 for name in (name for name in there if name > self.resumed.name):
                     self.remote.remove(f"snapshots/{name}")
-                self.remote.remove(RESULT)  # it comes back when this run ends
+                self.remote.remove(RESULT)  # uploaded again when this run ends
             if not own or not self.id_file.exists():
                 self.id_file.write_text(uuid.uuid4().hex)
             self.remote.upload(self.output_dir, [RUN_ID])
@@ -129,17 +129,17 @@ class RemoteStore(SnapshotStore):
         return None
 
     def upload_snapshots(self) -> None:
-        """Copy those that are behind, as long as they are here, and keep the last two there."""
+        """Upload snapshots that are still missing and exist locally; keep the last two there."""
         for name in sorted(self.behind):
             if (self.folder / name).exists():
                 place = f"snapshots/{name}"
-                self.remote.remove(place)  # of an attempt that came to nothing
+                self.remote.remove(place)  # of a failed attempt
                 names = [f"{place}/{file}" for file in list_files(self.folder / name)]
                 self.remote.upload(self.output_dir, names)
                 arrived = self.remote.list_files(place)
-                for file in names:  # not every protocol tells that a copy was cut off
+                for file in names:  # not every protocol reports a truncated copy
                     if arrived.get(file) != (self.output_dir / file).stat().st_size:
-                        raise RemoteError(f"{self.remote.url}/{file} is cut off there")
+                        raise RemoteError(f"{self.remote.url}/{file} is truncated there")
                 self.remote.upload(self.output_dir, [f"{place}/{SUMS}"])
             self.behind.remove(name)
         there = by_snapshot(self.remote.list_files())
@@ -159,7 +159,7 @@ class RemoteStore(SnapshotStore):
         print0(f"files copied to {self.remote.url}")
 
     def upload_results(self) -> None:
-        """Copy all other files of the run; the result last: with it the run has ended there."""
+        """Upload all other files of the run; the result last, as it marks the end of the run."""
         others = ("snapshots", "previous", RUN_ID, RESULT)
         names = [n for n in list_files(self.output_dir) if n.split("/")[0] not in others]
         missing = ", ".join([*self.behind, *names, RESULT])

@@ -11,28 +11,28 @@ from collections.abc import Callable
 from torch import nn
 from torch.profiler import record_function
 
-TOGETHER = "forward and backward"  # where no hook of the model is called between them
-PHASES = ("data", "forward", "backward", TOGETHER, "optimizer", "rest")  # as a step has them
-KEPT = 1000  # steps, the last ones: memory is bounded
+TOGETHER = "forward and backward"  # if no hook of the model separates them
+PHASES = ("data", "forward", "backward", TOGETHER, "optimizer", "rest")  # in the order of a step
+KEPT = 1000  # last steps, to bound the memory
 
 
 class Phases:
-    """Seconds of each phase of this process's steps, and how long it waited in them.
+    """Time of each phase of this process's steps, and how much of it was waiting.
 
-    A mark ends one phase and begins the next. On a GPU it is an event in the queue, read when the
-    GPU has come to it. On a CPU it is the time, and how long the main thread had been blocked until
-    then: neither on a core nor queueing for one. That is waiting for other ranks: gloo's waits
-    block, and PyTorch's own threads are waited for by spinning, but for a moment.
+    A mark ends one phase and begins the next. On a GPU it is an event in the stream, read when the
+    GPU has reached it. On a CPU it is the time, and how long the main thread was blocked so far:
+    neither on a core nor queueing for one. This measures waiting for other ranks: gloo blocks while
+    it waits, but PyTorch mostly spins while it waits for its own threads.
 
     Args:
-        now: the time, or an event in a GPU's queue.
-        between: seconds between two of these.
+        now: returns the time, or an event in the stream of a GPU.
+        between: returns the seconds between two of these.
     """
 
     def __init__(self, now: Callable, between: Callable, on_gpu: bool):
         self.now, self.between, self.on_gpu = now, between, on_gpu
         self.attached = self.traced = False
-        self.marks = None  # of the present step; None between steps
+        self.marks = None  # of the current step; None between steps
         self.number = 0  # steps of this process so far
         self.unread = collections.deque(maxlen=KEPT)  # numbers and marks
         self.steps = collections.deque(maxlen=KEPT)  # numbers, seconds and waits by phase
@@ -41,19 +41,19 @@ class Phases:
             self.queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def attach(self, model: nn.Module, optimizer, threads: int = 1) -> None:
-        """Have the model's forward and the optimizer's step set marks.
+        """Register hooks that set marks at the model's forward and the optimizer's step.
 
         Args:
-            model: what the loop calls: in its wrapper; or DeepSpeed's engine, which is both.
-            threads: in which forward is called, as nn.DataParallel does. Like a model that is
-                compiled as a whole, where a hook would cut the graph, it gets no hooks then.
+            model: the model that the loop calls, with its wrapper; or DeepSpeed's engine.
+            threads: whether forward runs in threads, as in nn.DataParallel. The model gets no hooks
+                then, nor if it is compiled as a whole, where a hook would break the graph.
         """
         self.attached = True
         if threads == 1 and not (model._compiled_call_impl or hasattr(model, "_orig_mod")):
-            # first, and last, of the hooks: FSDP's are part of forward
+            # before and after all other hooks: those of FSDP are part of forward
             model.register_forward_pre_hook(lambda *_: self.mark("forward"), prepend=True)
             model.register_forward_hook(lambda *_: self.mark("backward"))
-        if step := getattr(model, "step", None):  # DeepSpeed's, in which optimizers step
+        if step := getattr(model, "step", None):  # DeepSpeed's, which calls the optimizer
 
             def marked_step(*args, **kwargs):
                 self.mark("optimizer")
@@ -66,7 +66,7 @@ class Phases:
             optimizer.register_step_post_hook(lambda *_: self.mark("rest"))
 
     def begin_step(self) -> None:
-        """What follows, from now on, is loading."""
+        """Begin a step with loading data."""
         if self.attached:
             self.marks = []
             self.mark("data")
@@ -75,7 +75,7 @@ class Phases:
         self.mark(self.after_data)
 
     def mark(self, phase: str) -> None:
-        """A phase begins; outside of a step, as in an evaluation, that means nothing."""
+        """Begin a phase; outside of a step, as in evaluation, this does nothing."""
         if self.marks is not None:
             self.end_range()
             self.marks.append((phase, self.point()))
@@ -84,7 +84,7 @@ class Phases:
                 self.range.__enter__()
 
     def point(self) -> tuple:
-        """A point in time, and on a CPU the seconds until then that were spent blocked."""
+        """A point in time, and on a CPU the seconds for which the thread was blocked so far."""
         now, queued = self.now(), 0.0
         if self.on_gpu:
             return now, 0.0
@@ -110,7 +110,7 @@ class Phases:
         self.marks = None
 
     def leave_out(self) -> None:
-        """The present step has something else in it, a snapshot, or is none."""
+        """Discard the current step, because it includes a snapshot or is incomplete."""
         self.end_range()
         self.marks = None
 

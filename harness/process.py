@@ -20,7 +20,7 @@ def die_with_launcher() -> None:
         return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    orphan = os.getppid() != PARENT  # it died before this call
+    orphan = os.getppid() != PARENT  # the launcher died before this call
     if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # or before PyTorch was imported
         orphan = not any("torch" in word for word in command_of(1))
     if orphan:
@@ -30,8 +30,8 @@ def die_with_launcher() -> None:
 
 
 def stop_with_runner() -> None:
-    """``deepspeed`` itself starts a process that starts the ranks, and on one machine passes no
-    signal on to it: when ``deepspeed`` is gone, this rank is asked to stop."""
+    """``deepspeed`` starts a process that starts the ranks, and on one machine does not forward
+    signals to it: if ``deepspeed`` has exited, ask this rank to stop."""
     runner = parent_of(PARENT)
     while parent_of(PARENT) == runner:
         time.sleep(0.5)
@@ -41,8 +41,8 @@ def stop_with_runner() -> None:
 def listen_on_loopback() -> None:
     """Let ranks that share a machine listen on loopback only, unless the user chose an interface.
 
-    That is for the connections among ranks. The store in which they find each other is torchrun's
-    own and listens everywhere.
+    This affects the connections between ranks. The store for the rendezvous is torchrun's and
+    listens on all interfaces.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -50,7 +50,7 @@ def listen_on_loopback() -> None:
 
 
 def keep_no_free_memory() -> None:
-    """Have the C library return freed blocks to the system at once, so that the process is only as
-    large as it needs to be. It keeps them to be fast: a step may take twice as long now."""
+    """Let the C library return freed blocks to the system at once, so that the resident set is the
+    memory in use. A step may take twice as long."""
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(-3, 65536)  # bytes; M_MMAP_THRESHOLD of malloc.h

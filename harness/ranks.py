@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401  here and not later: see wait_for_gloo()
 
-SCRIPT = Path(sys.argv[0]).stem  # names the technique: pytorch_DDP, pytorch_FSDP, ...
+SCRIPT = Path(sys.argv[0]).stem  # the name of the technique: pytorch_DDP, pytorch_FSDP, ...
 PARENT = os.getppid()  # the launcher, if there is one
 LAUNCHERS = {"torchrun", "deepspeed", "accelerate", "fabric"}  # programs
 
@@ -25,7 +25,7 @@ RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def count_local_ranks() -> int | None:
-    """How many ranks share this machine; ``None`` if it cannot be told."""
+    """Number of ranks on this machine; ``None`` if unknown."""
     names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]  # torchrun's, deepspeed's
     names += ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]  # mpirun's: Open MPI, MPICH
     for name in names:
@@ -39,7 +39,7 @@ LOCAL_WORLD_SIZE = count_local_ranks() or WORLD_SIZE
 
 
 def why_ranks_are_unclear() -> str | None:
-    """What a launcher such as srun or mpirun left out; ``None`` if nothing is missing."""
+    """Which variable a launcher such as srun or mpirun did not set; ``None`` if all are set."""
     if LAUNCHED and count_local_ranks() is None:
         return (
             f"WORLD_SIZE is {WORLD_SIZE}, and LOCAL_WORLD_SIZE, the number of ranks on this "
@@ -60,15 +60,15 @@ def print0(message: str) -> None:
         print(message, flush=True)
 
 
-# --------------------------------------------------------------------------- what ranks do together
+# ------------------------------------------------------------------------ operations of all ranks
 
 
 def make_store(args) -> dist.Store:
     """Where ranks find each other's addresses: the launcher's store, or none for a single process.
 
-    ``torchrun`` keeps one store for all attempts, and a restarted rank may find there the address
-    of one that is dead, and hang. So each attempt has keys of its own. On several machines, whose
-    agents count the attempts apart, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has to do that.
+    ``torchrun`` keeps one store for all attempts, in which a restarted rank may find the address of
+    a dead rank, and hang. So each attempt has its own key prefix. On several machines, whose agents
+    count attempts separately, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is needed instead.
     """
     if not LAUNCHED:
         return dist.HashStore()
@@ -79,7 +79,7 @@ def make_store(args) -> dist.Store:
 
 
 def gather_objects(value) -> list:
-    """The values of all ranks, on every rank. All ranks call it."""
+    """Gather the values of all ranks on every rank. All ranks call it."""
     values = [value]
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
@@ -88,17 +88,17 @@ def gather_objects(value) -> list:
 
 
 class Failed(Exception):
-    """What a rank was to do failed: why, in words."""
+    """A task of :func:`together` failed; the message says why."""
 
 
 def together(task: Callable, *args, here: bool = True) -> list:
-    """What a task returns on every rank. All ranks call it.
+    """Run a task and gather its results on every rank. All ranks call it.
 
     Args:
-        here: whether this rank does it; otherwise it waits.
+        here: whether this rank runs the task; otherwise it waits.
 
     Raises:
-        Failed: if it failed on any rank; on all of them.
+        Failed: on all ranks, if the task failed on any.
     """
     why = result = None
     try:
@@ -112,7 +112,7 @@ def together(task: Callable, *args, here: bool = True) -> list:
 
 
 def max_over_ranks(values: list[float]) -> list[float]:
-    """The largest of each number on any rank; all ranks learn it."""
+    """The maximum of each number over all ranks, on every rank."""
     if not dist.is_initialized():
         return values
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -124,18 +124,18 @@ def max_over_ranks(values: list[float]) -> list[float]:
 def wait_for_gloo() -> None:
     """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down.
 
-    A thread that still holds a tensor by then aborts the process (pytorch/pytorch#179291). A
-    process group waits for its threads when it is freed. But ``torch.distributed.nn``, imported
-    after ``init_process_group``, keeps the group as a default argument: hence the import above.
-    FSDP's caches and DeepSpeed keep it too: hence this wait. It is not ``barrier()``, which holds
-    on to tensors sent just before it.
+    A thread that still has a tensor then aborts the process (pytorch/pytorch#179291). A process
+    group waits for its threads when it is freed. But ``torch.distributed.nn``, imported after
+    ``init_process_group``, keeps the group as a default argument: hence the import above. FSDP's
+    caches and DeepSpeed keep it, too: hence this wait. It is not ``barrier()``, which keeps tensors
+    sent just before it.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.monitored_barrier()
 
 
 def exit_all(code: int) -> NoReturn:
-    """End this run before its end. All ranks call it."""
+    """Stop this run early. All ranks call it."""
     wait_for_gloo()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -169,18 +169,18 @@ def command_of(process: int) -> list[str]:
 
 
 def sees_one_gpu() -> bool:
-    """Whether each rank sees a GPU of its own as device 0, and has LOCAL_RANK 0 for it."""
+    """Whether each rank sees only its own GPU, as device 0, and has LOCAL_RANK 0."""
     words = {word.replace("_", "-") for word in launcher_words()}
     return "--virtual-local-rank" in words or os.environ.get("PET_VIRTUAL_LOCAL_RANK") == "1"
 
 
 def is_first_here() -> bool:
-    """Whether this is the rank that downloads, for all of its machine."""
+    """Whether this is the rank that downloads for its machine."""
     return LOCAL_RANK == 0 and not (sees_one_gpu() and RANK % LOCAL_WORLD_SIZE)
 
 
 def launch_id() -> str:
-    """The same for all attempts of one launch, and another for the next launch."""
+    """An identifier of the launch: the same for all attempts, different for the next launch."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run != "none":
         return run

@@ -16,8 +16,8 @@ from harness.command_line import fail, import_optional, trim_url
 from harness.ranks import Failed, is_first_here, print0, together
 
 ANSWER = 15  # seconds for the first answer of a server
-SILENCE = 60  # seconds without a sign of life, later
-# The libraries' own patience is minutes:
+SILENCE = 60  # seconds without any data, later
+# The libraries' own timeouts are minutes:
 LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
 
@@ -25,7 +25,7 @@ RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded,
 
 
 class RemoteError(OSError):
-    """A server did not do what it was asked to: where and why, in words."""
+    """An operation on remote storage failed; the message says where and why."""
 
     def __init__(self, why: str):
         super().__init__(errno.EIO, why)
@@ -35,11 +35,11 @@ class RemoteError(OSError):
 
 
 def is_url(place: object) -> bool:
-    return "://" in str(place)  # which a Path has not: it leaves out one of the slashes
+    return "://" in str(place)  # a Path drops one of the slashes
 
 
 def local_folder(place: Path | str, below: Path = RUNS) -> Path:
-    """The local folder or file that stands for a place: itself, or for a URL one named after it."""
+    """The local path of a flag's value: the path itself, or for a URL one named after it."""
     if not is_url(place):
         return Path(place)
     protocol, _, rest = place.partition("://")
@@ -47,7 +47,7 @@ def local_folder(place: Path | str, below: Path = RUNS) -> Path:
 
 
 def check_urls(args: argparse.Namespace) -> None:
-    """Whether fsspec can open the URLs among the flags, and we may write them down."""
+    """Check that fsspec can open the URLs among the flags, and that they contain no password."""
     for name in ("output_dir", "resume", "data_dir", "weights"):
         url, flag = str(getattr(args, name)), f"--{name.replace('_', '-')}"
         if not is_url(url):
@@ -55,7 +55,7 @@ def check_urls(args: argparse.Namespace) -> None:
         protocol, _, rest = url.partition("://")
         if set("*?[") & set(rest) or ".." in rest.split("/"):
             shown = f"{protocol}://{rest.rpartition('@')[2]}"  # without a password
-            fail(f"{flag} {shown} has a *, ?, [ or .. in it; write the name of one place")
+            fail(f"{flag} {shown} contains *, ?, [ or ..; give the name of one file or folder")
         if urlsplit(url).password:
             fail(
                 f"{flag} {protocol}://...: a password would be written into result.json; leave it "
@@ -64,13 +64,13 @@ def check_urls(args: argparse.Namespace) -> None:
         try:
             import_optional("fsspec").get_filesystem_class(protocol)
         except ValueError:  # an unknown protocol
-            fail(f"{flag} {url}: fsspec knows no {protocol}://; give a folder, s3://, sftp://, ...")
-        except ImportError as error:  # it names the package
+            fail(f"{flag} {url}: fsspec has no {protocol}://; give a folder, s3://, sftp://, ...")
+        except ImportError as error:  # which names the package
             fail(f"{flag} {url}: {error}; pip install -r requirements-ecosystem.txt")
 
 
 def check_output_url(url: Path | str) -> None:
-    """See whether files can be written to ``--output-dir``, if it is a URL."""
+    """Check that files can be written to ``--output-dir``, if it is a URL."""
     if is_url(url):
         with or_fail("give another"), tempfile.NamedTemporaryFile() as probe:
             remote, file = Remote(url), Path(probe.name)
@@ -80,7 +80,7 @@ def check_output_url(url: Path | str) -> None:
 
 @contextlib.contextmanager
 def or_fail(advice: str) -> Iterator[None]:
-    """Of ``--output-dir``."""
+    """Run an operation on ``--output-dir``; fail with a one-line error."""
     try:
         yield
     except RemoteError as error:
@@ -88,14 +88,14 @@ def or_fail(advice: str) -> Iterator[None]:
 
 
 def answer_within(seconds: float, question: Callable):
-    """What a server answers. A thread asks, because not every library has a timeout, and looking up
-    a host obeys none; it may be left behind."""
+    """Call a server with a timeout, in a thread that may be left behind, because not every library
+    has a timeout, and a host lookup has none."""
     answer = Future()
 
     def ask():
         try:
             answer.set_result(question())
-        except Exception as error:  # of any library
+        except Exception as error:  # any library's
             answer.set_exception(error)
 
     threading.Thread(target=ask, daemon=True).start()
@@ -112,17 +112,17 @@ class Remote:
 
     @contextlib.contextmanager
     def connection(self, doing: str) -> Iterator:
-        """A file system of fsspec's that begins at the place, opened when it is first needed.
+        """A file system of fsspec with this URL as its root, opened on first use.
 
         Args:
-            doing: what could not be done, if that raises.
+            doing: the operation, for the error message.
         """
         try:
             self.fs = self.fs or answer_within(ANSWER, self.connect)
             self.fs.invalidate_cache()
             yield self.fs
-        except Exception as error:  # of fsspec, botocore, paramiko, sockets: they share no class
-            self.fs = None  # the next attempt begins with a new connection
+        except Exception as error:  # fsspec, botocore, paramiko, sockets: no common class
+            self.fs = None  # the next attempt opens a new connection
             why = f"{type(error).__name__}: {error}"[:200]
             raise RemoteError(f"{self.url} cannot be {doing} ({why})") from error
 
@@ -134,17 +134,17 @@ class Remote:
         theirs = fsspec.config.conf.get(protocol, {})  # the user's own settings come first
         limits = {k: v for k, v in LIMITS.get(protocol, {}).items() if k not in theirs}
         fs, root = fsspec.url_to_fs(self.url, skip_instance_cache=True, **limits)
-        if hasattr(fs, "ftp"):  # of paramiko, which would wait for ever
+        if hasattr(fs, "ftp"):  # paramiko, which would wait forever
             fs.ftp.get_channel().settimeout(SILENCE)
-        fs.exists(root)  # an object store is asked only now
+        fs.exists(root)  # the first request to an object store
         return DirFileSystem(root, fs, skip_instance_cache=True)
 
     def list_files(self, below: str = "") -> dict[str, int]:
-        """The size of each file, by name; of none, if nothing is there."""
+        """The size of each file, by name; empty if nothing is there."""
         with self.connection("read") as there, contextlib.suppress(FileNotFoundError):
             if there.isfile(below):
                 return {below: there.size(below)}
-            # Else a folder that cannot be read is left out. Object stores list all in one request.
+            # Else an unreadable folder would be omitted. Object stores list all in one request.
             strict = {} if there.fs.async_impl else {"on_error": "raise"}
             found = there.find(below, detail=True, **strict).items()
             return {name: info["size"] for name, info in found if info["type"] == "file"}
@@ -164,12 +164,12 @@ class Remote:
         with self.connection("read") as there:
             for name in sizes:
                 if ".." in name.split("/"):
-                    raise ValueError(f"it holds a file named {name}")
+                    raise ValueError(f"it contains a file named {name}")
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
             there.get(list(sizes), [str(target / name) for name in sizes])
             for name, size in sizes.items():
                 if size and (target / name).stat().st_size != size:
-                    raise EOFError(f"{name} is cut off")
+                    raise EOFError(f"{name} is truncated")
 
     def upload(self, folder: Path, names: list[str]) -> None:
         """Copy files of a local folder."""
@@ -182,13 +182,13 @@ class Remote:
             there.rm(name, recursive=True)
 
 
-# ------------------------------------------------------------------------------ what a run reads
+# ------------------------------------------------------------------------------ inputs of a run
 
 
 @functools.cache
 def fetch_input(place: Path | str, flag: str) -> Path:
-    """The local path of what ``--data-dir``, ``--weights`` or ``--resume`` names. A URL is
-    downloaded, once in a process, by the first rank of each machine. All ranks call it."""
+    """The local path for ``--data-dir``, ``--weights`` or ``--resume``. The first rank of each
+    machine downloads a URL, once per process. All ranks call it."""
     if not is_url(place):
         return Path(place)
     path, again = local_folder(place, DATA), flag != "--data-dir"
@@ -200,22 +200,22 @@ def fetch_input(place: Path | str, flag: str) -> Path:
 
 
 def fetch_files(remote: Remote, place: Path, again: bool) -> None:
-    """Download a file, or a folder with all that is below it.
+    """Download a file, or a folder recursively.
 
     Args:
-        again: anew, whatever is here already. Otherwise what has the same size is kept.
+        again: download all files. Otherwise local files of the same size are kept.
     """
     sizes = remote.list_files()
     if not sizes:
-        raise RemoteError(f"{remote.url} cannot be read (there is nothing)")
+        raise RemoteError(f"{remote.url} cannot be read (nothing is there)")
     if again:
         shutil.rmtree(place, ignore_errors=True)
         place.unlink(missing_ok=True)
     here = {p.relative_to(place).as_posix(): p for p in place.rglob("*") if p.is_file()}
     here = {"": place} if place.is_file() else here
-    for name in here.keys() - sizes.keys():  # what is read must be what is there
+    for name in here.keys() - sizes.keys():  # local and remote files must be the same
         if not Path(name).name.startswith("."):
-            raise RemoteError(f"{here[name]} is not in {remote.url}; remove it, or put it there")
+            raise RemoteError(f"{here[name]} is not in {remote.url}; remove it, or upload it")
     missing = {n: s for n, s in sizes.items() if n not in here or here[n].stat().st_size != s}
     if missing:
         total = sum(size or 0 for size in missing.values())

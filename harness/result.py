@@ -28,11 +28,13 @@ from harness.task_data import TaskData
 
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
-    """Bytes that this technique keeps on a rank, the largest of all ranks; they all call it.
+    """Persistent bytes per rank: parameters, gradients, optimizer state; the maximum over ranks.
+
+    All ranks call it.
 
     Args:
-        held: tensors to count besides, by name; or in place of ``parameters``, ``gradients`` or
-            ``optimizer``, where a library keeps them elsewhere.
+        held: additional tensors, by name; or tensors that replace ``parameters``, ``gradients`` or
+            ``optimizer``, where a library keeps its own.
     """
     parameters = list(model.parameters())
     tensors = {
@@ -45,15 +47,15 @@ def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> 
 
 
 def precision_of(args, model: nn.Module) -> str:
-    """Of the computation, or else of the parameters."""
+    """The dtype of the computation, or else of the parameters."""
     if getattr(args, "dtype", "float32") != "float32":
         return args.dtype
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
-    """Whether fp32 was computed in TF32, which GPUs have since Ampere: apart, as PyTorch has a
-    setting for each."""
+    """Whether fp32 was computed in TF32, which GPUs since Ampere support: separately for matrix
+    products and convolutions, as PyTorch has a setting for each."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     able = able and precision == "float32" and torch.version.cuda is not None
     return {
@@ -63,9 +65,9 @@ def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
 
 
 def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
-    """What result.json says of all ranks; they all call it. Peak memory, in GiB, is of the training
-    steps, and the largest of all ranks; a dataset that is kept on the GPU is no part of it."""
-    clock.pause()  # which reads the memory, where there was no step
+    """The measurements over all ranks for result.json; all ranks call it. Peak memory, in GiB, is
+    that of training steps, the maximum over ranks, without a dataset that is on the GPU."""
+    clock.pause()  # reads the memory, if there was no step
     memory = clock.peak_memory | ({"dataset": clock.data_gib} if clock.on_gpu else {})
     memory = dict(zip(memory, max_over_ranks(list(memory.values())), strict=True))
     return {
@@ -77,7 +79,7 @@ def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[
 
 
 def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.Module) -> dict:
-    """What result.json says of the run, as rank 0 knows it."""
+    """The description of the run for result.json, on rank 0."""
     device, seconds = clock.devices[0], clock.settled()
     precision = precision_of(args, model)
     as_run = argparse.Namespace(**vars(args) | {"dataset": data.name})
@@ -120,7 +122,7 @@ def write_result(result: dict, folder: Path) -> None:
 
 
 def describe_end(result: dict) -> str:
-    """What is said when a run ends."""
+    """The last line that a run prints."""
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
     rate, took = result["rate"], result["step_ms"]
     speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
@@ -133,7 +135,7 @@ def describe_end(result: dict) -> str:
 
 
 def hparams(args: argparse.Namespace, result: dict) -> tuple[dict, dict]:
-    """One entry a run, with its metrics, so that TensorBoard compares runs side by side."""
+    """One entry per run, with its metrics, so that TensorBoard can compare runs."""
     flags = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
     flags |= {"technique": SCRIPT, "world_size": WORLD_SIZE, "dataset": result["dataset"]}
     flags.pop("local_rank", None)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 
 def index_parameters(groups: list[dict]) -> dict:
-    """The parameters' places in an optimizer of these groups."""
+    """The index of each parameter in an optimizer of these groups."""
     return {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
 
 
 def gather_state(optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]) -> dict:
-    """On rank 0 the state dict of a plain optimizer of ``groups``, on the CPU; elsewhere an empty
-    one. All ranks call it."""
+    """The state dict of a plain optimizer of ``groups``, on the CPU of rank 0; empty on other
+    ranks. All ranks call it."""
     numbers, state = index_parameters(groups), {}
     for bucket in buckets:
         for name, value in optimizer.state[bucket.shard].items():
@@ -35,9 +35,9 @@ def gather_state(optimizer: torch.optim.Optimizer, buckets: list, groups: list[d
 
 
 def gather_value(bucket, value) -> list:
-    """An entry of a shard's state, as each parameter of the bucket has it. Rank 0 alone gets it."""
+    """An entry of a shard's state, split by parameter of the bucket. Only rank 0 gets it."""
     if not torch.is_tensor(value) or value.shape != bucket.shard.shape:
-        # such as a count of steps. Not one for all of them, which each would count up.
+        # such as a step count: one per parameter, as a shared one would be incremented by each.
         return [copy.deepcopy(value) for _ in bucket.parameters]
     row = value.new_empty(len(value) * dist.get_world_size())
     dist.all_gather_into_tensor(row, value)
@@ -48,12 +48,12 @@ def gather_value(bucket, value) -> list:
 
 
 def shard_state_on_load(optimizer, buckets: list, groups: list[dict]) -> None:
-    """Let ``load_state_dict()`` take the state of a plain optimizer of ``groups``."""
+    """Let ``load_state_dict()`` accept the state of a plain optimizer of ``groups``."""
     optimizer.register_load_state_dict_pre_hook(partial(shard_state, buckets, groups))
 
 
 def shard_state(buckets: list, groups: list[dict], optimizer, state_dict: dict) -> dict:
-    """The state dict of a plain optimizer of ``groups``, as this rank's optimizer has it."""
+    """Shard the state dict of a plain optimizer of ``groups`` for this rank's optimizer."""
     numbers, places = index_parameters(groups), index_parameters(optimizer.param_groups)
     state = {}
     for bucket in buckets:

@@ -1,4 +1,4 @@
-"""Run: the clock and the record of one run, and what it calls at each step and epoch."""
+"""Run: time, log, snapshots and results of one training run."""
 
 import argparse
 import math
@@ -53,7 +53,7 @@ def stop_if_asked(run: "Run", saved: str | None) -> None:
 
 
 def exit_done(store: SnapshotStore, at: str) -> NoReturn:
-    """End a process whose run had come to its end before. All ranks call it."""
+    """Exit if the resumed run had already finished. All ranks call it."""
     print0(
         f"nothing left to do: {store.resumed} is {at}; resume with more --epochs or --max-steps, "
         "or start from scratch with --resume none"
@@ -66,8 +66,8 @@ class Run:
     """The meter and the files of one run. All ranks call it; rank 0 prints and writes.
 
     Args:
-        train_loader: what an epoch consists of. Its dataset is a :class:`TaskData`.
-        gpus: how many of them this process computes on, if it is more than ``device``.
+        train_loader: the batches of an epoch. Its dataset is a :class:`TaskData`.
+        gpus: number of GPUs that this process computes on, if more than one.
     """
 
     def __init__(self, args: argparse.Namespace, device, train_loader: DataLoader, gpus: int = 1):
@@ -88,17 +88,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Of the optimizer, in all."""
+        """Number of optimizer steps so far."""
         return self.state.step
 
     # ------------------------------------------------------------------------------- snapshots
 
     def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
-        """Resume from the snapshot that ``--resume`` means. If there is none, begin.
+        """Resume from the snapshot that ``--resume`` selects, or start from scratch.
 
         Args:
-            model: also in DDP's wrapper.
-            others: what else has a ``state_dict()`` and a ``load_state_dict()``, by name.
+            model: may be wrapped by DDP.
+            others: other objects with ``state_dict()`` and ``load_state_dict()``, by name.
         """
         snapshot = self.store.find("model")
         if snapshot:
@@ -108,12 +108,12 @@ class Run:
         self.start(model, optimizer, scheduler, snapshot, scaler=others.get("scaler"))
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler, apart=None, **others) -> None:
-        """Write a snapshot, from which ``--resume`` resumes: rank 0 does, and all ranks call it.
+        """Write a snapshot for ``--resume``. Rank 0 writes it, and all ranks call this.
 
         It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept.
 
         Args:
-            apart: where each rank has its own optimizer: whether it has its own weights, too.
+            apart: if each rank has its own optimizer state: whether weights differ, too.
         """
         parts = {"model": checkpoint.plain(model), "optimizer": optimizer, "scheduler": scheduler}
         if apart is None:
@@ -150,14 +150,14 @@ class Run:
         stop_if_asked(self, saved)
 
     def state_dict(self) -> dict:
-        """What a snapshot holds of the run, once model and optimizer are known to be finite."""
+        """The state of the run for a snapshot, after a check of model and optimizer for NaN."""
         self.guard.check_snapshot()
         parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
         return {name: part and part.state_dict() for name, part in parts.items()}
 
     def snapshot_is_due(self) -> bool:
-        """Whether to save a snapshot after this step: one is, besides that of the end of an epoch,
-        at every ``--snapshot-every``-th step, and when the run was asked to stop."""
+        """Whether to save a snapshot after this step: at every ``--snapshot-every``-th step, and
+        when the run was asked to stop, in addition to the end of each epoch."""
         last = self.step == self.total_steps or self.step % self.steps_per_epoch == 0
         every = self.step % self.args.snapshot_every == 0
         if not self.stop.agreed and (last or not every):
@@ -168,17 +168,17 @@ class Run:
     # --------------------------------------------------------------------------------- begin
 
     def start(self, model, optimizer, scheduler, snapshot: dict | None, **skips_by) -> None:
-        """Begin, or resume from a snapshot that is loaded already, and open TensorBoard's file.
+        """Start, or resume from a snapshot that is already loaded, and open TensorBoard's file.
 
         Args:
-            model: what the loop calls: also in DDP's wrapper.
-            scheduler: ``None`` if a library looks after it.
+            model: that the loop calls; may be wrapped by DDP.
+            scheduler: ``None`` if a library handles it.
             skips_by: see :meth:`Guard.attach`.
         """
         if snapshot and scheduler:
             scheduler.load_state_dict(snapshot["scheduler"])
             scheduler.last_epoch -= 1
-            scheduler.step()  # to the rate of this run's schedule: --epochs may have changed
+            scheduler.step()  # to this run's learning rate: --epochs may have changed
         if snapshot:
             self.clock.load_state_dict(snapshot["clock"])
             self.state.load_state_dict(snapshot["run"], self.steps_per_epoch, self.total_steps)
@@ -205,7 +205,7 @@ class Run:
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         loader.batch_sampler.begin = begin
         share = share_of(loader)
-        copies = WORLD_SIZE // share[1]  # ranks that work on one share
+        copies = WORLD_SIZE // share[1]  # ranks that have the same batch
         self.meter.begin()
         title = f"epoch {epoch + 1}/{self.epochs}"
         self.display.start_epoch(title, begin * self.args.batch_size, end * self.args.batch_size)
@@ -213,7 +213,7 @@ class Run:
         for index, batch in zip(range(begin, end), batches_of(loader), strict=False):
             self.state.step += 1
             self.clock.begin_step(self.total_steps - self.step)
-            self.batch = len(batch[-1]) / copies  # those of all ranks add up
+            self.batch = len(batch[-1]) / copies  # summed over all ranks
             self.lr = self.optimizer.param_groups[0]["lr"]
             place = self.args.seed, epoch, index
             batch = self.train_set.prepare(batch, self.device, *place, dtype, share)
@@ -226,11 +226,11 @@ class Run:
         self.clock.pause()
 
     def log(self, loss: Tensor) -> None:
-        """Count the loss of a step.
+        """Add the loss of a step.
 
         Args:
-            loss: mean over this rank's batch, a scalar. It stays on the device; only at every
-                ``--print-freq``-th step is the mean since the last time, over all ranks, shown.
+            loss: mean over this rank's batch, a scalar. It stays on the device. Only every
+                ``--print-freq``-th step prints the mean since the last time, over all ranks.
         """
         self.guard.after_step()
         if not self.guard.left_out:
@@ -247,7 +247,7 @@ class Run:
     # ----------------------------------------------------------------------- epochs and the end
 
     def report(self, metrics: dict[str, float]) -> None:
-        """End an epoch: a line on the screen, a point on each curve.
+        """End an epoch: print a line, and add a point to each TensorBoard curve.
 
         Args:
             metrics: what :func:`common.evaluate` returned.
@@ -260,7 +260,7 @@ class Run:
         mean = loss_sum / samples if samples else math.nan
         epoch = self.state.end_epoch(mean, metrics, self.clock.epoch_seconds)
         self.display.epoch(f"epoch {self.state.epochs}/{self.epochs}", self.step, epoch)
-        if self.step % self.steps_per_epoch == 0:  # and not cut short by --max-steps
+        if self.step % self.steps_per_epoch == 0:  # not cut short by --max-steps
             self.state.clear_sums()
             self.clock.epoch_seconds = 0.0
 
@@ -268,8 +268,8 @@ class Run:
         """Write ``result.json`` and TensorBoard's HPARAMS, and print the last lines.
 
         Args:
-            model, optimizer: as this rank holds them, with the gradients of the last step; the
-                tensors are counted for ``state_bytes``.
+            model, optimizer: of this rank, with the gradients of the last step; their tensors are
+                counted for ``state_bytes``.
             held: see :func:`result.count_state_bytes`.
         """
         figures = result.gather_figures(self.clock, model, optimizer, held)

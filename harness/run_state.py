@@ -1,4 +1,4 @@
-"""RunState: what a run has done so far, saved in a snapshot and restored from it as one value."""
+"""RunState: the progress of a run, saved in a snapshot and restored from it."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ OF_A_RANK = ("loss_sum", "samples")  # each rank has its own; all others are the
 
 @dataclasses.dataclass
 class RunState:
-    """What a run has done so far. ``loss_sum`` and ``samples`` are of this rank alone.
+    """The progress of a run. ``loss_sum`` and ``samples`` are those of this rank only.
 
     Args:
         loss_sum: of this epoch, weighted by samples: a float64 scalar on the device.
@@ -21,7 +21,7 @@ class RunState:
 
     loss_sum: Tensor
     samples: float = 0.0  # of this epoch
-    step: int = 0  # of the optimizer, in all
+    step: int = 0  # number of optimizer steps
     evaluated: int = 0  # the step after which the model was last evaluated
     eval_samples: int = 0
     history: dict[str, list[float]] = dataclasses.field(
@@ -30,16 +30,16 @@ class RunState:
 
     @property
     def epochs(self) -> int:
-        """How many were evaluated; the last one may have been cut short."""
+        """Number of evaluated epochs; the last one may have been cut short."""
         return len(self.history["seconds"])
 
     @property
     def snapshot_name(self) -> str:
-        """Of a snapshot of this step."""
+        """The name of a snapshot of this step."""
         return f"step-{self.step:08}" + ("-evaluated" if self.evaluated == self.step else "")
 
     def end_epoch(self, train_loss: float, metrics: dict, seconds: float) -> dict[str, float]:
-        """Keep the figures of an epoch, and return them.
+        """Store the results of an epoch, and return them.
 
         Args:
             metrics: of the evaluation, see :meth:`Run.report`.
@@ -51,11 +51,11 @@ class RunState:
         return dict(zip(METRICS, figures, strict=True))
 
     def clear_sums(self) -> None:
-        """Begin the sums of another epoch."""
+        """Reset the sums for a new epoch."""
         self.loss_sum, self.samples = torch.zeros_like(self.loss_sum), 0.0
 
     def state_dict(self) -> dict:
-        """What a snapshot holds of it, with every rank's random numbers. All ranks call it."""
+        """The state for a snapshot, with every rank's random state. All ranks call it."""
         device = self.loss_sum.device
         own = {"loss_sum": self.loss_sum.item(), "samples": self.samples}
         own["rng"] = {"cpu": torch.get_rng_state()}
@@ -66,10 +66,10 @@ class RunState:
 
     def load_state_dict(self, state: dict, steps_per_epoch: int, total_steps: int) -> None:
         """Restore what :meth:`state_dict` returned. At another number of ranks, rank 0 gets the
-        sums of all, and the random numbers of dropout start from the seed.
+        sums of all ranks, and the random numbers of dropout start from the seed.
 
-        The history ends with the last epoch that is complete: one whose steps are done may still
-        have to be evaluated.
+        The history ends with the last complete epoch: an epoch whose steps are done may not be
+        evaluated yet.
         """
         ranks, device = state["ranks"], self.loss_sum.device
         for name in state.keys() - {"ranks"}:

@@ -42,18 +42,18 @@ def sha256(path: Path) -> str:
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files of a snapshot, as its list of checksums names them."""
+    """The files of a snapshot, from its list of checksums."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a snapshot's files; ``None`` if they are as they were written."""
+    """What is wrong with a snapshot's files; ``None`` if they are intact."""
     try:
         *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
         if end or not expected:
-            raise ValueError("cut off")
+            raise ValueError("truncated")
         if differ := sorted(expected.keys() ^ set(list_files(folder))):
             return f"{differ[0]} is {'missing' if differ[0] in expected else 'not of it'}"
         for name, digest in expected.items():
@@ -65,23 +65,23 @@ def find_damage(folder: Path) -> str | None:
 
 
 def list_snapshots(folder: Path) -> list[Path]:
-    """Those in a folder, newest first, good or not."""
+    """The snapshots in a folder, newest first, valid or not."""
     return sorted(folder.glob("step-*"), reverse=True)
 
 
 def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> str | None:
-    """Write a snapshot that is there whole or not at all, and drop all but the last two.
+    """Write a snapshot atomically, and delete all but the last two.
 
-    It is written under a name that begins with a dot, brought to the disk, and given its name by a
-    rename. All ranks call this.
+    It is written under a name that begins with a dot, flushed to disk, and then renamed. All ranks
+    call this.
 
     Args:
         folder: ``.../step-*``; the last two by name are kept.
-        write: puts its files into the folder it is given; all ranks call it.
-        needed: bytes that all ranks together will write, to see beforehand whether they fit.
+        write: writes the files into the given folder; all ranks call it.
+        needed: bytes that all ranks will write, to check the free space first.
 
     Returns:
-        ``None``, or why it could not be written, on all ranks. What was there before still is.
+        ``None``, or why it could not be written, on all ranks. Older snapshots still exist then.
     """
     part = folder.with_name(f".{folder.name}.part")
     try:
@@ -101,9 +101,9 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
 
 
 def make_room(part: Path, needed: int) -> None:
-    """Make the folder of a snapshot that is to come, if it fits."""
+    """Create the temporary folder of a new snapshot, if there is enough space."""
     part.parent.mkdir(parents=True, exist_ok=True)
-    for old in part.parent.glob(".*.part"):  # of an attempt that was killed
+    for old in part.parent.glob(".*.part"):  # of a killed attempt
         shutil.rmtree(old)
     if shutil.disk_usage(part.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -111,14 +111,14 @@ def make_room(part: Path, needed: int) -> None:
 
 
 def bring_to_disk(part: Path, names: list[str]) -> dict[str, str]:
-    """This rank's share of the files, and the checksum of each."""
+    """Flush this rank's files to disk, and return their checksums."""
     for name in names:
         sync(part / name)
     return {name: sha256(part / name) for name in names}
 
 
 def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> None:
-    """Give a snapshot its checksums and its name, and drop all but the last two."""
+    """Write the checksums, rename the snapshot, and delete all but the last two."""
     lines = sorted(f"{theirs[name]}  {name}\n" for theirs in sums for name in theirs)
     (part / SUMS).write_text("".join(lines))
     sync(part / SUMS)
@@ -128,10 +128,10 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
     os.replace(part, folder)
     sync(folder.parent)
     for old in list_snapshots(folder.parent)[2:]:
-        shutil.rmtree(old, ignore_errors=True)  # the new one is there in any case
+        shutil.rmtree(old, ignore_errors=True)  # the new one exists in any case
 
 
-# ------------------------------------------------------------------------------ those of one run
+# --------------------------------------------------------------------------- snapshots of one run
 
 
 class SnapshotStore:
@@ -139,7 +139,7 @@ class SnapshotStore:
     methods.
 
     Args:
-        identity: flags, with their values, in which a snapshot and this run must agree.
+        identity: flags and values that must be the same in a snapshot and in this run.
     """
 
     def __init__(self, args: argparse.Namespace, identity: dict):
@@ -154,14 +154,14 @@ class SnapshotStore:
         """Write the snapshot of a step.
 
         Args:
-            parts: what rank 0 writes into ``state.pt``, by name: plain data, or what has a
+            parts: entries of ``state.pt``, by name: plain data, or objects with a
                 ``state_dict()``.
             write_files: see :meth:`Run.write_snapshot`.
-            size: how many bytes these files have, of all ranks.
+            size: bytes of these files, over all ranks.
 
         Returns:
-            the snapshot's name for ``--resume``, if it was written; and what went wrong and what to
-            do, if anything has.
+            the snapshot's path for ``--resume``, if it was written; and the error with its fix, if
+            there was one.
         """
         folder, state = self.folder / name, dict(self.about)
         if RANK == 0:
@@ -170,7 +170,7 @@ class SnapshotStore:
             size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
 
         def write_all(part: Path) -> None:
-            if write_files:  # first: if it communicates, all ranks must be there
+            if write_files:  # first: if it communicates, all ranks must call it
                 write_files(part)
             if RANK == 0:
                 torch.save(state, part / "state.pt")
@@ -187,13 +187,13 @@ class SnapshotStore:
         """Download a remote snapshot to every machine. All ranks call it."""
 
     def copy_snapshot(self, folder: Path) -> str | None:
-        """Copy what was just written. Returns why that failed, on all ranks, which all call it."""
+        """Upload the last snapshot. Returns an error, on all ranks; all ranks call it."""
 
     def copy_results(self) -> None:
-        """Copy all that a run leaves. All ranks call it."""
+        """Upload all results of a run. All ranks call it."""
 
     def name_of(self, path: Path) -> str:
-        """What to call a snapshot: where a later run finds it."""
+        """The path or URL by which a later run finds a snapshot."""
         return str(path)
 
     def newest(self) -> Path | None:
@@ -201,17 +201,17 @@ class SnapshotStore:
         return next(iter(list_snapshots(self.folder)), self.resumed)
 
     def has_result(self) -> bool:
-        """Whether a run has come to its end in this folder. All ranks call it."""
+        """Whether a run has finished in this folder. All ranks call it."""
         return max_over_ranks([RANK == 0 and (self.output_dir / "result.json").exists()])[0] > 0
 
     def find(self, needed: str) -> dict | None:
-        """What ``state.pt`` holds of the snapshot to resume from, identical on every rank; its path
-        is :attr:`resumed`. ``None`` if the run is to begin.
+        """The content of ``state.pt`` of the snapshot to resume from, identical on every rank; its
+        path is :attr:`resumed`. ``None`` if the run starts from scratch.
 
         Args:
-            needed: an entry that the snapshots of this script have.
+            needed: an entry that the snapshots of this script contain.
         """
-        fetch_input(self.args.resume, "--resume")  # by all ranks; below it is here already
+        fetch_input(self.args.resume, "--resume")  # by all ranks; below it is already local
         restarted = max_over_ranks([RESTARTS])[0] > 0  # each machine counts its own
         if restarted or self.args.resume == "auto":
             self.fetch()
@@ -231,7 +231,7 @@ class SnapshotStore:
         """End the run if it cannot resume from a snapshot."""
         if "job" not in snapshot:
             fail(
-                f"--resume {self.resumed} holds no snapshot of these scripts as they are now; give "
+                f"--resume {self.resumed} has no snapshot of this version of the scripts; give "
                 "another"
             )
         for name, ours in self.about["job"].items():
@@ -239,32 +239,32 @@ class SnapshotStore:
             if theirs != ours:
                 flag = f"--{name.replace('_', '-')}"
                 fail(
-                    f"--resume {self.resumed} is of a run with {flag} {theirs}, and this one has "
-                    f"{ours}; give the same, or --resume none"
+                    f"--resume {self.resumed} is from a run with {flag} {theirs}, and this run has "
+                    f"{ours}; use the same value, or --resume none"
                 )
         if needed not in snapshot:
             fail(
                 f"--resume {self.resumed} was written by {snapshot['technique']}.py, in another "
-                f"form than {SCRIPT}.py reads; give one of its own, or take a model.pt to --weights"
+                f"format than {SCRIPT}.py reads; give one of its own, or a model.pt as --weights"
             )
 
     def choose(self, restarted: bool) -> Path | None:
-        """The snapshot to resume from. A run that its launcher restarts has one of its own, if it
-        came so far; any other that which ``--resume`` means."""
+        """The snapshot to resume from. A run that its launcher has restarted uses its own snapshot,
+        if it has written one; any other run uses ``--resume``."""
         own = self.good_ones(self.folder, launch_id()) if restarted else iter(())
         return next(own, None) or self.asked_for()
 
     def asked_for(self) -> Path | None:
-        """The snapshot that ``--resume`` means. It may name one, or a folder with several."""
+        """The snapshot that ``--resume`` selects. It may name one, or a folder with several."""
         asked, folder = self.args.resume, self.folder
         if asked == "none":
             return None
         if asked != "auto":
             folder = fetch_input(asked, "--resume")
             if not folder.exists():
-                fail(f"--resume {folder}: no such folder; give auto, none or that of a snapshot")
+                fail(f"--resume {folder}: no such folder; give auto, none or a snapshot's folder")
             if (self.output_dir / "previous").resolve() in folder.resolve().parents:
-                fail(f"--resume {folder}: a new run replaces previous/; move it elsewhere first")
+                fail(f"--resume {folder}: a new run replaces previous/; move it away first")
             if (folder / "state.pt").exists() or (folder / SUMS).exists():
                 if damage := find_damage(folder):
                     fail(f"--resume {folder} is damaged: {damage}; give another, or auto")
@@ -274,32 +274,32 @@ class SnapshotStore:
         found = next(self.good_ones(folder), None)
         if found is None and asked != "auto":
             fail(
-                f"--resume {asked} holds no good snapshot; give a folder such as "
-                "snapshots/step-00001000 (model.pt goes to --weights)"
+                f"--resume {asked} has no valid snapshot; give a folder such as "
+                "snapshots/step-00001000 (a model.pt goes to --weights)"
             )
         return found
 
     def good_ones(self, folder: Path, launch: str | None = None) -> Iterator[Path]:
-        """Those that verify, newest first; others are named.
+        """The valid snapshots, newest first; damaged ones are reported.
 
         Args:
-            launch: only those that it wrote.
+            launch: only those that this launch wrote.
         """
         for path in list_snapshots(folder):
             if damage := find_damage(path):
-                print0(f"snapshot {path} is damaged and left out: {damage}")
+                print0(f"snapshot {path} is damaged and ignored: {damage}")
                 continue
             state = load_file(path / "state.pt", "--resume")
             step = state.get("run", {}).get("step", 0)
-            if path.name.split("-")[1] != f"{step:08}":  # files of an older one, all of them
-                print0(f"snapshot {path} is damaged and left out: it is of step {step}")
+            if path.name.split("-")[1] != f"{step:08}":  # all files of an older snapshot
+                print0(f"snapshot {path} is damaged and ignored: it is of step {step}")
             elif launch in (None, state.get("launch")):
                 yield path
 
     def archive_previous_run(self) -> None:
-        """Move what an earlier run left in this folder to ``previous/``, and drop its curves and
-        traces. Of the run that goes on, these are only snapshots that are damaged or newer than
-        the resumed one. Rank 0 does this."""
+        """Move the files of an earlier run in this folder to ``previous/``, and delete its curves
+        and traces. If the run resumes, move only snapshots that are damaged or newer than the
+        resumed one. Rank 0 does this."""
         output_dir, resumed = self.output_dir, self.resumed
         aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
         if resumed and resumed.resolve().parent == self.folder.resolve():

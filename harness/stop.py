@@ -10,33 +10,33 @@ import torch.distributed as dist
 from harness.ranks import LAUNCHED, WORLD_SIZE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-VOTE_EVERY = 0.5  # seconds, about; a step that takes longer has a vote of its own
+VOTE_EVERY = 0.5  # seconds, about; a slower step has a vote every time
 
 
 class StopRequest:
-    """Remembers a signal, and has the ranks agree on it by votes, whose outcome is read one step
-    later: no step waits for them."""
+    """Records a signal, and lets the ranks agree on it by all-reduces (votes), whose result is read
+    one step later, so that no step waits for them."""
 
     def __init__(self):
-        self.signum = 0  # that this process was sent
-        self.agreed = 0  # that all ranks know of
-        self.pending = None  # the vote that is under way
-        self.next_vote, self.voted = 1, (0, time.perf_counter())  # steps, and when the last was
+        self.signum = 0  # that this process received
+        self.agreed = 0  # that all ranks know
+        self.pending = None  # the vote in progress
+        self.next_vote, self.voted = 1, (0, time.perf_counter())  # steps, and time of the last
 
     def listen(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # not that of a notebook
+        if threading.current_thread() is threading.main_thread():  # not in a notebook's thread
             for signum in STOP_SIGNALS:
-                signal.signal(signum, self.note)  # called between two operations
+                signal.signal(signum, self.note)  # Python calls it between two operations
 
     def note(self, signum: int, frame) -> None:
         self.signum = signum
         if WORLD_SIZE == 1:
             self.agreed = signum
-        if not LAUNCHED:  # pressed a second time, Ctrl-C ends the run at once
+        if not LAUNCHED:  # a second Ctrl-C ends the run at once
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def vote(self, step: int) -> None:
-        """Read the vote of an earlier step, if there was one, and begin another, if it is time."""
+        """Read the vote of an earlier step, if any, and start another if it is time."""
         if self.pending:
             (votes, wait), self.pending = self.pending, None
             wait()
@@ -46,17 +46,17 @@ class StopRequest:
         if WORLD_SIZE > 1 and step >= self.next_vote:
             (last, then), now = self.voted, time.perf_counter()
             pace = (now - then) / max(1, step - last)  # seconds of a step
-            self.voted, self.next_vote = (step, now), step + 2  # unless this one says otherwise
+            self.voted, self.next_vote = (step, now), step + 2  # unless this vote changes it
             self.pending = self.reduce([float(self.signum), max(pace, 1e-6)])
 
     @staticmethod
     def reduce(values: list[float]):
-        """The largest of each on any rank, as a tensor, and what waits until they are known."""
+        """Start an all-reduce of the maximum. Returns the tensor, and its waiting function."""
         on_gpu = dist.get_backend() == "nccl"
         votes = torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu)
         if not on_gpu:
             return votes, dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True).wait
-        ballot = votes.to("cuda", non_blocking=True)  # all of this is queued: nobody waits
+        ballot = votes.to("cuda", non_blocking=True)  # all of this is queued, nothing waits
         dist.all_reduce(ballot, dist.ReduceOp.MAX)
         votes.copy_(ballot, non_blocking=True)
         counted = torch.cuda.Event()

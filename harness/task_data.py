@@ -6,19 +6,19 @@ from torch.utils.data import Dataset
 
 
 class TaskData(Dataset):
-    """A data set that says itself what it is. Besides what is here, it has ``classes`` (their
-    names, or the vocabulary) and ``__getitems__()``, which makes a batch for the loader."""
+    """Base class of data sets. Subclasses also have ``classes`` (their names, or the vocabulary)
+    and ``__getitems__()``, which makes a batch for the loader."""
 
-    unit, units = "sample", "samples"  # the progress bar's, and the plural
-    name = ""  # what --dataset came to be
-    identity: dict = {}  # flags of this job, with their values, that must match to resume
+    unit, units = "sample", "samples"  # for the progress bar, and its plural
+    name = ""  # the data set that --dataset selected
+    identity: dict = {}  # flags of this task, with values, that must match to resume
     tensors: tuple[str, ...] = ()  # names of the attributes that hold the data
-    workers = 0  # processes of a loader, unless --workers says otherwise
+    workers = 0  # default of --workers
     bytes_on_gpu = 0  # of all data sets of this process
 
     def keep_on_gpu(self) -> None:
-        """Move the data to the current GPU if that leaves nine tenths of its free memory: a batch
-        is gathered there then, and only its indices are sent. A loader with processes cannot."""
+        """Move the data to the current GPU if that leaves nine tenths of its free memory. A batch
+        is then gathered there, from its indices. Worker processes cannot use this."""
         held = [getattr(self, name) for name in self.tensors]
         needed = sum(tensor.nbytes for tensor in held)
         free, _ = torch.cuda.mem_get_info()
@@ -33,29 +33,29 @@ class TaskData(Dataset):
         """This rank's training batch on its device: inputs and labels.
 
         Args:
-            batch: as the loader hands it out.
-            seed, epoch, step: all that augmentation depends on.
-            dtype: of inputs that are not integers, the default one if it is ``None``.
-            share: which share of the global batch this is, and of how many.
+            batch: from the loader.
+            seed, epoch, step: which determine the augmentation.
+            dtype: of inputs that are not integers; ``None``: the default dtype.
+            share: which part of the global batch this is, and the number of parts.
         """
         raise NotImplementedError
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
-        """The same without augmentation."""
+        """An evaluation batch on its device, without augmentation."""
         raise NotImplementedError
 
     def count_labels(self) -> int:
-        """How many predictions an evaluation scores."""
+        """Number of predictions that an evaluation scores."""
         return len(self)
 
     def example(self, n: int) -> Tensor:
-        """n inputs of the model."""
+        """Example inputs of the model, n of them."""
         raise NotImplementedError
 
     def rates(self, samples_per_second: float) -> dict[str, float]:
-        """Throughput in the units in which it is reported; the last one is the usual one."""
+        """Throughput in all reported units; the last one is printed."""
         raise NotImplementedError
 
     def describe(self) -> dict:
-        """What ``result.json`` says of the data."""
+        """The description of the data in ``result.json``."""
         raise NotImplementedError

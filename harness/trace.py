@@ -23,24 +23,24 @@ from harness.remote import local_folder
 
 
 class Look:
-    """Takes the place of the clock in the last steps.
+    """Replaces the clock in the last steps.
 
     Args:
-        lasts: how many steps they are.
+        lasts: number of these steps.
         options: of the profiler.
     """
 
-    found = None  # what trace_rows.sum_up() makes of a trace
+    found = None  # result of trace_rows.sum_up()
 
     def __init__(self, lasts: int, **options):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the screen
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's own messages
         self.lasts, self.running = lasts, False
         self.profiler = profile(**options)
 
     def start(self) -> None:
         self.profiler.start()
         self.running = True
-        atexit.register(self.stop)  # of a run that was stopped: a running profiler crashes its exit
+        atexit.register(self.stop)  # if the run is stopped: a running profiler crashes at exit
 
     def stop(self) -> None:
         if self.running:
@@ -48,7 +48,7 @@ class Look:
             self.profiler.stop()
 
     def read(self) -> dict:
-        """What the profiler has seen, as a Chrome trace."""
+        """The profiler's records, as a Chrome trace."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "trace.json")
             self.profiler.export_chrome_trace(str(file))
@@ -56,12 +56,12 @@ class Look:
 
 
 class Tracer(Look):
-    """Traces steps: after one in which the profiler warms up, and before the very last, which
-    shows the loss and is unlike the others.
+    """Traces steps: after one in which the profiler warms up, and before the last one, which
+    differs because it prints the loss.
 
     Args:
-        steps: how many of them.
-        folder: where each rank writes its file, named as TensorBoard looks for it.
+        steps: number of steps.
+        folder: for the file of each rank, named as TensorBoard expects it.
     """
 
     def __init__(self, steps: int, folder: Path):
@@ -69,13 +69,13 @@ class Tracer(Look):
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         when = schedule(wait=0, warmup=1, active=steps, repeat=1)
-        options = {"activities": activities, "record_shapes": True}  # of which bytes are counted
+        options = {"activities": activities, "record_shapes": True}  # from which bytes are computed
         super().__init__(steps + 2, schedule=when, **options)
         self.steps, self.ended = steps, 0
         self.path = folder / f"rank{RANK}.pt.trace.json.gz"
 
     def tick(self, clock) -> None:
-        """A step has ended. In those that are traced, phases are ranges."""
+        """End a step. In traced steps, phases are ranges."""
         self.ended += 1
         clock.phases.traced = self.ended <= self.steps
         if self.ended <= self.steps + 1:
@@ -98,8 +98,8 @@ class Tracer(Look):
 class AllocatorProfile(Look):
     """Peak bytes of this process's tensors in the last step.
 
-    The profiler sees each block that the allocator hands out and gets back, but not those handed
-    out before. These are still there at the end, so what is there at the end is added.
+    The profiler records each allocation and each free, but no earlier allocations. Those still
+    exist at the end, so the memory at the end is added.
     """
 
     def __init__(self):
@@ -109,7 +109,7 @@ class AllocatorProfile(Look):
         clock.peak_memory["allocated"] = self.peak_bytes() / 2**30
 
     def peak_bytes(self) -> int:
-        """Stop counting. Datasets are no part of it."""
+        """Stop, and return the peak, without datasets."""
         self.stop()
         blocks = [e for e in self.read()["traceEvents"] if e["name"] == "[memory]"]
         blocks.sort(key=lambda e: e["ts"])
@@ -118,8 +118,8 @@ class AllocatorProfile(Look):
 
 
 def bytes_of_tensors() -> int:
-    """Memory behind all tensors of this process on the CPU, but for those of datasets."""
-    objects = gc.get_objects()  # type(): isinstance() would wake those that pretend to be others
+    """Memory of all tensors of this process on the CPU, except those of datasets."""
+    objects = gc.get_objects()  # type(): isinstance() would trigger lazy proxies
     tensors = [found for found in objects if issubclass(type(found), Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     storages = [t.untyped_storage() for t in tensors if not hasattr(t, "to_local")]  # of a DTensor
@@ -132,11 +132,11 @@ def bytes_of_tensors() -> int:
 
 
 def closer_look(args: argparse.Namespace, total: int, per_epoch: int) -> Look | None:
-    """What is to look at the last steps: for --trace, for --profile-memory, or nothing.
+    """The profiler of the last steps: for --trace, for --profile-memory, or none.
 
     Args:
         total: steps of the run.
-        per_epoch: of which the last epoch may have fewer.
+        per_epoch: steps per epoch; the last epoch may have fewer.
     """
     if args.trace:
         in_last_epoch = total - (total - 1) // per_epoch * per_epoch

@@ -21,7 +21,7 @@ SIZES = {"float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half
 
 
 def make_rows(events: list[dict], rank: int) -> list[dict]:
-    """The rows as events of a process of their own, named after the rank."""
+    """The rows as events of a separate process, named after the rank."""
     events = [event for event in events if event.get("ph") == "X"]
     phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -33,7 +33,7 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
         working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
         working = [e for e in working if computes(e["name"])]
         sent = describe_gloo(events)
-    # An operation on a DTensor waits within itself for what another has sent.
+    # An operation on a DTensor may contain a wait for communication.
     waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
     compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]
     both = [row(rank, "overlap", *found) for found in spans(compute, within=[e for e, *_ in sent])]
@@ -53,8 +53,8 @@ def row(rank: int, kind: str, begin: float, seconds: float, name: str = "", **ar
 
 
 def spans(events: list[dict], within: list[dict] | None = None, without=()) -> Spans:
-    """When any of some events is on, and any of others is, or none of them: begin and duration, of
-    spans that touch or overlap made one."""
+    """Spans (begin and duration) in which any of some events is active, and any, or none, of
+    others. Adjacent and overlapping spans are merged."""
     others = without if within is None else within
     edges = [(e["ts"], 0, 1) for e in events] + [(e["ts"] + e["dur"], 0, -1) for e in events]
     edges += [(e["ts"], 1, 1) for e in others] + [(e["ts"] + e["dur"], 1, -1) for e in others]
@@ -68,8 +68,8 @@ def spans(events: list[dict], within: list[dict] | None = None, without=()) -> S
 
 
 def sum_up(rows: list[dict], steps: int) -> dict:
-    """What result.json says of the traced steps: milliseconds of communication in each that lie
-    under compute, and that do not; and how many collectives of each kind there are, with bytes."""
+    """The summary of the traced steps for result.json: milliseconds of communication per step that
+    overlap with compute, and that do not; and the number and bytes of collectives of each kind."""
     of = {kind: [e for e in rows if e.get("cat") == kind] for kind in ROWS}
     sums = {kind: sum(dur for _, dur in spans(of[kind])) / 1e3 / steps for kind in ROWS}
     calls = collections.defaultdict(lambda: {"per_step": 0.0, "bytes_per_step": 0.0})
@@ -80,24 +80,24 @@ def sum_up(rows: list[dict], steps: int) -> dict:
     return {"overlapped_ms": sums["overlap"], "exposed_ms": exposed, "collectives": dict(calls)}
 
 
-# ----------------------------------------------------------------------- what an event of a row is
+# ------------------------------------------------------------------------ classification of events
 
 
 def computes(name: str) -> bool:
-    """Whether an operation on a CPU is one that does not wait, or compiled code."""
+    """Whether an operation on a CPU is compute: it does not wait, or is compiled code."""
     first, _, operation = name.partition("::")
     return bool(operation) and first not in WAITING or name.startswith("## Call CompiledFxGraph")
 
 
 def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
-    """Events of gloo's threads, each with the collective that was asked for and the bytes of its
-    largest tensor. Both are of the dispatcher's call: gloo itself sends a reduce_scatter as an
-    all_reduce. Calls and events are in one order; at a border of the trace one may be missing."""
+    """Events of gloo's threads, each with its collective and the bytes of its largest tensor, both
+    from the dispatcher's call: gloo runs a reduce_scatter as an all_reduce. Calls and events are in
+    the same order; at the start or end of the trace one may be missing."""
     own = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
     calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
     known = len(own) == len(calls)
     kinds = [(event["args"].get("Input type") or [""])[0] for event in own]
-    usual = next(filter(None, kinds), "")  # of one that ended after the profiler none is noted
+    usual = next(filter(None, kinds), "")  # an event that ended after the profiler has none
     found = []
     for event, kind, call in zip(own, kinds, calls if known else own, strict=True):
         name = call["name"].partition(":")[2].strip(":_")
@@ -108,7 +108,7 @@ def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
 
 
 def count_elements(args: dict) -> list[int]:
-    """Of each tensor, or list of tensors, that a profiled operation got."""
+    """Elements of each tensor, or list of tensors, that a profiled operation received."""
 
     def count(shape: list) -> int:
         nested = shape and isinstance(shape[0], list)

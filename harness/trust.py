@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 class UntrustedSnapshot(Exception):
-    """A snapshot that asks for code to be run while it is read."""
+    """A snapshot that would run code while it is loaded."""
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads the list of contents of a sharded snapshot. It is a pickle, which could ask for any
-    function to be called (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
+    """Reads the metadata of a sharded snapshot. It is a pickle, which could call any
+    function (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
 
     allowed = {
         "torch.distributed.checkpoint.metadata": {
@@ -27,7 +27,7 @@ class PlainUnpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "pathlib": {"PosixPath", "WindowsPath"},
-        "pathlib._local": {"PosixPath", "WindowsPath"},  # as Python 3.13 calls it
+        "pathlib._local": {"PosixPath", "WindowsPath"},  # its name in Python 3.13
         "torch": {"Size", "bfloat16", "float16", "float32", "float64", "int64"},
     }
 
@@ -40,22 +40,22 @@ class PlainUnpickler(pickle.Unpickler):
 
     @staticmethod
     def member_of(kind: type, name: str) -> enum.Enum:
-        """In the place of getattr, by which Python 3.11.0 to 3.11.3 write the member of an enum."""
+        """Replaces getattr, which Python 3.11.0 to 3.11.3 use for members of an enum."""
         if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
             raise UntrustedSnapshot(f"it asks for {name} of {kind}, which is no enum")
         return kind[name]
 
 
 def check_sharded(folder: Path) -> None:
-    """Make sure that ``torch.distributed.checkpoint`` will read tensors only: it unpickles the list
-    of contents, and all that is not a tensor, without asking.
+    """Check that ``torch.distributed.checkpoint`` will load only tensors: it unpickles the metadata
+    and all other objects without any check.
 
     Raises:
-        UntrustedSnapshot: if it would do more.
+        UntrustedSnapshot: if there is anything else.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    if list(folder.glob("__*.metadata")):  # which would be read where the list itself cannot be
+    if list(folder.glob("__*.metadata")):  # read if the metadata itself cannot be
         raise UntrustedSnapshot("it has a second list of contents")
     try:
         with open(folder / ".metadata", "rb") as file:

@@ -1,15 +1,15 @@
-"""A float32 ONNX model, turned into one that computes in bfloat16 where a GPU's kernels can."""
+"""Convert a float32 ONNX model to bfloat16, where ONNX Runtime has GPU kernels for it."""
 
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 OPSET = 22  # the first with bfloat16 in Conv
-# What ONNX Runtime's CUDA provider has in bfloat16, of what classifiers consist of. It has no
+# Operations of classifiers that ONNX Runtime's CUDA provider supports in bfloat16. It has no
 # BatchNormalization or Clip in it; and averages and norms are better off in float32.
 OPS = {"Conv", "Gemm", "MatMul", "Add", "Mul", "Max", "Relu"}
 OPS |= {"Sigmoid", "HardSigmoid", "HardSwish"}
-# These only move numbers, of whatever type:
+# These only move data of any dtype:
 OPS |= {"Concat", "Expand", "Flatten", "Gather", "Reshape", "Split", "Squeeze", "Transpose"}
 OPS |= {"Unsqueeze"}
 
@@ -53,13 +53,13 @@ def to_bfloat16(model: onnx.ModelProto) -> None:
         for i, name in enumerate(node.output):
             if name in floats:
                 node.output[i] = converted[name] = f"{name}_bfloat16"
-                cast(converted[name], name, TensorProto.FLOAT)  # for those who want float32
-    del graph.value_info[:]  # it said float32 throughout
+                cast(converted[name], name, TensorProto.FLOAT)  # for nodes that need float32
+    del graph.value_info[:]  # it declares float32 everywhere
     keep_what_is_used(graph, nodes)
 
 
 def keep_what_is_used(graph: onnx.GraphProto, nodes: list[NodeProto]) -> None:
-    """Make these the nodes of the graph, without those nodes and weights that nobody needs."""
+    """Set the nodes of the graph, without unused nodes and weights."""
     used, kept = {value.name for value in graph.output}, []
     for node in reversed(nodes):
         if used.intersection(node.output):
@@ -72,8 +72,8 @@ def keep_what_is_used(graph: onnx.GraphProto, nodes: list[NodeProto]) -> None:
 
 
 def replace_max_pools(model: onnx.ModelProto) -> None:
-    """Write each MaxPool as Max and Gather: ONNX Runtime 1.31's CUDA provider has it until opset 21
-    only, in whatever type."""
+    """Replace each MaxPool by Max and Gather: ONNX Runtime 1.31's CUDA provider supports MaxPool
+    only up to opset 21, in any dtype."""
     inferred = onnx.shape_inference.infer_shapes(model).graph
     values = [*inferred.input, *inferred.value_info, *inferred.output]
     sides = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim][2:] for v in values}
@@ -91,9 +91,9 @@ def max_pool(
 ) -> list[NodeProto]:
     """The nodes that take the maximum over the rows of each window, and then over its columns.
 
-    The windows' first rows are gathered into one tensor, their second rows into another, and so on;
-    ``Max`` of these is what is wanted. A place beyond the edge stands for the edge: that is in the
-    same window, so it changes nothing.
+    The first rows of all windows are gathered into one tensor, the second rows into another, and so
+    on; the result is their ``Max``. Positions beyond the edge are replaced by the edge, which is in
+    the same window, so the result is the same.
     """
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     kernel = attributes["kernel_shape"]

@@ -1,4 +1,4 @@
-"""The trained model together with its normalization: uint8 images in, float32 logits out."""
+"""A trained model with its normalization: uint8 images in, float32 logits out."""
 
 import argparse
 
@@ -15,8 +15,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Classifier(nn.Module):
     """Normalizes uint8 images ``[n, 3, side, side]`` and returns float32 logits ``[n, classes]``.
 
-    As the normalization is part of the module, it becomes part of the exported graph: whoever runs
-    that file need not know how the model was trained.
+    The normalization is part of the module, so it becomes part of the exported graph: users of the
+    file need not know how the model was trained.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):

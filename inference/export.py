@@ -21,8 +21,8 @@ CALIBRATION_IMAGES = 200
 def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
     """Export, convert to the precision, add the metadata, check.
 
-    fp16: converted by ONNX Runtime's own tool. int8: weights per channel and activations, scaled by
-    what :data:`CALIBRATION_IMAGES` training images show (post-training static quantization).
+    fp16: converted by ONNX Runtime's own tool. int8: post-training static quantization of weights
+    (per channel) and activations, calibrated on :data:`CALIBRATION_IMAGES` training images.
     bf16: :func:`inference.bfloat16.to_bfloat16`.
     """
     import onnx
@@ -32,7 +32,7 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
     classifier = load_classifier(args, "fp32")
     images = torch.zeros(2, 3, args.image_size, args.image_size, dtype=torch.uint8)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")  # of PyTorch's own code while it traces
+        warnings.simplefilter("ignore")  # from PyTorch's own code during tracing
         program = torch.onnx.export(
             classifier, (images,), dynamo=True, verbose=False,
             input_names=["images"], output_names=["logits"],
@@ -55,7 +55,7 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
 
 
 def quantize(args: argparse.Namespace, path: Path) -> None:
-    """To int8 in place, in ONNX's QDQ form."""
+    """Quantize to int8 in place, in ONNX's QDQ format."""
     from onnxruntime import quantization
 
     few = argparse.Namespace(**vars(args) | {"train_samples": CALIBRATION_IMAGES})
@@ -73,13 +73,13 @@ def quantize(args: argparse.Namespace, path: Path) -> None:
 
 
 def compare(args: argparse.Namespace, path: Path) -> None:
-    """The file in ONNX Runtime against the model in PyTorch, in fp32.
+    """Compare the file in ONNX Runtime with the model in PyTorch, in fp32.
 
-    In fp32 logits must be within 1e-4 of the largest, at batches of 1, 3 and 16, and 99.9 % of the
-    answers the same. The other precisions round; what that costs is printed. Without a test split,
-    the images are noise.
+    In fp32 logits must be within 1e-4 of the largest, at batches of 1, 3 and 16, and 99.9% of the
+    predictions the same. For other precisions, the difference is printed. Without a test split, the
+    images are noise.
     """
-    exact = {"use_tf32": False}  # in neither: it rounds to ten bits
+    exact = {"use_tf32": False}  # in neither: TF32 rounds to ten bits
     onnx_runner = OnnxRunner(make_session(path, args.provider, **exact), args.device)
     torch_runner = TorchRunner(load_classifier(args, "fp32"), args.device, **exact)
     difference, same, correct = 0.0, 0, torch.zeros(2)

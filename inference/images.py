@@ -17,10 +17,10 @@ from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, sy
 
 
 def find_images(path: Path) -> list[Path]:
-    """A file itself, or the images in a folder and below, sorted."""
+    """The file itself, or all images in and below a folder, sorted."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    known = (*IMG_EXTENSIONS, ".gif")  # of which the first picture is read
+    known = (*IMG_EXTENSIONS, ".gif")  # the first frame is read
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -30,7 +30,7 @@ def find_images(path: Path) -> list[Path]:
     if not found:
         fail(f"--input {path}: no image in it ({' '.join(known)}); give another")
     if others := sorted({p.suffix or p.name for p in files} - {p.suffix for p in found}):
-        print(f"{SCRIPT}: left out, as no images: {' '.join(others)}", file=sys.stderr)
+        print(f"{SCRIPT}: ignored, not images: {' '.join(others)}", file=sys.stderr)
     return found
 
 
@@ -54,7 +54,7 @@ def load_split(args: argparse.Namespace, split: str) -> Images:
     """The ``eval`` or ``train`` split, as training loaded it."""
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
     if args.dataset not in make:
-        fail("--dataset: which one the weights were trained on is not known; give it")
+        fail("--dataset: unknown which one the weights were trained on; give it")
     images = make[args.dataset](args, split)
     if len(images.classes) != len(args.classes):
         fail(
@@ -67,7 +67,7 @@ def load_split(args: argparse.Namespace, split: str) -> Images:
 def batches(
     images: Images, batch_size: int, side: int, title: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """uint8 images ``[n, 3, side, side]`` and labels ``[n]``, with a bar on a terminal."""
+    """uint8 images ``[n, 3, side, side]`` and labels ``[n]``, with a progress bar on a terminal."""
     starts = range(0, len(images), batch_size)
     for start in tqdm(starts, title, leave=False, disable=None):
         indices = list(range(start, min(start + batch_size, len(images))))

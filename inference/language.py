@@ -27,11 +27,11 @@ INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
 
 
 def load_gpt(args: argparse.Namespace) -> Decoder:
-    """``--weights``, in evaluation mode on the CPU. Its vocabulary is in the file, and a GPT's
-    context."""
+    """Load ``--weights``, in evaluation mode on the CPU. The file contains the vocabulary, and a
+    GPT's context."""
     state = load_file(args.weights, "--weights")
     if not {"vocabulary", "token.weight"} <= state.keys():
-        fail(f"--weights {args.weights} is no {args.model}; give the model.pt of a GPT")
+        fail(f"--weights {args.weights} is not a {args.model}; give the model.pt of a GPT")
     if any(".experts." in name for name in state):
         fail(
             f"--weights {args.weights} is a mixture of experts, which this script cannot run; give "
@@ -40,7 +40,7 @@ def load_gpt(args: argparse.Namespace) -> Decoder:
     if "position.weight" in state:
         args.context = len(state["position.weight"])
     args.context = args.context or size_of(args).context
-    if args.tokenizer != "hub":  # whose tokens are in result.json
+    if args.tokenizer != "hub":  # result.json has its tokens
         args.classes = [chr(point) for point in state["vocabulary"].tolist()]
     args.dropout, args.experts = 0.0, None
     return make_model(args, args.classes).eval()
@@ -50,7 +50,7 @@ def load_gpt(args: argparse.Namespace) -> Decoder:
 
 
 def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
-    """A prompt as ``[1, time]``, if the model has seen all of its characters."""
+    """Encode a prompt as ``[1, time]``; fail if it has characters that the model does not know."""
     if args.tokenizer == "bytes":
         return torch.tensor([list(text.encode())])
     if args.tokenizer == "hub":
@@ -61,7 +61,7 @@ def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
     if unknown:
         known = "".join(character for character in args.classes if character.isprintable())
         unknown = " ".join(map(repr, unknown))
-        fail(f"--prompt: the model never saw {unknown}; it knows {known.strip()}")
+        fail(f"--prompt: unknown characters {unknown}; the model knows {known.strip()}")
     return torch.tensor([[numbers[character] for character in text]])
 
 
@@ -76,8 +76,8 @@ def to_text(args: argparse.Namespace, tokens: list[int]) -> str:
 
 
 class KeyValueCache:
-    """In the place of :func:`jobs.gpt.attend`: keeps the keys and values of all positions so far,
-    so that only those of new tokens are computed."""
+    """Replaces :func:`jobs.gpt.attend`: caches keys and values of all positions, so that only those
+    of new tokens are computed."""
 
     def __init__(self, context: int):
         self.context, self.length, self.kept = context, 0, None
@@ -91,11 +91,11 @@ class KeyValueCache:
         if begin == 0:  # the prompt
             return attend(q, k, v)
         k, v = repeat(q, *self.kept[:, :, :, : self.length])
-        return F.scaled_dot_product_attention(q, k, v)  # a new token sees all
+        return F.scaled_dot_product_attention(q, k, v)  # a new token attends to all
 
 
 class CachedRunner:
-    """The logits after the last token ``[1, vocabulary]``, as tokens are added one by one."""
+    """Returns logits of the last token, ``[1, vocabulary]``, as tokens are added one by one."""
 
     def __init__(self, runner: TorchRunner, context: int):
         self.runner, self.seen = runner, 0
@@ -115,10 +115,10 @@ class CachedRunner:
 
 
 def continue_text(args: argparse.Namespace, runner: Runner) -> str:
-    """``--prompt`` and ``--tokens`` more, each drawn from what the model expects next.
+    """``--prompt`` and ``--tokens`` sampled tokens.
 
-    Up to the context keys and values are kept; beyond it the window moves on, and all that it holds
-    has other positions.
+    Up to the context length keys and values are cached. Beyond it the window moves, which changes
+    all positions in it, so they are recomputed.
     """
     generator = torch.Generator().manual_seed(args.sample_seed)
     tokens = to_tokens(args, args.prompt)
@@ -136,8 +136,8 @@ def continue_text(args: argparse.Namespace, runner: Runner) -> str:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator) -> Tensor:
-    """One token for each row of ``[batch, vocabulary]``: ``[batch, 1]``. At temperature 0 it is the
-    likeliest."""
+    """Sample one token for each row of ``[batch, vocabulary]``: ``[batch, 1]``. At temperature 0,
+    take the likeliest."""
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
     if top_k:
@@ -150,12 +150,13 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator) -> Te
 
 
 def windows(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels of the test split, each position once, with a bar on a terminal."""
+    """Tokens and labels of the test split, each position once, with a progress bar on a
+    terminal."""
     if args.dataset == "auto":
-        fail("--dataset: which one the weights were trained on is not known; give it")
+        fail("--dataset: unknown which one the weights were trained on; give it")
     _, text, _ = jobs.text.load(args)
     if text.classes != args.classes:
-        fail(f"--dataset {args.dataset} has other characters than the weights; give their own")
+        fail(f"--dataset {args.dataset} and the weights have different characters; give their own")
     starts = range(0, len(text), args.batch_size)
     for start in tqdm(starts, "test", leave=False, disable=None):
         numbers = torch.arange(start, min(start + args.batch_size, len(text)))
@@ -178,7 +179,7 @@ def measure(args: argparse.Namespace, runner: Runner) -> dict[str, float]:
 
 
 def write_onnx(args: argparse.Namespace, path: Path) -> None:
-    """Export in fp32 for any batch and any time up to the context, add the metadata, check."""
+    """Export in fp32 for any batch size and length up to the context; add metadata and check."""
     import onnx
 
     model = load_gpt(args)
@@ -198,8 +199,8 @@ def write_onnx(args: argparse.Namespace, path: Path) -> None:
 
 
 def compare(args: argparse.Namespace, path: Path) -> None:
-    """The file in ONNX Runtime against the model in PyTorch: logits must be within 1e-4 of the
-    largest at several batch sizes and times."""
+    """Compare the file in ONNX Runtime with the model in PyTorch: logits must be within 1e-4 of the
+    largest at several batch sizes and lengths."""
     exact = {"use_tf32": False}  # in neither: it rounds to ten bits
     onnx_runner = OnnxRunner(make_session(path, args.provider, **exact), args.device)
     torch_runner = TorchRunner(load_gpt(args), args.device, **exact)

@@ -33,15 +33,15 @@ PRECISIONS = [*DTYPES, "int8"]
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """What ``inference.json`` holds: every runtime and precision that runs here.
+    """Measure every runtime and precision that runs here, for ``inference.json``.
 
-    Each has a process of its own, so that its peak memory is its own, and they take turns, so that
-    none has the machine's quiet minute. A call begins with uint8 images in the CPU's memory and
-    ends with float32 logits there. The first calls of a batch size (compilation, allocation) are
-    not counted; the time of the very first is given apart.
+    Each has its own process, to measure its peak memory, and they take turns, so that the load of
+    the machine affects all of them. A call begins with uint8 images in CPU memory and ends with
+    float32 logits there. The first calls of a batch size (compilation, allocation) are not counted;
+    the time of the first one is reported separately.
     """
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # empty: compilation is to be timed
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # empty, to measure compilation
         workers = start_workers(args, Path(folder))
         if not workers:
             fail("nothing to measure: none of these runs here")
@@ -63,12 +63,12 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 class Worker:
-    """A process that runs one runtime and precision, as the main process sees it."""
+    """The main process's handle of a process that runs one runtime and precision."""
 
     def __init__(self, args: argparse.Namespace, runtime: str, precision: str, path: Path | None):
         self.runtime, self.precision = runtime, precision
         self.turns = {}  # by batch size, what it answered each time
-        context = multiprocessing.get_context("spawn")  # fork does not go with CUDA
+        context = multiprocessing.get_context("spawn")  # CUDA does not support fork
         self.pipe, theirs = context.Pipe()
         job = (theirs, args, runtime, precision, path)
         self.process = context.Process(target=run_worker, args=job, daemon=True)
@@ -76,8 +76,8 @@ class Worker:
         theirs.close()
 
     def ask(self, batch_size: int | None):
-        """Its answer to a batch size, or why there is none; ``None`` ends it."""
-        with contextlib.suppress(OSError):  # it has ended before
+        """The worker's result for a batch size, or why there is none; ``None`` ends the worker."""
+        with contextlib.suppress(OSError):  # it has already ended
             self.pipe.send(batch_size)
         return self.receive()
 
@@ -89,7 +89,7 @@ class Worker:
 
 
 def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
-    """A worker for each runtime and precision that runs here; says why the others are left out."""
+    """Start a worker for each runtime and precision that runs here; report why others do not."""
     wanted = [
         (runtime, precision)
         for runtime in ([args.runtime] if args.runtime else RUNTIMES)
@@ -100,13 +100,13 @@ def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
     for runtime, precision in tqdm(wanted, "preparing", leave=False, disable=None):
         path = folder / f"{precision}.onnx" if runtime == "onnxruntime" else None
         if path:
-            try:  # here, as its memory is not that of running it
+            try:  # here: its memory must not count as the runtime's
                 write_onnx(args, precision, path)
             except Exception as error:  # no onnx, no kernel, no conversion, ...
                 print(f"{runtime} {precision}: left out ({in_short(error)})", file=sys.stderr)
                 continue
         worker = Worker(args, runtime, precision, path)
-        answer = worker.receive()  # one after the other: loading is not to disturb anyone
+        answer = worker.receive()  # one after the other, so that loading does not interfere
         if isinstance(answer, str):
             print(f"{runtime} {precision}: left out ({answer})", file=sys.stderr)
         else:
@@ -115,10 +115,10 @@ def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
 
 
 def is_worth_it(device: str, runtime: str, precision: str) -> bool:
-    """Whether this runs, and not a hundred times slower than the rest."""
+    """Whether this combination runs, and not a hundred times slower than the others."""
     if precision == "int8":
         return runtime == "onnxruntime"
-    if device == "cpu":  # neither has the convolutions
+    if device == "cpu":  # neither has these convolutions
         return (runtime == "onnxruntime", precision) not in [(False, "fp16"), (True, "bf16")]
     if (runtime, precision) == ("onnxruntime", "bf16"):
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -126,7 +126,7 @@ def is_worth_it(device: str, runtime: str, precision: str) -> bool:
 
 
 def make_rows(worker: Worker, batch_sizes: list[int]) -> list[dict]:
-    """End a worker, and sum up what it measured: a row per batch size that worked."""
+    """End a worker, and summarize its results: a row per batch size that worked."""
     rows = []
     memory = worker.ask(None)
     worker.process.join()
@@ -153,7 +153,7 @@ def make_rows(worker: Worker, batch_sizes: list[int]) -> list[dict]:
 
 
 def run_worker(pipe, args, runtime: str, precision: str, path: Path | None) -> None:
-    """Load the model, or say why not; then answer each batch size with its times."""
+    """Load the model, or report why it fails; then measure each requested batch size."""
 
     def images_of(batch_size: int) -> Tensor:
         shape = (batch_size, 3, args.image_size, args.image_size)
@@ -175,7 +175,7 @@ def run_worker(pipe, args, runtime: str, precision: str, path: Path | None) -> N
         return
     pipe.send(True)
     taken = free - free_memory(args.device)
-    with contextlib.suppress(EOFError):  # the other end is gone
+    with contextlib.suppress(EOFError):  # the other end is closed
         while (batch_size := pipe.recv()) is not None:
             free, images = free_memory(args.device), images_of(batch_size)
             try:
@@ -184,7 +184,7 @@ def run_worker(pipe, args, runtime: str, precision: str, path: Path | None) -> N
                 times["host_to_host"] = time_calls(runner, runner, images)
                 if args.device == "cuda":
                     times["on_device"] = time_calls(runner, runner.run, runner.put(images))
-            except Exception as error:  # too little memory for so many images
+            except Exception as error:  # not enough memory for this batch size
                 times = in_short(error)
             taken += free - free_memory(args.device)
             pipe.send(times)
@@ -198,12 +198,12 @@ def in_short(error: Exception) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that are free on the GPU; 0 on a CPU. Others on the GPU are idle while one measures."""
+    """Free bytes on the GPU; 0 on a CPU. Other workers are idle during a measurement."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
 
 def time_calls(runner: Runner, call, images) -> list[float]:
-    """Seconds of each call: for a second, but twice at least."""
+    """Seconds of each call, for about a second, at least two calls."""
     times = []
     while len(times) < 2 or sum(times) < 1:
         times.append(time_call(runner, call, images))

@@ -1,4 +1,4 @@
-"""The runtimes: PyTorch, as it is or compiled, and ONNX Runtime, on a CPU or a GPU."""
+"""The runtimes: PyTorch, eager or compiled, and ONNX Runtime, on a CPU or a GPU."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from harness.command_line import fail
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# What computes shapes; of images and their features, a GPU computes each of these itself.
+# Operations on shapes; on images and features, a GPU computes these itself.
 SHAPE_OPS = {"Shape", "Size", "Gather", "Slice", "Concat", "Squeeze", "Unsqueeze", "Cast"}
 SHAPE_OPS |= {"Add", "Sub", "Mul", "Div", "Range"}
 
@@ -23,7 +23,7 @@ class Runner:
 
 
 class TorchRunner(Runner):
-    """PyTorch, as it is or compiled: once for every batch size, as kernels for one are faster."""
+    """PyTorch, eager or compiled: once per batch size, as static shapes are faster."""
 
     def __init__(
         self, classifier: nn.Module, device: str, compiled: bool = False, use_tf32: bool = True
@@ -34,12 +34,12 @@ class TorchRunner(Runner):
             tune_for_gpu(use_tf32)
             self.model = self.model.to(memory_format=torch.channels_last)
         if compiled:
-            torch.compiler.config.recompile_limit = 256  # beyond it (8), it would not compile
+            torch.compiler.config.recompile_limit = 256  # default 8: then it stops compiling
             self.model = torch.compile(self.model, dynamic=False)
 
     def put(self, images: Tensor) -> Tensor:
         images = images.to(self.device)
-        if self.device.type == "cuda" and images.ndim == 4:  # there: a GPU rearranges them faster
+        if self.device.type == "cuda" and images.ndim == 4:  # a GPU does it faster
             images = images.contiguous(memory_format=torch.channels_last)
         return images
 
@@ -56,8 +56,8 @@ class TorchRunner(Runner):
 
 
 def tune_for_gpu(use_tf32: bool) -> None:
-    """Let PyTorch do on a GPU what ONNX Runtime does by itself: try cuDNN's algorithms, and
-    multiply float32 in TF32, in convolutions and in matrix products."""
+    """Let PyTorch do what ONNX Runtime does by default on a GPU: autotune cuDNN's algorithms, and
+    use TF32 for float32 convolutions and matrix products."""
     torch.backends.cudnn.benchmark = True
     precision = "tf32" if use_tf32 else "ieee"
     torch.backends.cudnn.conv.fp32_precision = precision
@@ -65,7 +65,7 @@ def tune_for_gpu(use_tf32: bool) -> None:
 
 
 class OnnxRunner(Runner):
-    """ONNX Runtime. On a GPU images and logits stay there, bound to its inputs and outputs."""
+    """ONNX Runtime. On a GPU, images and logits stay there, by I/O binding."""
 
     def __init__(self, session, device: str):
         self.session, self.device = session, torch.device(device)
@@ -79,7 +79,7 @@ class OnnxRunner(Runner):
         binding = self.session.io_binding()
         binding.bind_input(self.input, "cuda", 0, kind, tuple(images.shape), images.data_ptr())
         binding.bind_output("logits", "cuda")
-        torch.cuda.synchronize()  # ONNX Runtime has a stream of its own
+        torch.cuda.synchronize()  # ONNX Runtime has its own stream
         return binding, images
 
     def run(self, images):
@@ -98,10 +98,10 @@ class OnnxRunner(Runner):
 
 
 def make_session(path: Path, provider: str, use_tf32: bool = True):
-    """An ``onnxruntime.InferenceSession`` on the provider that was asked for, and on no other.
+    """An ``onnxruntime.InferenceSession`` on the requested provider only.
 
-    Only the computation of shapes may be on the CPU all the same: ONNX Runtime puts it there on
-    purpose, as a shape is a few integers that the CPU needs.
+    Only the computation of shapes may run on the CPU: ONNX Runtime does this on purpose, as a shape
+    is a few integers that the CPU needs.
     """
     import onnxruntime
 
@@ -126,13 +126,13 @@ def make_session(path: Path, provider: str, use_tf32: bool = True):
 
 
 def open_session(path: Path, provider: str, settings: dict, **entries: str):
-    """A session with these of ONNX Runtime's ``session.`` options; ``None`` if they keep it from
+    """A session with these ``session.`` options of ONNX Runtime; ``None`` if they prevent it from
     running something on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()  # as PyTorch, to be comparable
-    options.log_severity_level = 4  # what matters is reported below
+    options.intra_op_num_threads = torch.get_num_threads()  # as in PyTorch, to be comparable
+    options.log_severity_level = 4  # relevant errors are reported below
     for name, value in entries.items():
         options.add_session_config_entry(f"session.{name}", value)
     providers = [(provider, settings)]
@@ -147,7 +147,7 @@ def open_session(path: Path, provider: str, settings: dict, **entries: str):
 
 
 def check_providers(session, path: Path, provider: str) -> None:
-    """Refuse a session that runs on the CPU, wholly or in parts other than :data:`SHAPE_OPS`."""
+    """Reject a session that runs on the CPU, except for :data:`SHAPE_OPS`."""
     if session.get_providers()[0] != provider:
         fail(
             f"--provider {provider}: ONNX Runtime falls back to {session.get_providers()[0]}; "

@@ -8,16 +8,16 @@ from common import argument_parser
 from harness.command_line import fail
 from jobs.decoder import is_decoder
 
-# Settings of the run that say what the weights are, and what they were tested on
+# Settings of the run that define the weights and the test data
 NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]
 NAMES += ["eval_samples", "kv_heads", "mlp_width"]
 
 
 def make_metadata(args: argparse.Namespace, precision: str, what: str) -> dict[str, str]:
-    """What an ONNX file says of itself, so that it can be used and tested without ``result.json``.
+    """Metadata for an ONNX file, to use and test it without ``result.json``.
 
     Args:
-        what: it takes.
+        what: description of the input.
     """
     words = ["--seed", str(args.seed)]
     for name in NAMES:
@@ -32,8 +32,8 @@ def make_metadata(args: argparse.Namespace, precision: str, what: str) -> dict[s
 
 
 def complete_as_trained(args: argparse.Namespace) -> None:
-    """Classes and seed of the run that wrote ``--weights``, and its settings where no flag is
-    given."""
+    """Fill in classes and seed of the run that wrote ``--weights``, and its settings where no flag
+    is given."""
     settings, args.classes = read_metadata(args) if args.onnx else read_result(args)
     run = vars(argument_parser("").parse_known_args(shlex.split(settings))[0])
     for name in NAMES:
@@ -46,12 +46,12 @@ def read_metadata(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Settings and classes, as :func:`inference.export.write_onnx` put them into the file."""
     trained = args.session.get_modelmeta().custom_metadata_map
     if not {"settings", "classes"} <= trained.keys():
-        fail(f"--weights {args.weights} is of another program; export it with --export")
+        fail(f"--weights {args.weights} was not exported by this script; use --export")
     return trained["settings"], json.loads(trained["classes"])
 
 
 def read_result(args: argparse.Namespace) -> tuple[str, list[str] | None]:
-    """Settings and classes of the run that wrote ``model.pt``, from ``result.json`` beside it."""
+    """Settings and classes of the run that wrote ``model.pt``, from ``result.json`` next to it."""
     path = args.weights.with_name("result.json")
     try:
         result = json.loads(path.read_text())
@@ -59,8 +59,8 @@ def read_result(args: argparse.Namespace) -> tuple[str, list[str] | None]:
     except FileNotFoundError:
         if args.model and (args.image_size or is_decoder(args.model)):
             return "", None
-        fail(f"{path} is missing, which says what the weights are of; "
-             "give --model and, of a classifier, --image-size")  # fmt: skip
+        fail(f"{path} is missing, which describes the weights; "
+             "give --model and, for a classifier, --image-size")  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(f"{path} cannot be used ({type(error).__name__}: {error}); "
              "remove it, and give --model and --image-size")  # fmt: skip

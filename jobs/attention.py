@@ -2,7 +2,7 @@
 the variants that are simpler than a ring.
 
 Queries, keys and values are ``[batch, heads, time, width]``, of this rank's positions; keys and
-values may have fewer heads. ``group``: the ranks that share a sequence, all if it is ``None``.
+values may have fewer heads. ``group``: the ranks that share a sequence; ``None``: all ranks.
 """
 
 from functools import partial
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from libraries.attention_kernels import repeat
 
-# Position t sees those up to t, so the later ones have more work. Each sequence is cut into 2 N
-# chunks, and rank r has the r-th and the r-th from the end ("zigzag"), as much work as any other.
+# Position t attends to positions up to t, so later ones take more work. Each sequence has 2 N
+# chunks, and rank r has the r-th and the r-th from the end ("zigzag"), to balance the work.
 
 
 def in_rank_order(whole: Tensor, dim: int, group=None) -> Tensor:
-    """The chunks of rank 0, then those of rank 1, ..."""
+    """Reorder positions: the chunks of rank 0, then those of rank 1, ..."""
     chunks = whole.chunk(2 * dist.get_world_size(group), dim)
     half = len(chunks) // 2
     return torch.cat([*sum(zip(chunks[:half], chunks[: half - 1 : -1], strict=True), ())], dim)
 
 
 def in_order(shards: Tensor, dim: int, group=None) -> Tensor:
-    """The inverse: the ranks' chunks by position."""
+    """The inverse: sort the ranks' chunks by position."""
     chunks = shards.chunk(2 * dist.get_world_size(group), dim)
     return torch.cat([*chunks[::2], *chunks[::-2]], dim)
 
 
 def shard(whole: Tensor, dim: int = 1, group=None) -> Tensor:
-    """This rank's positions."""
+    """This rank's positions of a tensor."""
     shards = in_rank_order(whole, dim, group).chunk(dist.get_world_size(group), dim)
     return shards[dist.get_rank(group)].contiguous()
 
@@ -49,7 +49,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """All ranks have used our shard, and its gradient is the sum of theirs."""
+        """All ranks used our shard, so its gradient is the sum of theirs."""
         shards = gradient.chunk(dist.get_world_size(ctx.group), ctx.dim)
         own = torch.empty_like(shards[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(own, torch.cat(shards), group=ctx.group)
@@ -57,19 +57,19 @@ class Gather(torch.autograd.Function):
 
 
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
-    """Our queries, and all keys and values (as Llama 3 was trained, arXiv:2407.21783)."""
+    """Our queries with all keys and values, as in the training of Llama 3 (arXiv:2407.21783)."""
     k, v = repeat(q, *in_order(Gather.apply(torch.stack([k, v]), 3, group), 3, group))
     rank, ranks, found = dist.get_rank(group), dist.get_world_size(group), []
     for chunk, number in zip(q.chunk(2, 2), (rank, 2 * ranks - 1 - rank), strict=True):
         size = chunk.shape[2]
-        end = (number + 1) * size  # what comes later is not even multiplied
+        end = (number + 1) * size  # skips later positions altogether
         visible = torch.ones(size, end, dtype=torch.bool, device=q.device).tril(end - size)
         found.append(F.scaled_dot_product_attention(chunk, k[:, :, :end], v[:, :, :end], visible))
     return torch.cat(found, 2)
 
 
 class AllToAll(torch.autograd.Function):
-    """Splits a tensor among the ranks along one dimension, and joins what comes along another."""
+    """Splits a tensor over the ranks along one dimension, and concatenates along another."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, split: int, join: int, group=None) -> Tensor:
@@ -85,7 +85,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
-    """All positions of 1/N of the heads: ranks exchange heads for positions (Jacobs et al. 2023,
+    """All positions for 1/N of the heads: ranks exchange heads for positions (Jacobs et al. 2023,
     arXiv:2309.14509)."""
     if k.shape[1] == q.shape[1]:
         q, k, v = in_order(AllToAll.apply(torch.stack([q, k, v]), 2, 3, group), 3, group)

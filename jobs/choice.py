@@ -30,11 +30,11 @@ MODELS = {jobs.images: jobs.classifiers, jobs.text: jobs.decoder, jobs.reviews: 
 
 
 def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
-    """The flags that say which data, and which model.
+    """Add the flags that select data and model.
 
     Args:
-        only_gpt: the help leaves out what is for other models.
-        experts: the help shows what is for a mixture of experts.
+        only_gpt: the help does not show flags of other models.
+        experts: the help shows the flags of a mixture of experts.
     """
     gpts = jobs.decoder.NAMES
     model = "any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); or"
@@ -81,9 +81,9 @@ def models_of(args: argparse.Namespace) -> ModuleType:
 
 
 def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str]) -> None:
-    """Give a model that was made on the meta device, sharded and given memory the weights of
-    ``make_model()``; each rank gets its shards. Of a decoder ranks draw or read one parameter at a
-    time. Of other models rank 0 has the whole, on its CPU. All ranks call it."""
+    """Initialize a model that was made on the meta device, sharded and allocated, with the weights
+    of ``make_model()``; each rank gets its shards. For a decoder, ranks draw or read one parameter
+    at a time. For other models, rank 0 has the whole model on its CPU. All ranks call it."""
     models = models_of(args)
     if one_by_one := getattr(models, "init_weights", None):
         return one_by_one(args, model, classes)
@@ -95,15 +95,15 @@ def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str])
 def check_is_gpt(args: argparse.Namespace) -> None:
     if data_of(args) is not jobs.text:
         fail(
-            f"--model {args.model}: {SCRIPT}.py takes the blocks of a decoder apart, and no other "
-            "model's; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
+            f"--model {args.model}: {SCRIPT}.py splits the blocks of a decoder, and no other "
+            "model; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
         )
     if args.experts and SCRIPT != "pytorch_EP":
-        fail(f"--experts {args.experts}: {SCRIPT}.py knows no mixture; use pytorch_EP.py")
+        fail(f"--experts {args.experts}: {SCRIPT}.py has no mixture of experts; use pytorch_EP.py")
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
-    """Fill in what the job's defaults are, and report what belongs to another one."""
+    """Fill in the defaults of the task, and reject flags of other tasks."""
     if args.model in (None, "gpt") and args.dataset != "reviews" and jobs.decoder.is_folder(args):
         args.model = "llama"
     ours = data_of(args)
@@ -123,11 +123,11 @@ def fill_defaults(args: argparse.Namespace) -> None:
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():
-        fail(f"--weights {args.weights} is what this run will replace; give another --output-dir")
+        fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
 
 
 def complain(args: argparse.Namespace, ours: ModuleType, flag: str, of_images: bool) -> NoReturn:
-    """Report a flag that belongs to another job."""
+    """Reject a flag that belongs to another task."""
     if ours is jobs.images:
         more = ", or --dataset reviews" if flag[2:] in jobs.reviews.FLAGS else ""
         fail(f"{flag} is for a GPT; add --model gpt-nano{more}, or leave it out")

@@ -1,4 +1,4 @@
-"""torchvision's classifiers: made, with another norm if asked for, checked, and given weights."""
+"""torchvision's classifiers: create them, replace the norm, check them, load weights."""
 
 import argparse
 import difflib
@@ -31,7 +31,7 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
     import torchvision
 
     options = {}
-    if args.model in ("googlenet", "inception_v3"):  # which have three outputs otherwise
+    if args.model in ("googlenet", "inception_v3"):  # by default they have three outputs
         options = {"aux_logits": False, "init_weights": True}
     model = torchvision.models.get_model(args.model, num_classes=len(classes), **options)
     if args.norm == "group":
@@ -45,7 +45,7 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
 
 
 def use_group_norm(module: nn.Module) -> None:
-    """Put GroupNorm, which looks at one image only, in the place of BatchNorm."""
+    """Replace BatchNorm by GroupNorm, which normalizes each image separately."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
             groups = math.gcd(32, child.num_features)
@@ -58,13 +58,13 @@ BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Its BatchNorm layers, whose statistics move by steps that half precision would round away."""
+    """The BatchNorm layers, whose statistics change by amounts that half precision rounds away."""
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of every nn.Sequential, or nn.ModuleList, that have parameters: in torchvision's
-    models these are residual blocks, or layers. A BatchNorm by itself is too small to be one."""
+    """The children with parameters of every nn.Sequential or nn.ModuleList: residual blocks or
+    layers in torchvision's models. A single BatchNorm is too small to count as a block."""
     for child in model.children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
             parts = (part for part in child if not isinstance(part, BATCH_NORMS))
@@ -74,7 +74,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_input(args: argparse.Namespace, model: nn.Module) -> None:
-    """Send the shape of a batch through the model, without computing anything."""
+    """Run the shape of a batch through the model, without computing anything."""
     size = args.image_size
     at_once = args.batch_size // WORLD_SIZE // getattr(args, "accumulate", 1)
     images = torch.empty(min(at_once, 2), 3, size, size, device="meta")
@@ -89,23 +89,23 @@ def check_input(args: argparse.Namespace, model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """What an optimizer takes: all of them alike."""
+    """Parameter groups for an optimizer: one group."""
     return [{"params": list(model.parameters())}]
 
 
 def check_deterministic(name: str, model: nn.Module) -> None:
-    """Refuse what has no deterministic backward on a GPU: of torchvision's classifiers the pooling
-    of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
+    """Reject models without a deterministic backward on a GPU: of torchvision's classifiers those
+    with the pooling of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
     pools = [module for module in model.modules() if isinstance(module, nn.AdaptiveAvgPool2d)]
-    if any(pool.output_size not in (1, (1, 1)) for pool in pools):  # else it is a mean
+    if any(pool.output_size not in (1, (1, 1)) for pool in pools):  # else it is a plain mean
         fail(
-            f"--deterministic: {name} has AdaptiveAvgPool2d, which PyTorch computes the same way "
-            "every time on CPUs only; use --device cpu, or another --model, such as resnet50"
+            f"--deterministic: {name} has AdaptiveAvgPool2d, which is deterministic in "
+            "PyTorch on CPUs only; use --device cpu, or another --model, such as resnet50"
         )
 
 
 def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
-    """Load ``--weights``: a ``model.pt`` as it is, or ImageNet's without the last layer."""
+    """Load ``--weights``: a complete ``model.pt``, or ImageNet's without the last layer."""
     expected = model.state_dict()
     if args.weights == "imagenet":
         weights = {k: v for k, v in imagenet_weights(args).items() if k in expected}
@@ -115,12 +115,12 @@ def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
     flags = f"--model {args.model} --norm {args.norm}"
     complaint = f"--weights {args.weights} does not fit {flags} with this dataset's classes"
     check_weights(model, weights, complaint)
-    if not next(model.parameters()).is_meta:  # else it has shapes alone
+    if not next(model.parameters()).is_meta:  # else it has no data
         model.load_state_dict(weights)
 
 
 def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
-    """torchvision's own, downloaded by one rank of a machine and then read by all."""
+    """torchvision's weights, downloaded by one rank per machine and read by all."""
     import torchvision
 
     weights, first = None, is_first_here()

@@ -28,31 +28,31 @@ NAMES = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or 
 
 
 def is_decoder(name: str | None) -> bool:
-    """Whether ``--model`` is one, well spelled or not."""
+    """Whether ``--model`` names a decoder, even a misspelled one."""
     return re.match(r"gpt|(tiny)?llama", name or "") is not None
 
 
 def is_folder(args: argparse.Namespace) -> bool:
-    """Whether ``--weights`` is a folder with a configuration, as huggingface.co has them."""
+    """Whether ``--weights`` is a folder with a configuration, in the format of huggingface.co."""
     if args.weights == "none" or str(args.weights).endswith(".pt"):
         return False
     return Path(folder_of(args), "config.json").is_file()
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """``--weights``, or where it lies."""
+    """The folder of ``--weights``: itself, or the folder of the file."""
     path = Path(fetch_input(args.weights, "--weights"))
     return path.parent if path.is_file() else path
 
 
 def size_of(args: argparse.Namespace) -> Size:
-    """The shape of ``--model``, with ``--kv-heads`` and ``--mlp-width``; of ``--model llama`` that
-    in the folder ``--weights``."""
+    """The shape of ``--model``, with ``--kv-heads`` and ``--mlp-width``; for ``--model llama``
+    that in the folder ``--weights``."""
     given = (args.model, getattr(args, "kv_heads", None), getattr(args, "mlp_width", None))
     if args.model != "llama":
         return size_of_name(*given)
     if not Path(folder_of(args), "config.json").is_file():
-        fail("--model llama has the shape of its --weights; give a folder with a config.json")
+        fail("--model llama takes its shape from --weights; give a folder with a config.json")
     return size_of_folder(folder_of(args))
 
 
@@ -81,29 +81,29 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
         size = (Size if kind == "gpt" else LlamaSize)(*map(int, shape))
     if size.width % size.heads:
         fail(
-            f"--model {name}: {size.heads} heads cannot share a width of {size.width}; "
+            f"--model {name}: width {size.width} is not divisible by {size.heads} heads; "
             "use a multiple"
         )
     if not isinstance(size, LlamaSize):
         if kv_heads or mlp_width:
-            fail(f"--kv-heads and --mlp-width are for a Llama, and --model is {name}; leave them")
+            fail(f"--kv-heads and --mlp-width need a Llama, and --model is {name}; leave them out")
         return dataclasses.replace(size, kv_heads=size.heads, mlp_width=4 * size.width)
     kv_heads = kv_heads or size.kv_heads or size.heads
     if size.heads % kv_heads:
         fail(f"--kv-heads {kv_heads} do not divide {size.heads} heads of {name}; use a divisor")
     if size.width // size.heads % 2:
-        fail(f"--model {name}: a head of {size.width // size.heads} has no pairs; use an even one")
+        fail(f"--model {name}: head width {size.width // size.heads} is odd; use an even one")
     # Two thirds of a GPT's, as there are three matrices, and a multiple of 32.
     width = mlp_width or size.mlp_width or 32 * math.ceil(8 * size.width / 3 / 32)
     return dataclasses.replace(size, kv_heads=kv_heads, mlp_width=width)
 
 
 def check_tensor_parallel(args: argparse.Namespace, ranks: int, flag: str) -> None:
-    """Report what so many ranks cannot divide: heads, the MLP, with ``--sequence-parallel``
+    """Check that the ranks divide the heads, the MLP, and with ``--sequence-parallel`` the
     positions.
 
     Args:
-        flag: that says how many ranks, for the line of what is wrong.
+        flag: that sets the number of ranks, for the error message.
     """
     size = size_of(args)
     if size.kv_heads % ranks:
@@ -118,15 +118,15 @@ def check_tensor_parallel(args: argparse.Namespace, ranks: int, flag: str) -> No
 
 
 def check_model_name(name: str) -> None:
-    """As :func:`jobs.text.fill_defaults` has asked for its size, it is known."""
+    """Nothing to check: :func:`jobs.text.fill_defaults` has looked up its size."""
 
 
 # -------------------------------------------------------------------------------------- weights
 
 
 def make_model(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
-    """``--model`` with ``--context``, on the CPU or the default device. On the meta device it has
-    shapes alone, and gets its weights from :func:`init_weights`."""
+    """``--model`` with ``--context``, on the CPU or the default device. On the meta device it
+    has no data, and gets its weights from :func:`init_weights`."""
     device = torch.empty(0).device
     with torch.device("meta"):
         model = make_shapes(args, vocabulary)
@@ -146,7 +146,7 @@ def make_shapes(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
 
 
 def code_points(args: argparse.Namespace, vocabulary: list[str]) -> list[int]:
-    """Of the characters; of the tokens of another tokenizer, their numbers."""
+    """Code points of the characters; for another tokenizer, the token ids."""
     hub_tokens = args.tokenizer == "hub"
     return list(range(len(vocabulary))) if hub_tokens else [ord(token) for token in vocabulary]
 
@@ -157,7 +157,7 @@ def init_weights(args: argparse.Namespace, model: nn.Module, vocabulary: list[st
     stages: from ``--weights``, or at random. Each rank initializes or reads one parameter at a
     time and keeps its shard: no rank has the whole model."""
     if args.tie and hasattr(model, "token") and hasattr(model, "head"):
-        model.head.weight = model.token.weight  # which memory of its own has parted
+        model.head.weight = model.token.weight  # allocation has separated them
     points = torch.tensor(code_points(args, vocabulary))
     buffers = [name for name, _ in model.named_buffers()]
     parameters = dict(model.named_parameters())
@@ -184,13 +184,13 @@ def set_whole(tensor: Tensor, whole: Tensor) -> None:
 
 
 def draw(args: argparse.Namespace, name: str, shape: torch.Size) -> Tensor:
-    """A parameter's first values: a function of the seed and of its name, so that no rank has to
-    draw what it does not hold."""
+    """Initial values of a parameter: a function of the seed and its name, so a rank need not draw
+    parameters that it does not have."""
     if len(shape) == 1:  # of norms
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     name = "token.weight" if args.tie and name == "head.weight" else name
     rng = torch.Generator("cpu").manual_seed(args.seed << 32 ^ zlib.crc32(name.encode()))
-    adds = name.endswith(("out.weight", "down.weight"))  # what each block adds to its input
+    adds = name.endswith(("out.weight", "down.weight"))  # they add to the residual
     std = 0.02 / (math.sqrt(2 * size_of(args).layers) if adds else 1)
     return torch.empty(shape, device="cpu").normal_(std=std, generator=rng)
 
@@ -200,7 +200,7 @@ def their_name(args: argparse.Namespace, name: str) -> str:
 
 
 def read_file(args: argparse.Namespace, points: Tensor) -> dict[str, Tensor]:
-    """A ``model.pt`` that fits."""
+    """Load a ``model.pt``, and check that it fits."""
     weights = load_file(fetch_input(args.weights, "--weights"), "--weights", mmap=True)
     flags = f"--model {args.model} --context {args.context}"
     flags += f" --experts {args.experts}" if args.experts else ""
@@ -209,15 +209,15 @@ def read_file(args: argparse.Namespace, points: Tensor) -> dict[str, Tensor]:
     check_weights(shapes, weights, f"--weights {args.weights} does not fit {flags}")
     if not torch.equal(weights["vocabulary"], points):
         fail(
-            f"--weights {args.weights} knows other characters than this text has; "
+            f"--weights {args.weights} was trained on other characters than this text has; "
             "give the text that it was trained on"
         )
     return weights
 
 
 def write_folder(args: argparse.Namespace, weights: dict[str, Tensor], folder: Path) -> None:
-    """Of a Llama ``config.json`` and ``model.safetensors``, as transformers reads them, and the
-    tokenizer that it has; of a GPT nothing."""
+    """For a Llama, write ``config.json``, ``model.safetensors`` and its tokenizer, as transformers
+    reads them; for a GPT nothing."""
     size = size_of(args)
     if not isinstance(size, LlamaSize) or args.experts:
         return
@@ -238,7 +238,7 @@ def write_folder(args: argparse.Namespace, weights: dict[str, Tensor], folder: P
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """What an optimizer takes: ``--weight-decay`` is for matrices, not for norms and embeddings."""
+    """Parameter groups: ``--weight-decay`` applies to matrices, not to norms and embeddings."""
     kinds = nn.LayerNorm, nn.RMSNorm, nn.Embedding
     kept = [module for module in model.modules() if isinstance(module, kinds)]
     kept = {id(p): p for module in kept for p in module.parameters()}
@@ -247,9 +247,9 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 
 def check_deterministic(name: str, model: nn.Module) -> None:
-    """Refuse on a GPU what PyTorch does not add up in a fixed order there: the mean of a loss that
-    has a dimension besides batch and classes (``nll_loss2d_forward_out_cuda_template``)."""
+    """Reject decoders on a GPU, where PyTorch's reduction of a loss with a dimension besides batch
+    and classes is not deterministic (``nll_loss2d_forward_out_cuda_template``)."""
     fail(
-        f"--deterministic: PyTorch adds up the loss of {name} the same way every time on CPUs "
+        f"--deterministic: PyTorch computes the loss of {name} deterministically on CPUs "
         "only; use --device cpu"
     )

@@ -1,4 +1,4 @@
-"""Downloading a dataset: one attempt, by one rank of each machine, and no hang if offline."""
+"""Download a data set: one attempt, by one rank per machine, and no hang if offline."""
 
 import functools
 import threading
@@ -9,14 +9,14 @@ from harness.ranks import is_first_here, max_over_ranks
 
 
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:
-    """Download what is missing. All ranks call it, and the others of a machine wait.
+    """Download missing files. All ranks call it; one per machine downloads, and the others wait.
 
     Args:
-        url: asked for its headers first, for at most 5 s.
+        url: its headers are requested first, with a timeout of 5 s.
         is_there: whether nothing is missing.
 
     Returns:
-        ``None`` where every rank finds it, else the reason, on every rank.
+        ``None`` if every rank finds the files, else the reason, on every rank.
     """
     why, first = "", is_first_here()
     if first and not is_there():
@@ -24,9 +24,9 @@ def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]
         if not why:
             try:
                 download()
-            except Exception as error:  # the same, or of a damaged file
+            except Exception as error:  # network errors, or a damaged file
                 why = str(error)
-    # Only those who downloaded vote: the others may be looking at what is half there.
+    # Only downloading ranks report: others may see incomplete files.
     failed = max_over_ranks([first and not is_there()])[0]
     return (why or "it failed on another machine") if failed else None
 
@@ -40,10 +40,10 @@ def why_unreachable(url: str) -> str:
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
             answers.append("")
-        except Exception as error:  # of urllib, http.client, ssl or socket
+        except Exception as error:  # urllib's, http.client's, ssl's or socket's
             answers.append(str(error))
 
-    # A thread, because looking up a host obeys no timeout; it may be left behind.
+    # A thread that may be left behind, because a host lookup has no timeout.
     thread = threading.Thread(target=ask_for_headers, daemon=True)
     thread.start()
     thread.join(timeout=5)

@@ -1,4 +1,4 @@
-"""An encoder that classifies texts: DistilBERT's layers, by the library transformers."""
+"""An encoder that classifies text: DistilBERT's layers, from the library transformers."""
 
 import argparse
 import difflib
@@ -18,7 +18,7 @@ SIZES = {"encoder": None, "encoder-1x4x128": (1, 4, 128), "distilbert": (6, 12, 
 
 
 def size_of(name: str) -> tuple[int, int, int] | None:
-    """Layers, heads and width of ``--model``; ``None`` if they are those of pretrained weights."""
+    """Layers, heads and width of ``--model``; ``None`` if pretrained weights define them."""
     if name in SIZES:
         return SIZES[name]
     numbers = re.fullmatch(r"encoder-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
@@ -30,7 +30,7 @@ def size_of(name: str) -> tuple[int, int, int] | None:
         )
     layers, heads, width = map(int, numbers.groups())
     if width % heads:
-        fail(f"--model {name}: {heads} heads cannot share a width of {width}; use a multiple")
+        fail(f"--model {name}: width {width} is not divisible by {heads} heads; use a multiple")
     return layers, heads, width
 
 
@@ -41,12 +41,12 @@ def check_model_name(name: str) -> None:
 class Encoder(nn.Module):
     """Tokens ``[batch, context]`` to logits ``[batch, classes]``.
 
-    Its state dict holds all that is needed to use it: the configuration and the tokenizer are
-    buffers, of the bytes of their JSON.
+    Its state dict contains all that is needed to use it: configuration and tokenizer are buffers
+    with the bytes of their JSON.
 
     Args:
-        model: of transformers, for the classification of sequences.
-        tokenizer: JSON, as ``tokenizers.Tokenizer.to_str`` writes it.
+        model: of transformers, for sequence classification.
+        tokenizer: JSON, as written by ``tokenizers.Tokenizer.to_str``.
     """
 
     def __init__(self, model: nn.Module, tokenizer: str):
@@ -55,18 +55,18 @@ class Encoder(nn.Module):
         config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
         self.register_buffer("config", torch.tensor(list(config.encode()), dtype=torch.uint8))
         self.register_buffer("tokenizer", torch.tensor(list(tokenizer.encode()), dtype=torch.uint8))
-        for module in model.modules():  # a buffer that is not in the state dict would be lost where
-            module._non_persistent_buffers_set.clear()  # a model is made without memory: see FSDP
+        for module in model.modules():  # a buffer that is not in the state dict would be lost if
+            module._non_persistent_buffers_set.clear()  # a model is made on meta: see FSDP
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # With the dimensions of heads and queries the library takes a mask as it is. Of any other
-        # it looks whether it masks anything, for which the CPU would wait for the GPU.
+        # With the dimensions of heads and queries the library uses a mask as it is. Otherwise it
+        # checks whether the mask masks anything, for which the CPU would wait for the GPU.
         mask = (tokens != self.pad)[:, None, None, :]
         return self.encoder(input_ids=tokens, attention_mask=mask).logits
 
 
 def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
-    """``--model``, or what ``--weights`` names, on the CPU or the default device."""
+    """``--model``, or the model of ``--weights``, on the CPU or the default device."""
     transformers = import_optional("transformers")
     tokenizer = reviews.make_tokenizer(args)
     if size := size_of(args.model):
@@ -88,7 +88,7 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
         model = reviews.from_pretrained(args.weights, auto, **options)
     else:
         model = getattr(transformers, auto).from_config(config, dtype=torch.get_default_dtype())
-    tokenizer.backend_tokenizer.no_padding()  # as it is to be used: on one text, cut off
+    tokenizer.backend_tokenizer.no_padding()  # for use on single texts
     tokenizer.backend_tokenizer.enable_truncation(args.context)
     model = Encoder(model, tokenizer.backend_tokenizer.to_str())
     if size and args.weights != "none":
@@ -101,14 +101,14 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
 
 
 def set_dropout(config, rate: float) -> None:
-    """Every rate of dropout that a configuration has, whatever the architecture calls it."""
+    """Set all dropout probabilities of a configuration, whatever their names are."""
     for name, value in config.to_dict().items():
         if ("drop" in name) and isinstance(value, float):
             setattr(config, name, rate)
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """What an optimizer takes: ``--weight-decay`` is for matrices, not for biases and norms."""
+    """Parameter groups: ``--weight-decay`` applies to matrices, not to biases and norms."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim > 1]},
@@ -117,4 +117,4 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 
 def check_deterministic(name: str, model: nn.Module) -> None:
-    """Nothing in it is computed in an order that changes."""
+    """Nothing to check: all its operations are deterministic."""

@@ -1,4 +1,4 @@
-"""A mixture of experts: several MLPs, to one or a few of which a router sends each token."""
+"""A mixture of experts: several MLPs, and a router that sends each token to one or a few."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 class AddGradientOf(torch.autograd.Function):
-    """Passes a tensor on as it is, and in backward asks for the gradient of another loss besides:
-    so no training loop needs a line for it (as in DeepSeek-V2's code, AddAuxiliaryLoss)."""
+    """Identity in forward that adds the gradient of another loss in backward, so the training loops
+    need no code for it (as AddAuxiliaryLoss in DeepSeek-V2's code)."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, loss: Tensor) -> Tensor:
@@ -22,13 +22,13 @@ class AddGradientOf(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """In the place of an MLP, tokens ``[batch, time, width]`` to as many (Shazeer et al. 2017,
+    """Replaces an MLP; from tokens ``[batch, time, width]`` to the same shape (Shazeer et al. 2017,
     arXiv:1701.06538). No token is dropped, however many are routed to the same expert.
 
     Args:
-        make_expert: makes one, a module that takes ``[tokens, width]``.
-        experts: how many there are.
-        top_k: to how many of them a token is routed; their outputs are weighed by its gates.
+        make_expert: makes an expert, a module that takes ``[tokens, width]``.
+        experts: number of experts.
+        top_k: experts per token; their outputs are weighted by its gates.
         balance: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equation
             4), which is lowest when the router uses all experts equally.
     """
@@ -40,7 +40,7 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleDict({str(i): make_expert() for i in range(experts)})
         self.count, self.top_k, self.balance = experts, top_k, balance
-        # What expert parallelism does in another way:
+        # Expert parallelism replaces these:
         self.run_experts, self.mean_over_ranks = self.run_own_experts, lambda load: load
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class MixtureOfExperts(nn.Module):
             loss = self.balance * self.load_balancing_loss(probabilities, chosen)
             tokens = AddGradientOf.apply(tokens, loss)
         chosen = chosen.flatten()
-        order = chosen.argsort(stable=True)  # tokens of the same expert side by side
+        order = chosen.argsort(stable=True)  # sorted by expert
         counts = chosen.new_zeros(self.count).scatter_add_(0, chosen, torch.ones_like(chosen))
         outputs = self.run_experts(tokens[order // self.top_k], counts)  # dispatch
         outputs = outputs * gates.flatten()[order, None]
@@ -59,11 +59,11 @@ class MixtureOfExperts(nn.Module):
         return combined.view_as(x)
 
     def run_own_experts(self, tokens: Tensor, counts: Tensor, sizes=None) -> Tensor:
-        """Each expert's outputs for its tokens, which lie side by side.
+        """The outputs of the experts for their tokens, which are sorted by expert.
 
         Args:
-            counts: int64 ``[experts]``, how many each has.
-            sizes: the same on the CPU; if it is not given, it is fetched, should it be needed.
+            counts: int64 ``[experts]``, tokens per expert.
+            sizes: the same on the CPU; if not given, it is copied from ``counts`` when needed.
         """
         experts = list(self.experts.values())
         if tokens.is_cuda and tokens.dtype == torch.bfloat16 and hasattr(experts[0], "up"):
@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def grouped(experts: list[nn.Module], tokens: Tensor, counts: Tensor) -> Tensor:
-    """All experts at once, in bfloat16: the CPU need not know how many tokens each of them has."""
+    """All experts at once, in bfloat16: the CPU need not know the number of tokens per expert."""
     ends = counts.cumsum(0).to(torch.int32)
 
     def multiply(x: Tensor, name: str) -> Tensor:

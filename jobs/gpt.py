@@ -1,4 +1,4 @@
-"""A decoder-only transformer that predicts the next token of a text, as GPT-2 has it; its sizes."""
+"""A decoder-only transformer for next-token prediction, in the form of GPT-2; its sizes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,10 +17,10 @@ class Size:
     """The shape of a decoder.
 
     Args:
-        context: tokens of a sequence, unless ``--context`` says otherwise.
-        kv_heads: heads of keys and values; as many as of queries if it is 0.
-        mlp_width: of the layer within an MLP.
-        vocabulary: tokens that the published model has; 0 if there is none.
+        context: default of ``--context``, tokens per sequence.
+        kv_heads: heads of keys and values; 0: as many as heads of queries.
+        mlp_width: width within the MLP.
+        vocabulary: number of tokens of the published model; 0 if there is none.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class Size:
     mlp_matrices = 2
 
     def count_parameters(self, vocabulary: int) -> int:
-        """Of an untied model, without norms and positions."""
+        """Number of parameters of an untied model, without norms and positions."""
         width, kv_width = self.width, self.width * self.kv_heads // self.heads
         block = 2 * width * (width + kv_width) + self.mlp_matrices * width * self.mlp_width
         return self.layers * block + 2 * vocabulary * width
@@ -43,7 +43,7 @@ class Size:
 
 # gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and for one GPU
 # (https://github.com/karpathy/nanoGPT); gpt2 is the smallest GPT-2 (Radford et al. 2019), with
-# which this one shares 12 layers of 768, but not 50,257 tokens.
+# which this one shares 12 layers of width 768, but not the 50,257 tokens.
 SIZES = {
     "gpt-nano": Size(4, 4, 128, 64),
     "gpt-mini": Size(6, 6, 384, 256, 0.2),
@@ -53,15 +53,15 @@ SIZES = {
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of ``[batch, heads, time, head_width]``. Keys and values may have fewer
-    heads, of which each then serves several heads of queries."""
+    heads, each of which is used by several heads of queries."""
     return F.scaled_dot_product_attention(q, *repeat(q, k, v), is_causal=True)
 
 
 class Attention(nn.Module):
-    """Each position attends to itself and those before, in several heads at once.
+    """Causal attention with several heads.
 
-    Queries, keys and values have a matrix each: of one that holds all three, tensor parallelism
-    would give a rank a part of the queries and no values.
+    Queries, keys and values have separate matrices: tensor parallelism would split a combined
+    matrix so that a rank has some queries and no values.
     """
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -95,10 +95,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm (Radford et al. 2019, section 2.3).
+    """Attention and MLP, each after a norm (Radford et al. 2019, section 2.3).
 
     Args:
-        make_norm: makes one for a width.
+        make_norm: makes a norm of a width.
     """
 
     def __init__(self, width: int, make_norm: Callable, attention: nn.Module, mlp: nn.Module):
@@ -115,18 +115,17 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens ``[batch, time]`` to logits ``[batch, vocabulary, time]``, which is how
-    ``F.cross_entropy`` takes them with labels ``[batch, time]``.
+    """Tokens ``[batch, time]`` to logits ``[batch, vocabulary, time]``, the shape
+    that ``F.cross_entropy`` takes with labels ``[batch, time]``.
 
-    Linear layers have no bias: that of a key, for one, would change nothing, as softmax does not
-    see it. Weights are those of :func:`jobs.decoder.init_weights`.
+    Linear layers have no bias; that of a key, for example, would cancel in the softmax. Weights are
+    initialized by :func:`jobs.decoder.init_weights`.
 
     Args:
-        vocabulary: code points of the characters that tokens stand for. They are part of the state
-            dict.
+        vocabulary: code points of the characters of the tokens, part of the state dict.
         make_mlp: makes the MLP of a block.
-        tie: use the matrix of the embedding for the head as well.
-        experts, top_k, balance: in the place of each MLP, see :class:`MixtureOfExperts`.
+        tie: share one matrix between embedding and head.
+        experts, top_k, balance: for experts instead of MLPs, see :class:`MixtureOfExperts`.
     """
 
     before, after = ("token",), ("norm", "head")  # modules, before the blocks and after them
@@ -150,16 +149,16 @@ class Decoder(nn.Module):
             self.head.weight = self.token.weight
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the first block takes: ``[batch, time, width]``."""
+        """The input of the first block, ``[batch, time, width]``."""
         return self.token(tokens)
 
     def unembed(self, x: Tensor) -> Tensor:
-        """What the last block returns, to logits."""
-        # A copy, which the loss would make of a view; and FSDP warns of views.
+        """Logits from the output of the last block."""
+        # A copy, which the loss would make anyway; and FSDP warns about views.
         return self.head(self.norm(x)).transpose(1, 2).contiguous()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """``positions``: of the tokens ``[time]``, where a rank has a shard of each sequence."""
+        """``positions``: ``[time]``, of this rank's tokens, if sequences are sharded."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens, positions)
@@ -172,7 +171,7 @@ class GPT(Decoder):
     """Learned positions, LayerNorm, GELU, dropout.
 
     Args:
-        context: positions that it knows.
+        context: maximum number of positions.
         options: see :class:`Decoder`.
     """
 

@@ -21,10 +21,10 @@ from harness.remote import fetch_input
 from harness.task_data import TaskData
 from jobs.download import fetch
 
-# torchvision is imported where it is used: four ranks that share two cores take seconds over it,
-# and a run should show its first line before that.
+# torchvision is imported where it is used: four ranks on two cores need seconds to import it,
+# and a run should print its first line before.
 
-# The reference job, and one that two CPU cores finish in about a minute.
+# The reference task, and one that two CPU cores finish in about a minute.
 DEFAULTS = {
     "cuda": {"model": "resnet50", "image_size": 224},
     "cpu": {"model": "resnet18", "image_size": 32, "train_samples": 2048, "eval_samples": 1000},
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 
 def add_flags(parser: ArgumentParser, shown: bool = True) -> None:
-    """The flags that only images have."""
+    """Add the flags for images."""
     # fmt: off
     flag = parser.add_flags("image options", shown)
     flag("--norm", choices=["batch", "group", "sync"],
@@ -42,13 +42,13 @@ def add_flags(parser: ArgumentParser, shown: bool = True) -> None:
     # fmt: on
 
 
-FLAGS = IDENTITY = ["norm", "image_size"]  # of those that not all jobs have; must match to resume
+FLAGS = IDENTITY = ["norm", "image_size"]  # flags of this task; must match to resume
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
-    """Fill in what depends on the device and the model, and check what needs no data.
+    """Fill in defaults that depend on device and model, and check what needs no data.
 
-    ``None`` is left where it means "all of it".
+    ``None`` stays where it means "all".
     """
     for name, value in (DEFAULTS[args.device] | {"norm": "batch", "optimizer": "sgd"}).items():
         whole_folder = args.dataset == "folder" and name.endswith("_samples")
@@ -69,10 +69,10 @@ def describe(args: argparse.Namespace) -> str:
 
 # ---------------------------------------------------------------------------------------- data
 
-# ImageNet's, because torchvision's pretrained weights expect them; a network that is trained from
-# scratch would do as well with others.
+# ImageNet's, which torchvision's pretrained weights expect; for training from scratch others would
+# do as well.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-IN_MEMORY_BYTES = 4 * 2**30  # for the ranks of a machine together; more is decoded by the batch
+IN_MEMORY_BYTES = 4 * 2**30  # per machine; larger data sets are decoded batch by batch
 
 
 class Images(TaskData):
@@ -99,13 +99,13 @@ class Images(TaskData):
         return images[0], labels[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """What a DataLoader calls for a batch: ``[n, 3, side, side]`` and ``[n]``; or, if a GPU
-        holds the images, only the numbers of those wanted, ``[n]``."""
+        """A batch for the DataLoader: ``[n, 3, side, side]`` and ``[n]``; or, if the images are on
+        the GPU, only their indices, ``[n]``."""
         index = torch.tensor(indices)
         return (index,) if self.images.is_cuda else (self.images[index], self.labels[index])
 
     def to_device(self, batch: tuple[Tensor, ...], device) -> tuple[Tensor, Tensor]:
-        """What the loader handed out as uint8 images and labels on the device."""
+        """A batch of the loader as uint8 images and labels on the device."""
         batch = [tensor.to(device, non_blocking=True) for tensor in batch]
         if len(batch) == 1:
             [index] = batch
@@ -145,7 +145,7 @@ class Images(TaskData):
 
 
 class ImagesOnDisk(Images):
-    """The same of files, decoded when a batch needs them: ``images`` is a list of paths."""
+    """Images in files that are decoded for each batch: ``images`` is a list of paths."""
 
     workers = 4
 
@@ -154,7 +154,7 @@ class ImagesOnDisk(Images):
         self.side = side
 
     def keep_on_gpu(self) -> None:
-        """They are too many for memory."""
+        """Does nothing: there are too many images for memory."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([read_image(self.images[i], self.side) for i in indices])
@@ -167,7 +167,7 @@ class UnreadableImage(Unreadable):
 
 @contextlib.contextmanager
 def open_image(path: str) -> Iterator[Image.Image]:
-    """As it is to be seen: cameras write down how they were held."""
+    """Open an image, with its orientation from EXIF applied."""
     try:
         with Image.open(path) as image:
             if image.mode == "F":
@@ -186,16 +186,16 @@ def open_image(path: str) -> Iterator[Image.Image]:
 
 
 def read_image(path: str, side: int) -> Tensor:
-    """Decode a file to uint8 ``[3, side, side]``: short side resized, then the middle cut out."""
+    """Decode a file to uint8 ``[3, side, side]``: resize the short side, then center crop."""
     with open_image(path) as file:
-        if file.mode.startswith("I"):  # 16 bits, of which convert() would cut off the upper half
+        if file.mode.startswith("I"):  # 16 bits, which convert() would clip
             file = Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
         image = ImageOps.fit(file.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
-    """The training and the evaluation set, of the same classes. Settles what ``auto`` means."""
+    """The training and the evaluation set, of the same classes. Resolves ``auto``."""
     name, why = args.dataset, None
     if name in ("auto", "cifar10"):
         why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
@@ -225,10 +225,10 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
 
 
 def how_many(args: argparse.Namespace, split: str, available: int) -> int:
-    """``--train-samples`` or ``--eval-samples``, where it is given, of those available."""
+    """Number of samples: ``--train-samples`` or ``--eval-samples``, or all available."""
     wanted = getattr(args, f"{split}_samples") or available
     if wanted > available:
-        fail(f"--{split}-samples {wanted}: there are {available}; ask for no more than that")
+        fail(f"--{split}-samples {wanted}: only {available} exist; use no more")
     return wanted
 
 
@@ -237,7 +237,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
     from torchvision.datasets import CIFAR10
 
     def download():
-        if hasattr(tarfile, "data_filter"):  # nothing is extracted to outside of the folder
+        if hasattr(tarfile, "data_filter"):  # extracts nothing outside of the folder
             tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
         CIFAR10(data_dir, download=True)
 
@@ -260,7 +260,7 @@ def cifar10(args: argparse.Namespace, split: str) -> Images:
 def folder(args: argparse.Namespace, split: str) -> Images:
     """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
 
-    The files come in a fixed shuffle: their first n would otherwise be of the first class.
+    The files are shuffled in a fixed order: else the first n would be of the first class.
     """
     from torchvision.datasets import ImageFolder
 
@@ -269,8 +269,8 @@ def folder(args: argparse.Namespace, split: str) -> Images:
     roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
         fail(
-            f"--data-dir {args.data_dir}: there is no {' or '.join(names)} folder in it; "
-            "give the folder that holds train/ and test/"
+            f"--data-dir {args.data_dir}: it has no {' or '.join(names)} folder; "
+            "give the folder that contains train/ and test/"
         )
     try:
         source = ImageFolder(roots[0])
@@ -284,7 +284,7 @@ def folder(args: argparse.Namespace, split: str) -> Images:
         for path in paths[:100]:
             with open_image(path) as image:
                 short_sides.append(min(image.size))
-        # Large images are stored as small as the model's input, small ones as they are.
+        # Large images are stored at the size of the model's input, small ones unchanged.
         side = min(args.image_size, max(short_sides))
         if len(paths) * 3 * side**2 * LOCAL_WORLD_SIZE > IN_MEMORY_BYTES:
             return ImagesOnDisk(paths, labels, source.classes, args.image_size, side)
@@ -298,10 +298,10 @@ def folder(args: argparse.Namespace, split: str) -> Images:
 
 
 def synthetic(args: argparse.Namespace, split: str) -> Images:
-    """Ten classes drawn from the seed, of CIFAR-10's shape: no file and no network needed.
+    """Ten random classes from the seed, in CIFAR-10's shape, without files or network.
 
-    A class is a smooth random pattern; an image is the sum of its class's, another one and noise.
-    Image i is the same however many there are.
+    A class is a smooth random pattern; an image is the sum of this pattern, another one and noise.
+    Image i does not depend on the number of images.
     """
     n = getattr(args, f"{split}_samples") or {"train": 50_000, "eval": 10_000}[split]
     images, labels = torch.empty(n, 3, 32, 32, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
@@ -318,8 +318,8 @@ def synthetic(args: argparse.Namespace, split: str) -> Images:
 
 
 def smooth_patterns(rng: np.random.Generator, n: int, first: int | None = None) -> Tensor:
-    """float32 ``[n, 3, 32, 32]``: 4x4 normal values, enlarged; only the first ones if so wished,
-    which is what takes the time."""
+    """float32 ``[n, 3, 32, 32]``: 4x4 normal values, upsampled; optionally only the first ones,
+    as upsampling takes most of the time."""
     coarse = torch.from_numpy(rng.standard_normal((n, 3, 4, 4), dtype=np.float32))
     return F.interpolate(coarse[:first], size=32, mode="bicubic")
 
@@ -329,7 +329,7 @@ def smooth_patterns(rng: np.random.Generator, n: int, first: int | None = None) 
 
 def draw_crops(seed: int, epoch: int, step: int, batch_size: int, side: int) -> Tensor:
     """Random crops and flips of a GLOBAL batch: a function of (seed, epoch, step) only, so that
-    they are the same at every world size and after a resume.
+    they are identical at every world size and after a resume.
 
     Returns:
         int64 ``[batch_size, 3]``: row and column in the padded image, and whether to flip.
@@ -356,11 +356,11 @@ def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
 
 
 def to_input(images: Tensor, image_size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """uint8 ``[n, 3, side, side]`` to what the model takes: normalized, in the default dtype and
-    then in ``dtype``, if it is given, and ``[n, 3, image_size, image_size]``.
+    """From uint8 ``[n, 3, side, side]`` to the input of the model: normalized in the default dtype,
+    cast to ``dtype`` if given, and resized to ``[n, 3, image_size, image_size]``.
 
-    In memory the channels of a pixel come together (channels last), as convolutions are fastest on
-    GPUs and on CPUs; all that a network makes of such a tensor has that order.
+    The memory format is channels last, which is fastest for convolutions on GPUs and CPUs; all
+    activations of the network inherit it.
     """
     mean, std = normalization(images.device, torch.get_default_dtype())
     images = images.to(mean.dtype, memory_format=torch.channels_last).sub_(mean).div_(std)
@@ -370,6 +370,6 @@ def to_input(images: Tensor, image_size: int, dtype: torch.dtype | None = None) 
     return images.to(dtype or mean.dtype).contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache  # copying them to the GPU at every step would make the CPU wait for the GPU
+@functools.cache  # a copy to the GPU at every step would make the CPU wait for it
 def normalization(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor([MEAN, STD], dtype=dtype, device=device).mul(255)[..., None, None]

@@ -1,5 +1,5 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), to be read beside gpt.py: rotary positions in the
-place of learned ones, RMSNorm, SwiGLU, grouped queries, no dropout; and its sizes."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), compared with gpt.py: rotary instead of learned
+positions, RMSNorm, SwiGLU, grouped-query attention, no dropout; and its sizes."""
 
 import dataclasses
 import math
@@ -17,11 +17,11 @@ class LlamaSize(Size):
     """See :class:`jobs.gpt.Size`.
 
     Args:
-        base: of the frequencies by which positions rotate.
-        scaling: of these frequencies, as Llama 3.1 stretches them; its keys are those of
-            ``rope_scaling`` in a configuration.
+        base: of the frequencies of the rotary embedding.
+        scaling: of these frequencies, as in Llama 3.1; its keys are those of ``rope_scaling`` in a
+            configuration.
         eps: of the norms.
-        tie: whether embedding and head share a matrix, unless ``--tie`` is given.
+        tie: default of ``--tie``: whether embedding and head share a matrix.
     """
 
     base: float = 10_000.0
@@ -33,8 +33,8 @@ class LlamaSize(Size):
 
 
 # From config.json of TinyLlama/TinyLlama-1.1B-Chat-v1.0, meta-llama/Llama-2-7b-hf, -13b-hf,
-# Meta-Llama-3-8B, -70B and Llama-3.2-1B on https://huggingface.co. Context: what they were trained
-# with, of Llama 3.2 before it was stretched.
+# Meta-Llama-3-8B, -70B and Llama-3.2-1B on https://huggingface.co. Context: as in training,
+# for Llama 3.2 before its extension.
 SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 LLAMA3 = {"vocabulary": 128_256, "base": 500_000.0}
 STRETCHED = tuple(zip(SCALING, (32.0, 1.0, 4.0, 8192.0), strict=True))
@@ -51,13 +51,13 @@ SIZES = {
 
 
 def frequencies(size: LlamaSize, device: torch.device) -> Tensor:
-    """How far each pair of a head's numbers rotates from one position to the next, in radians,
-    fp32 ``[head_width / 2]`` (Su et al. 2021, arXiv:2104.09864)."""
+    """The rotation of each pair of a head's elements per position, in radians, fp32
+    ``[head_width / 2]`` (Su et al. 2021, arXiv:2104.09864)."""
     width = size.width // size.heads
     found = 1 / size.base ** (torch.arange(0, width, 2, device=device).float() / width)
     if not size.scaling:
         return found
-    # Slow rotations become slower by the factor, fast ones stay, and those between are between.
+    # Low frequencies are divided by the factor, high ones stay, others are interpolated.
     scaling = dict(size.scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / found
@@ -67,8 +67,8 @@ def frequencies(size: LlamaSize, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """``[batch, heads, time, head_width]``, of which the first half of a head's numbers is paired
-    with the second. Angles are in fp32, whatever x is in."""
+    """Rotate ``[batch, heads, time, head_width]``. The first half of a head's elements is paired
+    with the second half. Angles are in fp32 for any dtype of x."""
     angles = positions.float()[:, None] * frequencies
     angles = torch.cat([angles, angles], 1)
     first, second = x.chunk(2, 3)
@@ -77,8 +77,8 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 class RotaryAttention(nn.Module):
-    """Queries and keys are rotated by their positions, so that a product depends on how far apart
-    they are. Keys and values have fewer heads (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Queries and keys are rotated by their positions, so that their product depends on the
+    distance. Keys and values may have fewer heads (Ainslie et al. 2023, arXiv:2305.13245)."""
 
     def __init__(self, size: LlamaSize):
         super().__init__()

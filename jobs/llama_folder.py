@@ -1,8 +1,8 @@
-"""A Llama's configuration and the names of its weights as huggingface.co has them, and ours."""
+"""Convert a Llama's configuration and weight names between huggingface.co's format and ours."""
 
 from jobs.llama import SCALING, LlamaSize
 
-NAMES = {  # of the state dict, here and there
+NAMES = {  # of the state dict, ours and theirs
     "token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
@@ -12,7 +12,7 @@ NAMES = {  # of the state dict, here and there
 
 
 def their_name(name: str) -> str:
-    """Of one of our parameters."""
+    """The name on huggingface.co of one of our parameters."""
     module, _, kind = name.rpartition(".")
     blocks, _, inner = module.partition(".")
     number, _, inner = inner.partition(".")
@@ -21,7 +21,7 @@ def their_name(name: str) -> str:
 
 
 def make_config(size: LlamaSize, context: int, vocabulary: int, tie: bool) -> dict:
-    """``config.json``."""
+    """The content of ``config.json``."""
     scaling = {"rope_type": "llama3", **dict(size.scaling)} if size.scaling else None
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -37,11 +37,11 @@ def size_of_config(config: dict) -> LlamaSize:
     """The shape that a ``config.json`` describes.
 
     Raises:
-        ValueError: it is not a Llama's, or one that computes what is not here.
+        ValueError: it is not a Llama's, or needs features that this Llama lacks.
     """
     rope = {"rope_theta": 10_000.0, **(config.get("rope_scaling") or {})}
     rope |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    rope |= config.get("rope_parameters") or {}  # of transformers 5
+    rope |= config.get("rope_parameters") or {}  # transformers 5
     kind = rope.get("rope_type") or rope.get("type") or "default"
     heads, width = config["num_attention_heads"], config["hidden_size"]
     needed = {
@@ -50,9 +50,9 @@ def size_of_config(config: dict) -> LlamaSize:
     }  # fmt: skip
     for name, value in needed.items():
         if config.get(name, value) not in (value, None):
-            raise ValueError(f"its {name} is {config[name]}, and only {value} is known here")
+            raise ValueError(f"its {name} is {config[name]}, and only {value} is supported")
     if kind not in ("default", "llama3"):
-        raise ValueError(f"its rope_type is {kind}, and only default and llama3 are known here")
+        raise ValueError(f"its rope_type is {kind}, and only default and llama3 are supported")
     scaling = tuple((name, float(rope[name])) for name in SCALING) if kind == "llama3" else ()
     return LlamaSize(
         config["num_hidden_layers"], heads, width, config["max_position_embeddings"], 0.0,

@@ -1,4 +1,4 @@
-"""Movie reviews with a label each, to be classified; their tokenizer."""
+"""Movie reviews, to be classified by label; their tokenizer."""
 
 import argparse
 import functools
@@ -16,13 +16,13 @@ from jobs.download import why_unreachable
 
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]
-VOCABULARY = 8000  # tokens of a tokenizer that is trained here
+VOCABULARY = 8000  # number of tokens of a trained tokenizer
 IDENTITY = ["context"]  # must match to resume
-FLAGS = ["context", "dropout"]  # of those that not all jobs have
+FLAGS = ["context", "dropout"]  # flags of this task
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
-    """Fill in what depends on the job, and check what needs no data."""
+    """Fill in defaults of the task, and check what needs no data."""
     args.dataset = "reviews"
     if args.model is None:
         args.model = "encoder" if has_pretrained(args) else "encoder-1x4x128"
@@ -39,7 +39,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.weight_decay = 0.01 if has_pretrained(args) else 0.5
         args.weight_decay = args.weight_decay if args.optimizer == "adamw" else 0.0005
     if args.weights == "imagenet":
-        fail("--weights imagenet is of images; give a folder or the name of a pretrained encoder")
+        fail("--weights imagenet is for images; give a folder or the name of a pretrained encoder")
     if (args.model == "encoder") != has_pretrained(args):
         fail(
             f"--model {args.model} with --weights {args.weights}: encoder has the shape of "
@@ -49,7 +49,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
 
 def has_pretrained(args: argparse.Namespace) -> bool:
-    """Whether ``--weights`` is for ``from_pretrained``: a folder, or the name of one on the hub."""
+    """Whether ``--weights`` is for ``from_pretrained``: a folder, or a name on the hub."""
     return args.weights != "none" and not args.weights.endswith(".pt")
 
 
@@ -58,7 +58,7 @@ def describe(args: argparse.Namespace) -> str:
 
 
 class Reviews(TaskData):
-    """Texts as one tensor of tokens, all cut or padded to the same length.
+    """Reviews as one tensor of tokens, truncated or padded to the same length.
 
     Args:
         tokens: int64 ``[n, context]``.
@@ -75,7 +75,7 @@ class Reviews(TaskData):
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
-        """What a DataLoader calls for a batch: the numbers of the samples, ``[batch]``."""
+        """A batch for the DataLoader: the indices of the samples, ``[batch]``."""
         return (torch.tensor(indices),)
 
     def prepare(
@@ -109,7 +109,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Reviews, Reviews]:
         texts, labels = read(fetch_input(args.data_dir, "--data-dir") / file)
         wanted = getattr(args, f"{split}_samples") or len(texts)
         if wanted > len(texts):
-            fail(f"--{split}-samples {wanted}: there are {len(texts)}; ask for no more than that")
+            fail(f"--{split}-samples {wanted}: only {len(texts)} exist; use no more")
         padded = {"padding": "max_length", "truncation": True, "max_length": args.context}
         tokens = tokenizer(texts[:wanted], **padded)["input_ids"]
         splits.append(Reviews(torch.tensor(tokens), torch.tensor(labels[:wanted])))
@@ -122,8 +122,8 @@ def make_datasets(args: argparse.Namespace) -> tuple[Reviews, Reviews]:
 
 @functools.cache
 def read(path: Path) -> tuple[list[str], list[int]]:
-    """Texts and labels of a file of tab-separated columns: a label, 0 or 1; a rating, which is not
-    used; a text. The first line names them."""
+    """Read texts and labels from a file of tab-separated columns: label (0 or 1), rating (not
+    used), text. The first line is a header."""
     example = "a line is label, rating and text with a tab between them, such as 1 2.4 'A delight.'"
     try:
         lines = path.read_bytes().split(b"\n")
@@ -135,7 +135,7 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     texts, labels = [], []
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line:
-            continue  # after the last end of line
+            continue  # after the last line
         try:
             label, rating, text = line.decode().rstrip("\r").split("\t")
             if number == 1 and [label, rating, text] == COLUMNS:
@@ -145,16 +145,16 @@ def read(path: Path) -> tuple[list[str], list[int]]:
             texts.append(text)
             if not text.strip():
                 raise ValueError("no text")
-        except ValueError as error:  # UnicodeDecodeError is one, too
+        except ValueError as error:  # includes UnicodeDecodeError
             fail(f"{path}, line {number} is broken ({error}); {example}; correct or remove it")
     if not texts:
-        fail(f"{path} has no line of a review; {example}")
+        fail(f"{path} contains no reviews; {example}")
     return texts, labels
 
 
 def make_tokenizer(args: argparse.Namespace):
-    """That of pretrained weights; or one of byte pairs, trained on the training split, the same on
-    all ranks. (A ``PreTrainedTokenizerFast``.)"""
+    """The tokenizer of pretrained weights; or byte-pair encoding trained on the training split,
+    identical on every rank. (A ``PreTrainedTokenizerFast``.)"""
     if has_pretrained(args):
         tokenizer = from_pretrained(args.weights, "AutoTokenizer")
         if tokenizer.pad_token_id is None or not tokenizer.is_fast:
@@ -165,8 +165,8 @@ def make_tokenizer(args: argparse.Namespace):
 
 @functools.cache
 def train_tokenizer(data_dir: Path):
-    """Byte pairs (Sennrich et al. 2016, arXiv:1508.07909) of bytes, in lower case; a text begins
-    with [CLS] and ends with [SEP], as DistilBERT expects it."""
+    """Train byte-level, lower-case byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909). A
+    sequence begins with [CLS] and ends with [SEP], as DistilBERT expects."""
     transformers = import_optional("transformers")
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -188,17 +188,17 @@ def train_tokenizer(data_dir: Path):
 
 
 def from_pretrained(weights: str, kind: str, **options):
-    """``transformers.KIND.from_pretrained``, with what goes wrong in one line."""
+    """``transformers.KIND.from_pretrained``, with one-line errors."""
     weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if not Path(weights).is_dir() and why_unreachable(hub):
-        options["local_files_only"] = True  # or it tries again for a minute
+        options["local_files_only"] = True  # else it retries for a minute
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
         return getattr(transformers, kind).from_pretrained(weights, **options)
-    except Exception as error:  # of a folder, the hub, the network, safetensors
+    except Exception as error:  # folder, hub, network or safetensors
         why = str(error).partition("\n")[0][:200]
         fail(
             f"--weights {weights} cannot be loaded ({type(error).__name__}: {why}); give a folder "

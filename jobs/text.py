@@ -20,14 +20,14 @@ from jobs.llama import LlamaSize
 from libraries import hub
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
-AT_MOST = {"train": 2048, "eval": 1000}  # samples on a CPU, unless a flag says otherwise
+AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU
 
 
 def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
-    """The flags that only language models have.
+    """Add the flags for language models.
 
     Args:
-        experts: the help shows those of a mixture of experts.
+        experts: the help shows the flags of a mixture of experts.
     """
     # fmt: off
     flag = parser.add_flags("language-model options")
@@ -35,7 +35,7 @@ def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
          help="tokens per sequence (default: the model's own, of a folder in "
          "--weights at most 2048)")
     flag("--tokenizer", choices=["chars", "bytes", "hub"],
-         help="tokens: characters, bytes, or hub: by the tokenizer in the folder --weights "
+         help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
          "(default: hub if it has one, else chars)")
     flag("--kv-heads", type=positive, metavar="N",
          help="llama-LxHxD: heads of keys and values (default: H)")
@@ -60,7 +60,7 @@ FLAGS = [*IDENTITY, "dropout"]  # of those that not all jobs have
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
-    """Fill in what depends on the device and the model, and check what needs no data."""
+    """Fill in defaults that depend on device and model, and check what needs no data."""
     if args.model == "gpt":
         args.model = MODELS[args.device]
     size = decoder.size_of(args)
@@ -78,13 +78,13 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.top_k = args.top_k or 1
         args.balance = 0.01 if args.balance is None else args.balance
         parts = getattr(args, "accumulate", 1) > 1 or getattr(args, "dtype", "") == "float16"
-        if args.balance and parts:  # the loss is scaled, and the balance has its gradient as it is
+        if args.balance and parts:  # they scale the loss, but not the balance's gradient
             fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
         if args.top_k > args.experts:
             fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
     if args.context > size.context and args.model in gpt.SIZES:
         fail(
-            f"--context {args.context}: {args.model} looks back at {size.context} at most; use no "
+            f"--context {args.context}: {args.model} has at most {size.context} positions; use no "
             "more than that, or a model of the form gpt-LxHxD"
         )
     if args.dropout and isinstance(size, LlamaSize):
@@ -92,7 +92,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
     if args.tokenizer == "hub" and not (own and hub.has_tokenizer(decoder.folder_of(args))):
         fail("--tokenizer hub is the one in the folder --weights; give a folder that has one")
     if own and not isinstance(size, LlamaSize):
-        fail(f"--weights {args.weights} is of a Llama; use --model llama, which takes its shape")
+        fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
     if args.lr is None:
         args.lr = 0.001 if args.optimizer == "adamw" else 0.1
     if args.weight_decay is None:
@@ -107,13 +107,13 @@ def describe(args: argparse.Namespace) -> str:
 
 
 class Text(TaskData):
-    """A text as one tensor of tokens. Sample i is a window that begins near ``i * context``: its
-    tokens, and as labels those that follow each of them.
+    """Text as one tensor of tokens. Sample i is a window that begins near ``i * context``: its
+    tokens, with the next token of each as label.
 
     Args:
         tokens: ``[n]``, of a small integer type.
-        vocabulary: the character that each token stands for; of bytes, U+0000 to U+00FF.
-        context: tokens of a window.
+        vocabulary: the character of each token; for bytes U+0000 to U+00FF.
+        context: tokens per window.
     """
 
     unit, units, tensors = "win", "windows", ("tokens",)
@@ -125,20 +125,20 @@ class Text(TaskData):
         return -(-self.count_labels() // self.context)
 
     def count_labels(self) -> int:
-        """All tokens but the first follow another one."""
+        """Number of labels: all tokens but the first."""
         return len(self.tokens) - 1
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
-        """What a DataLoader calls for a batch: the numbers of the samples, ``[batch]``."""
+        """A batch for the DataLoader: the indices of the samples, ``[batch]``."""
         return (torch.tensor(indices),)
 
     def prepare(
         self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
     ) -> tuple[Tensor, Tensor]:
-        """This rank's batch of windows that begin up to ``context - 1`` tokens later than at
-        ``i * context``, by how much is drawn anew for each: a function of (seed, epoch, step), the
-        same at every world size and after a resume, as the crops of images are. Tokens and labels
-        are int64 ``[n, context]``.
+        """This rank's batch of windows, each of which begins at ``i * context`` plus a random
+        offset of up to ``context - 1`` tokens: a function of (seed, epoch, step), identical at
+        every world size and after a resume, like the crops of images. Tokens and labels are int64
+        ``[n, context]``.
         """
         [index], (rank, of) = batch, share
         rng = np.random.default_rng((seed, epoch, step))
@@ -148,13 +148,13 @@ class Text(TaskData):
         return self.windows(starts.clamp(max=last), device)
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
-        """Windows one after the other, so that each position is looked at once. Where the last one
-        reaches beyond the end, its labels are -100, which ``F.cross_entropy`` ignores."""
+        """Adjacent windows, so that each position counts once. Beyond the end of the text, the
+        labels of the last window are -100, which ``F.cross_entropy`` ignores."""
         [index] = batch
         return self.windows(index * self.context, device)
 
     def windows(self, starts: Tensor, device) -> tuple[Tensor, Tensor]:
-        """``context`` tokens from each place on, and their labels, gathered where the text is."""
+        """``context`` tokens from each start, and their labels, on the device of the text."""
         places = starts[:, None] + torch.arange(self.context + 1)
         places, end = places.to(self.tokens.device, non_blocking=True), len(self.tokens)
         tokens = self.tokens[places.clamp(max=end - 1)].long()
@@ -182,7 +182,7 @@ class Text(TaskData):
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
-    """The training and the evaluation text, of the same vocabulary. Settles what ``auto`` means."""
+    """The training and the evaluation text, of the same vocabulary. Resolves ``auto``."""
     train_set, eval_set, why = load(args)
     because = f" ({SHAKESPEARE} is not in {args.data_dir} and could not be downloaded: {why})"
     print0(
@@ -194,7 +194,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
 
 
 def load(args: argparse.Namespace) -> tuple[Text, Text, str | None]:
-    """The same without a word, and why it was not downloaded, if it is not what was wanted."""
+    """The same without output, and the reason if the data could not be downloaded."""
     name, why = args.dataset, None
     if name in ("auto", "shakespeare"):
         why = fetch_shakespeare(fetch_input(args.data_dir, "--data-dir"))
@@ -245,13 +245,13 @@ def read_shakespeare(args: argparse.Namespace) -> bytes:
 
 
 def read(args: argparse.Namespace) -> bytes:
-    """The file that ``--data-dir`` names, or all files in that folder and below, one after the
-    other in the order of their names; without hidden ones."""
+    """Read the file ``--data-dir``, or all files in and below that folder, concatenated in the
+    order of their names, without hidden ones."""
     folder = fetch_input(args.data_dir, "--data-dir")
     paths = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
     paths = [path for path in paths if not path.name.startswith(".")]
     if not paths:
-        fail(f"--data-dir {folder}: there is no file in it; give a text file, or a folder of them")
+        fail(f"--data-dir {folder}: it contains no file; give a text file, or a folder of them")
     texts = []
     for path in paths:
         try:
@@ -269,7 +269,7 @@ def read(args: argparse.Namespace) -> bytes:
 
 
 def split_text(text: bytes) -> list[bytes]:
-    """The last tenth is for evaluation. A character is not cut in two."""
+    """Split off the last tenth for evaluation, without splitting a character."""
     middle = len(text) * 9 // 10
     while middle < len(text) and 0x80 <= text[middle] < 0xC0:  # UTF-8's continuation bytes
         middle += 1
@@ -277,13 +277,13 @@ def split_text(text: bytes) -> list[bytes]:
 
 
 def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[str]]:
-    """Texts as tokens, and what each token stands for."""
+    """Encode texts as tokens; also return the character of each token."""
     if args.tokenizer == "bytes":
         tokens = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
         return tokens, [chr(byte) for byte in range(256)]
     if args.tokenizer == "hub":
         tokenizer = hub.load_tokenizer(decoder.folder_of(args))
-        n = max(decoder.size_of(args).vocabulary, len(tokenizer))  # of a matrix that is padded
+        n = max(decoder.size_of(args).vocabulary, len(tokenizer))  # the matrix may be padded
         numbers = [tokenizer(text.decode(), add_special_tokens=False) for text in texts]
         tokens = [torch.tensor(found["input_ids"], dtype=torch.int32) for found in numbers]
         return tokens, [token or "" for token in tokenizer.convert_ids_to_tokens(range(n))]
@@ -297,7 +297,7 @@ def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[
 def cut(
     args: argparse.Namespace, name: str, tokens: Tensor, vocabulary: list[str], split: str
 ) -> Text:
-    """``--train-samples`` or ``--eval-samples`` windows, where it is given, of a text."""
+    """Shorten a text to ``--train-samples`` or ``--eval-samples`` windows, if given."""
     whole = Text(tokens, vocabulary, args.context)
     least = args.context if split == "train" else 1
     if whole.count_labels() < least:
@@ -311,15 +311,15 @@ def cut(
         few = args.device == "cpu" and name != "text"
         wanted = min(len(whole), AT_MOST[split]) if few else len(whole)
     if wanted > len(whole):
-        fail(f"--{split}-samples {wanted}: there are {len(whole)}; ask for no more than that")
+        fail(f"--{split}-samples {wanted}: only {len(whole)} exist; use no more")
     chosen = Text(tokens[: wanted * args.context + 1], vocabulary, args.context)
     chosen.name = name
     return chosen
 
 
 def made_up(seed: int, split: str) -> str:
-    """A language drawn from the seed: a hundred words, each of which eight may follow. It needs no
-    file and no network, and a small model learns it."""
+    """Synthetic text from the seed: a hundred words, each with eight possible successors. It needs
+    no files and no network, and a small model learns it."""
     rng = np.random.default_rng((seed, 0))
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(rng.choice(letters, size=rng.integers(2, 8))) for _ in range(100)]

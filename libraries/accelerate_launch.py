@@ -6,7 +6,7 @@ from harness.command_line import fail
 from harness.ranks import SCRIPT
 
 KINDS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
-SETTINGS = {  # what the launcher sets, its name in the file, and what the scripts expect
+SETTINGS = {  # environment variable of the launcher, its name in the file, and the expected value
     "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "no"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "no"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", "1"),
@@ -16,8 +16,8 @@ SETTINGS = {  # what the launcher sets, its name in the file, and what the scrip
 
 
 def check_launch(needed: str | None = None) -> None:
-    """Report a file of another kind of training, or none where one is needed; and settings that
-    would make something else of this script.
+    """Reject a file for another kind of training, a missing file, and settings that would change
+    what this script shows.
 
     Args:
         needed: FSDP or DEEPSPEED.
@@ -36,5 +36,5 @@ def check_launch(needed: str | None = None) -> None:
         if theirs.lower() != value:
             fail(
                 f"{name} is {theirs} in the file of accelerate launch, or {variable} in the "
-                f"environment, and {SCRIPT}.py is about {value}; leave it as in {ours}"
+                f"environment, and {SCRIPT}.py needs {value}; set it as in {ours}"
             )

@@ -1,11 +1,11 @@
-"""PyTorch's attention kernels, forward and backward apart, as a ring of ranks calls them; and
-PyTorch's own ring.
+"""PyTorch's attention kernels, with separate forward and backward for ring attention; and PyTorch's
+own ring attention.
 
 Queries, keys, values and outputs are ``[batch, heads, time, width]``; keys and values may have
 fewer heads than queries. Forward also returns, and backward needs, the logarithm of the sum of each
-query's exponentiated scores, ``[batch, heads, time]``. If these, and the output, are those of more
-keys than are given, the gradients are what the given ones contribute. With ``causal`` queries and
-keys are of the same positions, and none sees a later one.
+query's exponentiated scores, ``[batch, heads, time]``. If these, and the output, include
+more keys than are given, the gradients are the contribution of the given ones. With ``causal``,
+queries and keys have the same positions, and no query sees a later key.
 """
 
 import math
@@ -22,19 +22,19 @@ aten = torch.ops.aten
 
 
 def has_kernel(q: Tensor) -> bool:
-    """Of CPUs, PyTorch's flash attention; of GPUs the memory-efficient one, which takes fp32."""
-    width = 4 if q.dtype == torch.float32 else 8  # it takes multiples of 16 bytes
+    """On CPUs PyTorch's flash attention; on GPUs the memory-efficient one, which supports fp32."""
+    width = 4 if q.dtype == torch.float32 else 8  # it needs multiples of 16 bytes
     return not q.is_cuda or q.dtype != torch.float64 and q.shape[-1] % width == 0
 
 
 def repeat(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
-    """A head of keys, or values, for each of queries."""
+    """Repeat heads of keys or values: one for each head of queries."""
     times = q.shape[1] // kv[0].shape[1]
     return kv if times == 1 else tuple(t.repeat_interleave(times, 1) for t in kv)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and sums."""
+    """The output, and the logarithms of the sums."""
     k, v = repeat(q, k, v)
     if not has_kernel(q):
         found = scores(q, k, causal)
@@ -52,7 +52,7 @@ def backward(
     """Gradients of q, k and v."""
     heads = k.shape[1]
     of_q, *of_kv = gradients(gradient, q, *repeat(q, k, v), out, sums, causal)
-    if heads < q.shape[1]:  # each has served several
+    if heads < q.shape[1]:  # each is shared by several
         of_kv = (t.unflatten(1, (heads, -1)).sum(2) for t in of_kv)
     return of_q, *of_kv
 
@@ -60,10 +60,10 @@ def backward(
 def gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, of as many heads of keys as of queries."""
+    """Gradients for as many heads of keys as of queries."""
     if not has_kernel(q):
         weights = (scores(q, k, causal) - sums[..., None]).exp()
-        mean = (gradient * out).sum(-1, keepdim=True)  # of the weights' gradients, by weight
+        mean = (gradient * out).sum(-1, keepdim=True)  # of the weights' gradients, weighted
         of_scores = weights * (gradient @ v.mT - mean) / math.sqrt(q.shape[-1])
         return of_scores @ k, of_scores.mT @ q, weights.mT @ gradient
     if q.is_cuda:
@@ -95,7 +95,7 @@ def pytorch_ring(group=None) -> Callable:
         _attention._enable_context_parallel_dispatcher()
     except (ImportError, AttributeError) as error:
         fail(
-            f"--attention pytorch: PyTorch {torch.__version__} has it in another way ({error}); "
+            f"--attention pytorch: PyTorch {torch.__version__} has another interface ({error}); "
             "use --attention ring"
         )
     group = group or dist.group.WORLD

@@ -18,27 +18,27 @@ from harness.trust import UntrustedSnapshot
 
 # ---------------------------------------------------------------------------------- configuration
 
-IN_CHECKPOINTS = {  # classes of its own that DeepSpeed pickles
+IN_CHECKPOINTS = {  # DeepSpeed's own classes in its pickles
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
-REPLACED = {  # an entry of the file, and the flags of which it takes the place
+REPLACED = {  # an entry of the file, and the flags that it replaces
     "optimizer": "--optimizer, --lr, --momentum and --weight-decay",
     "scheduler": "--lr, --schedule and --warmup-steps",
 }
 
 
 def read_config(args: argparse.Namespace) -> dict:
-    """The JSON file, and in it the batch size, which is the command line's to say. Flags whose
-    place an entry of the file takes are named on the screen."""
+    """Read the JSON file and add the batch size of the command line. Print which flags an entry of
+    the file replaces."""
     path = args.deepspeed_config
     try:
         config = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not even text
-        fail(f"--deepspeed_config {path} is not a JSON file that can be read ({error})")
+        fail(f"--deepspeed_config {path} is not a readable JSON file ({error})")
     if not isinstance(config, dict):
-        fail(f"--deepspeed_config {path} holds a {type(config).__name__}, not an object")
+        fail(f"--deepspeed_config {path} contains a {type(config).__name__}, not an object")
     sizes = {
         "train_batch_size": args.batch_size,
         "train_micro_batch_size_per_gpu": args.batch_size // WORLD_SIZE,
@@ -58,23 +58,23 @@ def read_config(args: argparse.Namespace) -> dict:
 
 
 def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dict):
-    """DeepSpeed looks for a device while it is imported, and we know which one it is."""
+    """Import DeepSpeed, which selects its device on import, for the device of this run."""
     os.environ["DS_ACCELERATOR"] = device.type
     try:
         import deepspeed
     except ImportError as error:
         fail(f"DeepSpeed cannot be imported ({error}); pip install deepspeed")
     if device.type == "cpu":
-        # It would compile an all-reduce through shared memory for half a minute, which only serves
-        # inference. With no op in this list it does without, and needs no compiler.
+        # It would compile a shared-memory all-reduce for half a minute, which only inference
+        # uses. With an empty list of ops it does not, and needs no compiler.
         deepspeed.ops.__compatible_ops__ = {}
-    if (3, 11) <= sys.version_info < (3, 11, 4):  # would write it as a call, which is not trusted
+    if (3, 11) <= sys.version_info < (3, 11, 4):  # pickles it as a call, which is not trusted
         stage = deepspeed.runtime.zero.config.ZeroStageEnum
         stage.__reduce_ex__ = lambda member, protocol: (stage, (member.value,))
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes over the group
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the existing group
     try:
         deepspeed.DeepSpeedConfig(config)
-    except Exception as error:  # of DeepSpeed, of pydantic or an assertion
+    except Exception as error:  # DeepSpeed's, pydantic's or an assertion
         fail(f"--deepspeed_config {args.deepspeed_config}: {error}")
     return deepspeed
 
@@ -83,20 +83,20 @@ def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dic
 
 
 def check_pickles(folder: Path) -> None:
-    """Make sure that DeepSpeed's files ask for nothing but tensors and a few classes of its own.
+    """Check that DeepSpeed's files contain only tensors and a few of its own classes.
 
     Raises:
-        UntrustedSnapshot: if they ask for more.
+        UntrustedSnapshot: if they contain anything else.
     """
     for file in folder.glob("*.pt"):
         strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - IN_CHECKPOINTS
         if strange:
             names = ", ".join(sorted(strange))
-            raise UntrustedSnapshot(f"{file.name} asks for {names}, which DeepSpeed does not")
+            raise UntrustedSnapshot(f"{file.name} contains {names}, which DeepSpeed does not use")
 
 
 def load_snapshot(run, engine) -> dict:
-    """Go on from the snapshot that ``--resume`` means, or begin; and watch the engine.
+    """Resume from the snapshot that ``--resume`` selects, or start; and attach to the engine.
 
     Returns:
         the tensors that :meth:`Run.finish` counts, by name; complete after the last step.
@@ -106,19 +106,19 @@ def load_snapshot(run, engine) -> dict:
         try:
             check_pickles(path / "zero")
             found, _ = engine.load_checkpoint(path, "zero")
-        except Exception as error:  # untrusted, or of another form, stage or number of ranks
+        except Exception as error:  # untrusted, or of another format, stage or number of ranks
             why = f"{type(error).__name__}: {error}"[:200]
             fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
-            fail(f"--resume {path} holds no checkpoint of DeepSpeed; give another, or none")
-    ours = engine.lr_scheduler  # unless the file names one, which the checkpoint holds
+            fail(f"--resume {path} contains no DeepSpeed checkpoint; give another, or none")
+    ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
     run.start(engine.module, engine.basic_optimizer, ours, snapshot, engine=engine)
     return track_tensors(run, engine)
 
 
 def save_snapshot(run, engine) -> None:
-    """Write a snapshot: DeepSpeed's checkpoint, and beside it the state of the run."""
+    """Write a snapshot: DeepSpeed's checkpoint, and the state of the run."""
 
     def write(folder: Path) -> None:
         with raise_at_the_end(engine.checkpoint_engine, "save"):
@@ -135,7 +135,7 @@ def save_snapshot(run, engine) -> None:
 
 @contextlib.contextmanager
 def raise_at_the_end(owner, method: str):
-    """Put off what a method raises on this rank, or the other ranks would wait for it in vain."""
+    """Defer exceptions of a method on this rank; otherwise the other ranks would wait forever."""
     original, failures = getattr(owner, method), []
 
     def remember(*args, **kwargs):
@@ -157,15 +157,16 @@ def raise_at_the_end(owner, method: str):
 
 
 def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
-    """The tensors of this rank, by name, to be counted: DeepSpeed keeps them in places of its own,
-    and frees the gradients while it steps. So they are noted just before, in the last step."""
+    """The tensors of this rank, by name, for memory accounting: DeepSpeed has its own buffers, and
+    frees the gradients during its step. So they are recorded in the last step, just before the
+    optimizer runs."""
     parameters = list(engine.parameters())
     held = {"parameters": parameters, "gradients": [], "fp32_copy": []}
     stage3 = hasattr(parameters[0], "ds_tensor")
     if stage3:  # which also keeps small parameters whole
         held["parameters"] = [p.ds_tensor for p in parameters]
         held |= {"gradient_buffer": [], "small_parameters": []}
-        if dist.get_world_size() > 1:  # at one rank they are its share
+        if dist.get_world_size() > 1:  # on a single rank they are its shard
             held["small_parameters"] += [p for p in parameters if p.ds_persist]
 
     def before_step(optimizer, *_):
@@ -173,7 +174,7 @@ def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
             updated = [p for group in optimizer.param_groups for p in group["params"]]
             held["gradients"] += [p.grad for p in updated if p.grad is not None]
             held["fp32_copy"] += [p for p in updated if p not in set(parameters)]
-            if stage3:  # what it reduces the gradients into, before it copies them
+            if stage3:  # the buffer for reduced gradients, before it copies them
                 held["gradient_buffer"].append(engine.optimizer.grad_partitions_flat_buffer)
 
     engine.basic_optimizer.register_step_pre_hook(before_step)
@@ -181,12 +182,12 @@ def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
 
 
 def gather_weights(engine) -> dict[str, torch.Tensor]:
-    """A plain state dict, complete on rank 0, of the fp32 weights. All ranks call it."""
+    """Gather a plain state dict of the fp32 weights on rank 0. All ranks call it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    weights = engine.module.state_dict()  # complete, but for stage 3 and bfloat16
+    weights = engine.module.state_dict()  # complete, except in stage 3 and bfloat16
     for name, parameter in engine.module.named_parameters():
-        # gathers one tensor at a time, of the fp32 copy; stage 0 has none
+        # gathers the fp32 copy, one tensor at a time; stage 0 has none
         whole = safe_get_full_fp32_param(parameter)
         if whole is not None and RANK == 0:
             weights[name] = whole.cpu()

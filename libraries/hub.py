@@ -1,4 +1,4 @@
-"""A model's folder as huggingface.co has it: ``config.json``, ``*.safetensors``, a tokenizer."""
+"""Model folders in the format of huggingface.co: config.json, safetensors, tokenizer."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from harness.command_line import fail, import_optional
 
-TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these, and what belongs to it:
+TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these, and related files:
 SETTINGS = ["tokenizer_config.json", "special_tokens_map.json"]
 
 
 def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, whole or DTensors, by their names in the folder's files. Of a DTensor only this
+    """Fill tensors or DTensors by their names in the folder's files. For a DTensor, only this
     rank's shard is read; the dtype may differ.
 
     Args:
@@ -26,7 +26,7 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
         found = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # of a damaged file, safetensors' own
+    except Exception as error:  # a damaged file, safetensors' own exception
         fail(f"--weights {folder}: its safetensors cannot be read ({error}); copy them again")
     for name, tensor in tensors.items():
         theirs = tuple(found[name].size) if name in found else None
@@ -35,19 +35,19 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
             why = "give the folder's own --model llama, text and tokenizer"
             fail(f"--weights {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
     with quiet():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)  # each rank what it needs
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)  # each rank its own
 
 
 @contextlib.contextmanager
 def quiet():
-    """DCP would warn that ranks do not plan together, which they need not do to read."""
+    """Hide DCP's warning that ranks plan separately, which is fine for reading."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """``config.json`` and ``model.safetensors``, as ``from_pretrained`` of transformers reads."""
+    """Write ``config.json`` and ``model.safetensors``, for ``from_pretrained`` of transformers."""
     from safetensors.torch import save_file
 
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
@@ -62,11 +62,11 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path):
-    """The folder's own, of transformers."""
+    """The tokenizer in the folder, loaded by transformers."""
     transformers = import_optional("transformers")
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of a damaged file, any of several types
+    except Exception as error:  # a damaged file raises several types
         why = str(error).strip().splitlines()[0]
         fail(f"{folder}: its tokenizer cannot be read ({why}); use --tokenizer chars or bytes")
 

@@ -1,4 +1,4 @@
-"""The flags of pytorch_ND_parallel.py's mesh, and what cannot be divided among its ranks."""
+"""The flags of pytorch_ND_parallel.py, and checks that its device mesh divides everything."""
 
 import argparse
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from libraries.pipelining import IN_A_V, SCHEDULES
 
 
 def free_or_keep(text: str) -> bool | int:
-    """As ``fully_shard`` takes it."""
+    """The value of ``reshard_after_forward`` for ``fully_shard``."""
     return {"yes": True, "no": False}[text] if text in ("yes", "no") else number(int, 2)(text)
 
 
@@ -19,30 +19,30 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
     # fmt: off
     flag("--dp-replicate", type=positive, default=1, metavar="N", help="replicas (default: 1)")
     flag("--dp-shard", type=positive, metavar="N",
-         help="ranks that shard a replica (default: what the others leave over)")
+         help="ranks that shard a replica (default: all ranks that other dimensions leave)")
     flag("--tp", type=positive, default=1, metavar="N",
          help="ranks that split each weight matrix (default: 1)")
     flag("--sequence-parallel", action="store_true",
          help="also split norms, dropout and residuals, along the sequence")
-    flag("--pp", type=positive, default=1, metavar="N", help="ranks of a pipeline (default: 1)")
+    flag("--pp", type=positive, default=1, metavar="N", help="ranks of the pipeline (default: 1)")
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=positive, metavar="M",
          help="micro-batches (default: at least two per rank of the pipeline)")
     flag("--cp", type=positive, default=1, metavar="N",
          help="ranks that split each sequence (default: 1)")
     flag("--attention", choices=attentions, default="ring",
-         help="how they exchange keys and values (default: ring)")
+         help="how ranks exchange keys and values (default: ring)")
     flag("--ac", choices=["none", "selective", "full"], default="none",
-         help="recompute each block in backward; selective: all but matmuls and attention "
+         help="recompute each block in backward; selective: except matmuls and attention "
          "(default: none)")
     flag("--compile", action="store_true", help="compile each block")
     flag("--dtype", choices=["float32", "bfloat16"], default="float32",
          help="dtype of compute and of the gathered weights (default: float32)")
     flag("--accumulate", type=positive, default=1, metavar="K",
-         help="compute the batch in K parts, one after the other (default: 1)")
+         help="accumulate gradients over K micro-batches (default: 1)")
     flag("--reshard-after-forward", type=free_or_keep, metavar="K",
-         help="free the gathered parameters of a block after its forward (yes), keep them (no), "
-         "or keep a shard over K neighbors for backward to gather (default: yes; with --pp no)")
+         help="free a block's gathered parameters after its forward (yes), keep them (no), or "
+         "keep them sharded over K adjacent ranks (default: yes; with --pp no)")
     flag("--keep-last", action="store_true", help="keep the last block's gathered parameters")
     flag("--prefetch", type=number(int, 0), default=0, metavar="N",
          help="gather the parameters of N blocks ahead, in forward and backward (default: 0)")
@@ -51,7 +51,7 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
 
 
 def check(args: argparse.Namespace, size, world_size: int) -> None:
-    """Settle ``--dp-shard``, and refuse what cannot be divided before ranks wait for each other."""
+    """Set ``--dp-shard``, and check all divisions before ranks wait for each other."""
     others = args.dp_replicate * args.tp * args.pp * args.cp
     mesh = f"--dp-replicate {args.dp_replicate} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
     if world_size % others:
@@ -63,7 +63,7 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
             f"are {world_size}; use --dp-shard {world_size // others}"
         )
     if args.attention == "pytorch" and (args.device == "cpu" or args.double):
-        fail("--attention pytorch runs on GPUs, not in float64; use --attention ring")
+        fail("--attention pytorch needs a GPU and no --double; use --attention ring")
     free, shards = args.reshard_after_forward, args.dp_shard * args.cp
     if args.pp > 1 and free:
         fail("--reshard-after-forward: in a pipeline each micro-batch would gather again; use no")
@@ -99,7 +99,7 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
 
 
 def connect_ends(stages: int) -> dist.ProcessGroup:
-    """The first and the last stage, which with --tie have a copy each of one matrix. All ranks make
+    """The group of the first and the last stage, which with --tie share a matrix. All ranks create
     all groups."""
     ranks = dist.get_world_size()
     of_stage = ranks // stages  # pp is the outermost dimension

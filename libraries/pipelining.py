@@ -1,4 +1,4 @@
-"""PyTorch's pipeline schedules: which rank holds which stage, and which micro-batches they take."""
+"""PyTorch's pipeline schedules: the rank of each stage, and the number of micro-batches."""
 
 import argparse
 
@@ -8,17 +8,17 @@ from torch.distributed import pipelining
 from harness.command_line import fail
 
 SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,  # all forward, then all back (Huang et al. 2019)
-    "1f1b": pipelining.Schedule1F1B,  # back as soon as can be: fewer activations are kept
-    "interleaved": pipelining.ScheduleInterleaved1F1B,  # two stages a rank: shorter waits
-    "zbv": pipelining.ScheduleZBVZeroBubble,  # and gradients of weights where it would wait
-    "dualpipev": pipelining.ScheduleDualPipeV,  # forward of one micro-batch, backward of another
+    "gpipe": pipelining.ScheduleGPipe,  # all forward, then all backward (Huang et al. 2019)
+    "1f1b": pipelining.Schedule1F1B,  # backward as early as possible: fewer activations
+    "interleaved": pipelining.ScheduleInterleaved1F1B,  # two stages per rank: less idle time
+    "zbv": pipelining.ScheduleZBVZeroBubble,  # weight gradients in idle time
+    "dualpipev": pipelining.ScheduleDualPipeV,  # overlaps forward and backward
 }
-IN_A_V = "zbv", "dualpipev"  # of two stages a rank; they take backward apart
+IN_A_V = "zbv", "dualpipev"  # two stages per rank, split backward
 
 
 def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
-    """The rank that holds each stage: each one, two in a loop (0 1 0 1), or in a V (0 1 1 0)."""
+    """The rank of each stage: one per rank, or two in a loop (0 1 0 1) or in a V (0 1 1 0)."""
     once = list(range(ranks))
     if schedule in IN_A_V:
         return once + once[::-1]
@@ -28,19 +28,19 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
 def divide(
     args: argparse.Namespace, layers: int, ranks: int, batch: int = 0
 ) -> tuple[list[int], int]:
-    """The rank of each stage, and how many micro-batches: ``--microbatches``, or at least two for
-    each rank. What would let one rank raise an error, and the others wait for it, is refused.
+    """The rank of each stage, and the number of micro-batches: ``--microbatches``, or at least two
+    per rank. Reject what would fail on one rank while the others wait for it.
 
     Args:
-        batch: that goes through the pipeline at once, if not ``--batch-size``.
+        batch: samples per pass through the pipeline, if not ``--batch-size``.
     """
     schedule, whole = args.pipeline_schedule, args.batch_size
     batch = batch or whole
     owners = ranks_of_stages(schedule, ranks)
     if layers < len(owners):
         fail(
-            f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} makes "
-            f"{len(owners)} stages of them on {ranks} ranks; use fewer ranks, or more layers"
+            f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} needs "
+            f"{len(owners)} stages on {ranks} ranks; use fewer ranks, or more layers"
         )
     fit = fitting_microbatches(schedule, batch, ranks)
     microbatches = args.microbatches or default_microbatches(schedule, batch, ranks) or batch
@@ -59,13 +59,13 @@ def divide(
 def fitting_microbatches(schedule: str, batch: int, ranks: int) -> list[int]:
     least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     fit = [n for n in range(least, batch + 1) if batch % n == 0]
-    if schedule == "interleaved":  # which takes them in equal rounds
+    if schedule == "interleaved":  # needs equal rounds
         fit = [n for n in fit if n % max(1, n // ranks) == 0]
     return fit
 
 
 def default_microbatches(schedule: str, batch: int, ranks: int) -> int | None:
-    """At least two for each rank, if the batch has as many; ``None`` if it cannot be divided."""
+    """At least two per rank, if the batch has as many; ``None`` if it cannot be divided."""
     fit = fitting_microbatches(schedule, batch, ranks)
     return next((n for n in fit if n >= 2 * ranks), max(fit, default=None))
 
@@ -73,12 +73,12 @@ def default_microbatches(schedule: str, batch: int, ranks: int) -> int | None:
 def make_shapes(
     size: tuple[int, int], width: int, classes: int, parts: int = 1, dtype=None
 ) -> list[torch.Tensor]:
-    """Of a micro-batch's tokens ``size``, of what stages send each other, and of logits; without
-    them a first forward would find them out, and draw dropout for it.
+    """Shapes of a micro-batch's tokens (``size``), of activations between stages, and of logits.
+    Without them PyTorch would infer the shapes by a forward, which would use random numbers.
 
     Args:
-        parts: into which positions are cut between stages.
-        dtype: of what is sent, and of logits.
+        parts: into which positions are split between stages.
+        dtype: of the activations between stages, and of logits.
     """
     batch, time = size
     with torch.device("meta"):

@@ -1,1 +1,1 @@
-"""Tables and plots out of results/. Reads files; imports no script, and no PyTorch."""
+"""Render tables and plots from results/, without importing scripts or PyTorch."""

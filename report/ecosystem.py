@@ -1,4 +1,4 @@
-"""The libraries' scripts beside the raw ones: lines, speed, bytes."""
+"""Compare the libraries' scripts with the raw ones: lines, speed, bytes."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ NAMES = ["pytorch_SingleGPU", *dict.fromkeys(RAW.values()), *RAW]
 
 
 def ecosystem_table(root: Path, rows: list[dict]) -> str:
-    """A row for each script. Speeds are shares: of the bare loop, and of the raw script's with as
+    """A row for each script. Speeds are relative: to the bare loop, and to the raw script on as
     many ranks."""
     measured = [row["runs"] for row in rows if row["runs"]]
     runs = {(run[0]["technique"], run[0]["world_size"]): run for run in measured}
@@ -50,7 +50,7 @@ def code_of(root: Path, script: str) -> list[str]:
 
 
 def count_new(root: Path, parent: str, script: str) -> int:
-    """How many lines of a script its parent has not."""
+    """Number of lines of a script that its parent does not have."""
     old, new = code_of(root, parent), code_of(root, script)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     return len(new) - sum(block.size for block in matcher.get_matching_blocks())

@@ -1,6 +1,6 @@
 """Put tables into the README and docs/, in both languages: between <!-- NAME --> and <!-- end -->.
 
-Every page has two files, NAME.md and NAME.zh-CN.md; every table stands on one page.
+Every page has two files, NAME.md and NAME.zh-CN.md; every table is on one page.
 """
 
 import ast
@@ -17,13 +17,13 @@ from report import ecosystem, front_picture, plots, predictions, stale, tables, 
 from report.results import ROOT, Unusable, read_figures, read_results, read_words, size_of
 from report.scripts import BEYOND, DEFINITIONS, PARENTS
 
-# The suites that are rendered, and what the tests measured.
+# The rendered suites, and measurements of the tests.
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "gpu", "reviews", "parallel", "local_sgd")
 SUITES += ("ecosystem",)
 PROOF = ("parity", "parity_gpt", "parity_shared", "bytes", "sent", "loss", "shared", "silent")
 PROOF += ("silent_examples", "optimizers")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
-# Of tables, in Chinese: whole cells, and phrases below them and where nothing was measured.
+# Chinese translations: whole cells, and phrases in notes.
 CELLS, PHRASES = (read_words()[kind] for kind in ("cells", "phrases"))
 NOTE = re.compile(r"; (?:measured on|since then|在未提交|此后)[^\n]*")  # of stale.py, on a page
 
@@ -32,7 +32,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     """What rendering would change: pages with their new text, and plots with what they show.
 
     Raises:
-        Unusable: a result or a page is not as it should be; nothing is to be rendered then.
+        Unusable: a result or a page is invalid, and nothing can be rendered.
     """
     results = {
         name: read_results(path)
@@ -93,7 +93,7 @@ def read_page(path: Path) -> str:
 
 
 def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
-    """All tables, by the name of their place."""
+    """All tables, by the name of their block."""
     folder = root / "results"
     proof = json.loads((folder / "proof.json").read_text())
     inference = json.loads((folder / "inference.json").read_text())
@@ -145,7 +145,7 @@ def proof_note(root: Path, proof: dict, name: str) -> str:
 
 
 def sweep_block(root: Path, found: dict) -> str:
-    """A row for each collective: how long it takes at the least, and how much it can send."""
+    """A row for each collective: latency and bandwidth."""
     if not found:
         return "not measured yet: `python benchmark.py --suite collectives`"
     rows = []
@@ -164,7 +164,7 @@ def sweep_block(root: Path, found: dict) -> str:
 
 
 def hangs_block(root: Path) -> str:
-    """What tests/faults/hang.py saw."""
+    """The results of tests/faults/hang.py."""
     found = json.loads((root / "results" / "hangs.json").read_text())
     scripts = {f"{row['script']}.py" for row in found["rows"]}
     about = f"torch {found['torch']}; [results/hangs.json](results/hangs.json)"
@@ -173,7 +173,7 @@ def hangs_block(root: Path) -> str:
 
 
 def bubble_block(path: Path) -> str:
-    """The share of a step in which a rank computes nothing."""
+    """The bubble: the share of a step in which a rank is idle."""
     found = json.loads(path.read_text())
     lines = []
     for row in found["rows"]:
@@ -186,7 +186,7 @@ def bubble_block(path: Path) -> str:
 
 
 def saves_block(root: Path) -> str:
-    """How long a checkpoint holds a step, written at once or in the background."""
+    """How long a checkpoint blocks training, synchronous or asynchronous."""
     found, lines = json.loads((root / "results" / "saves.json").read_text()), []
     whole = {"save": found["seconds"]["save"], "async_save": found["whole_after"]}
     at_once = statistics.median(whole["save"])
@@ -203,7 +203,7 @@ def saves_block(root: Path) -> str:
 
 
 def losses_blocks(root: Path) -> dict[str, str]:
-    """Losses of a technique and of the one that it replaces, of three seeds each."""
+    """Losses of a technique and of the one that it replaces, for three seeds each."""
     blocks, file = {}, "results/losses.json"
     for name, found in json.loads((root / file).read_text()).items():
         lines, scripts = [], []
@@ -221,7 +221,7 @@ def losses_blocks(root: Path) -> dict[str, str]:
 
 
 def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
-    """A technique's rows, the command that shows its lesson, and the lines that make it."""
+    """A technique's rows, the command that shows its diff, and its tagged lines."""
     script, parent = f"pytorch_{name}", f"pytorch_{PARENTS[name]}"
     suites = ("parallel",) if name in BEYOND else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
@@ -239,8 +239,8 @@ def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
 
 
 def technique_lines(source: str, names: Iterable[str]) -> list[str]:
-    """The lines of a script that make its technique: some definitions, or those with the tag that
-    its docstring names."""
+    """The lines of a script that implement its technique: some definitions, or the lines with the
+    tag that its docstring names."""
     if names:
         nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
         parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
@@ -252,11 +252,11 @@ def technique_lines(source: str, names: Iterable[str]) -> list[str]:
 
 
 def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: bool) -> str:
-    """The text with every table on it made anew.
+    """The text of a page with all its tables updated.
 
     Args:
-        missing: the blocks that have not had their place yet; those of this page are taken out.
-        up: from this page to the repository's root, as a link has it.
+        missing: the blocks that are on no page so far; those of this page are removed.
+        up: relative path from this page to the repository's root.
     """
 
     def block(match: re.Match) -> str:
@@ -279,7 +279,7 @@ def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: b
 
 
 def translate(lines: str) -> str:
-    """In Chinese: the heads of tables, what stands below, and in the rows what is no name."""
+    """Translate a table to Chinese: headers, notes, and cells that are not names."""
     lines = lines.splitlines()
     for i, line in enumerate(lines):
         if line.startswith("| "):

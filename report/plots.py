@@ -9,12 +9,12 @@ from pathlib import Path
 
 from report.results import name_of
 
-GREY = "#7d8590"  # which light and dark pages can bear
+GREY = "#7d8590"  # readable on light and dark pages
 COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d288bd", "#8d8d8d"]
 
 
 def plot_data(results: dict) -> dict[str, dict]:
-    """What the plots show, by name of the file: of a GPU's figures where there are any.
+    """The data of the plots, by file name; from GPUs if there are results.
 
     Args:
         results: of the suites, by name.
@@ -33,7 +33,7 @@ def plot_data(results: dict) -> dict[str, dict]:
 
 
 def memory(rows: list[dict]) -> dict:
-    """MiB that a rank keeps, by what for; of offload the bytes are not on the device."""
+    """Persistent MiB per rank, by kind; with offload these bytes are not on the device."""
     run = rows[0]["runs"][0]
     job = f"{run['model']} at {run['image_size']}, {run['device']}"
     rows = [row for row in rows if "offload" not in row["name"]]
@@ -42,7 +42,7 @@ def memory(rows: list[dict]) -> dict:
 
 
 def curves(rows: list[dict]) -> dict:
-    """The loss of a text against the tokens seen."""
+    """The loss on text against the number of tokens seen."""
     values = {}
     for row in rows:
         run = row["runs"][0]
@@ -53,8 +53,8 @@ def curves(rows: list[dict]) -> dict:
 
 
 def loss_by_bytes(rows: list[dict]) -> dict:
-    """The loss of a text against what a rank has sent: gradients at every step, by the theory of
-    docs/proof.md, or weights at every H-th."""
+    """The loss on text against the bytes that a rank has sent: gradients at every step, by the
+    theory of docs/proof.md, or weights at every H-th step."""
     values = {}
     for row in rows:
         run = row["runs"][0]
@@ -67,8 +67,8 @@ def loss_by_bytes(rows: list[dict]) -> dict:
 
 
 def bandwidths(sweep: dict) -> dict[str, dict]:
-    """The bus bandwidth of each collective by the size of the message, as measured and as fitted,
-    if pytorch_collectives.py has swept."""
+    """The bus bandwidth of each collective by message size, measured and fitted, if there are
+    results of pytorch_collectives.py --sweep."""
     values = {}
     for name, operation in sweep.get("operations", {}).items():
         measured, fitted = {}, {}
@@ -85,12 +85,12 @@ def bandwidths(sweep: dict) -> dict[str, dict]:
 
 
 def size_name(size: float) -> str:
-    """In KiB or MiB."""
+    """A size in KiB or MiB."""
     return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
 
 
 def memory_parts(run: dict) -> dict[str, float]:
-    """MiB that a rank keeps, by what for."""
+    """Persistent MiB per rank, by kind."""
     parts = {kind: size / 2**20 for kind, size in run["state_bytes"].items()}
     main = {kind: parts.pop(kind) for kind in ("parameters", "gradients", "optimizer")}
     main["copies"] = sum(parts.values())
@@ -105,7 +105,7 @@ def digest(data: dict) -> str:
 
 
 def digest_of(path: Path) -> str | None:
-    """Of what a plot shows, as :func:`draw` left it in the file."""
+    """The digest of a plot's data, as :func:`draw` has written it into the file."""
     with contextlib.suppress(OSError):
         found = re.search(r"<dc:description>(\w+)</dc:description>", path.read_text())
         return found and found[1]
@@ -113,11 +113,11 @@ def digest_of(path: Path) -> str | None:
 
 
 def draw(path: Path, data: dict, kind: str = "") -> None:
-    """A plot for light and dark pages: no background, and text in a grey that both can bear.
+    """Draw a plot for light and dark pages: no background, and grey text.
 
     Args:
         data: as :func:`plot_data` returns it.
-        kind: of plot, if the file's name does not say it.
+        kind: of plot, if not given by the file name.
     """
     import matplotlib
 
@@ -153,7 +153,7 @@ def draw(path: Path, data: dict, kind: str = "") -> None:
 
 
 def draw_scaling(axes, values: dict[str, dict[str, dict]]) -> None:
-    """By number of ranks: points are measured, lines are the model's."""
+    """Speed by number of ranks: points are measured, lines are predicted."""
     for i, (title, lines) in enumerate(values.items()):
         style = {"color": COLOURS[i % len(COLOURS)]}
         ranks = [int(n) for n in lines["model"]]
@@ -172,7 +172,7 @@ def show_ranks(axes, ranks: list[int], highest: int) -> None:
 
 
 def draw_curves(axes, values: dict[str, dict[str, float]]) -> None:
-    """By tokens; thinner from one to the next, as they lie on top of each other."""
+    """Loss by tokens; lines become thinner, as they overlap."""
     for i, (title, losses) in enumerate(values.items()):
         tokens = [int(n) / 1e6 for n in losses]
         width = 1 + 2 * (len(values) - 1 - i)
@@ -182,7 +182,7 @@ def draw_curves(axes, values: dict[str, dict[str, float]]) -> None:
 
 
 def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]]) -> None:
-    """By MB that a rank has sent, in powers of ten."""
+    """Loss by MB that a rank has sent, in powers of ten."""
     for title, losses in values.items():
         axes.semilogx([int(n) / 1e6 for n in losses], list(losses.values()), label=title)
     axes.set(xlabel="MB sent by a rank")
@@ -190,7 +190,7 @@ def draw_loss_by_bytes(axes, values: dict[str, dict[str, float]]) -> None:
 
 
 def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]]) -> None:
-    """By size, both in powers; dashed what latency + size / bandwidth makes of it."""
+    """Bandwidth by size, both logarithmic; dashed: latency + size / bandwidth."""
     for i, (title, lines) in enumerate(values.items()):
         sizes = [int(size) for size in lines["measured"]]
         style = {"color": COLOURS[i % len(COLOURS)]}
@@ -205,7 +205,7 @@ def draw_bandwidths(axes, values: dict[str, dict[str, dict[str, float]]]) -> Non
 
 
 def draw_shares(axes, values: dict[str, dict[str, list[float]]]) -> None:
-    """By number of ranks: a band from the least to the most."""
+    """Shares by number of ranks: a band from minimum to maximum."""
     for title, shares in values.items():
         ranks = [int(n) for n in shares]
         least, most = ([100 * pair[i] for pair in shares.values()] for i in range(2))
@@ -217,7 +217,7 @@ def draw_shares(axes, values: dict[str, dict[str, list[float]]]) -> None:
 
 
 def draw_parts(axes, values: dict[str, dict[str, float]]) -> None:
-    """A bar of several parts each."""
+    """Stacked bars."""
     kinds = list(dict.fromkeys(kind for parts in values.values() for kind in parts))
     left = [0.0] * len(values)
     for kind in kinds:

@@ -22,7 +22,7 @@ def read(root: Path) -> dict:
 
 
 def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
-    """The tables, by the name of their place."""
+    """The tables, by the name of their block."""
     drawn = dict.fromkeys(("estimate", "scaling"), f"not measured yet: `{AGAIN}`")
     if not found:
         return drawn
@@ -38,7 +38,7 @@ def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
 
 
 def published_table(found: dict, gpu: dict | None) -> str:
-    """Published, predicted for that job, and of ours predicted and measured."""
+    """Published and predicted figures, and for our own workload predicted and measured ones."""
     rows = {row["name"]: row for row in gpu["rows"]} if gpu else {}
     lines = []
     for row in found["published"]:
@@ -64,7 +64,7 @@ def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
 
 
 def scaling_table(found: dict, scaled: dict) -> str:
-    """Of two ranks, a step as predicted from one rank's and the messages, and as measured."""
+    """The step time on two ranks: predicted from one rank and communication, and measured."""
     lines = []
     for name, took in steps_of(found, scaled).items():
         predicted = took[1] + 1e3 * found["messages"][name]["2"]
@@ -77,7 +77,7 @@ def scaling_table(found: dict, scaled: dict) -> str:
 
 
 def scaling_plot(found: dict, scaled: dict | None) -> dict[str, dict]:
-    """How much of one rank's speed each of N has: measured, and by the model up to 1,024."""
+    """Speed per rank relative to one rank: measured, and predicted up to 1,024 ranks."""
     if not found or not scaled:
         return {}
     values = {}

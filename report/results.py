@@ -12,28 +12,29 @@ SCHEMA = 1  # of the files in results/ that a suite leaves
 
 
 class Unusable(Exception):
-    """A file that cannot be rendered, or rendered into; the message says which one, and why."""
+    """A file that cannot be rendered or updated; the message names the file and the reason."""
 
 
 def read_results(path: Path) -> dict:
-    """A suite's file.
+    """Read the results of a suite.
 
     Raises:
-        FileNotFoundError: there is none.
-        Unusable: it is damaged, or of another version of this program.
+        FileNotFoundError: there is no file.
+        Unusable: it is damaged, or has another schema.
     """
     found = read_json(path, ("schema", "rows"), "measure it again")
     if found["schema"] != SCHEMA:
         theirs = found["schema"]
-        raise Unusable(f"{path} is of schema {theirs}, and this is {SCHEMA}; measure it again")
+        raise Unusable(f"{path} has schema {theirs} instead of {SCHEMA}; measure it again")
     return found
 
 
 def read_figures(path: Path, keys: Iterable[str], again: str) -> dict:
-    """A file that a suite of steps leaves, and ``again`` makes; empty if there is none.
+    """Read the results of a suite of steps, which the command ``again`` writes; empty if there are
+    none.
 
     Raises:
-        Unusable: it is damaged, or lacks one of the keys.
+        Unusable: the file is damaged, or lacks one of the keys.
     """
     try:
         return read_json(path, keys, f"measure it again: {again}")
@@ -58,12 +59,12 @@ def read_json(path: Path, keys: Iterable[str], cure: str) -> dict:
 
 @functools.cache
 def read_words() -> dict[str, dict[str, str]]:
-    """What tables and pictures say in Chinese, by the English words."""
+    """The Chinese translations for tables and pictures, by the English words."""
     return json.loads(Path(__file__).with_name("chinese.json").read_text())
 
 
 def of_all(runs: list[dict], *keys: str) -> list:
-    """A figure of each run."""
+    """A value of each run."""
     values = runs
     for key in keys:
         values = [value and value[key] for value in values]
@@ -76,29 +77,29 @@ def speeds_of(runs: list[dict]) -> list[float]:
 
 
 def unit_of(run: dict) -> str:
-    """Of :func:`speeds_of`."""
+    """The unit of :func:`speeds_of`."""
     names = (name for name in ("tokens", "reviews") if f"{name}_per_second" in run)
     return f"{next(names, 'images')}/s"
 
 
 def size_of(run: dict) -> str:
-    """Of what a model sees at once."""
+    """The size of an input: image size or context."""
     if "context" in run:
         return f"context {run['context']}"
     return f"{run['image_size']}×{run['image_size']}"
 
 
 def middle(values: list) -> float | None:
-    """The median of those that there are."""
+    """The median of the available values."""
     values = [value for value in values if value is not None]
     return statistics.median(values) if values else None
 
 
 def devices_of(run: dict) -> int:
-    """That it computed on: DP uses all GPUs from one process. Older results do not say it."""
+    """Number of devices per rank: DP uses all GPUs from one process. Older results lack it."""
     return run.get("devices", run["world_size"])
 
 
 def name_of(row: dict) -> str:
-    """Of a row, without its number of ranks."""
+    """The name of a row, without its number of ranks."""
     return re.sub(r" x\d+$", "", row["name"])

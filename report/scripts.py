@@ -30,10 +30,10 @@ PARENTS = {  # each script, and the one that it is a diff against
     "EP": "torchrun_DDP",
     "LocalSGD": "torchrun_DDP",
 }
-DEFINITIONS = {  # that a page shows instead of the lines that carry a tag
+DEFINITIONS = {  # that a page shows instead of tagged lines
     "DDP_by_hand": ("Bucket",),
     "ZeRO_by_hand": ("send", "gather"),
     "FSDP_by_hand": ("gather", "free", "after_forward"),
 }
-# Which are on docs/model_parallelism.md, and on parallelism.md
+# On docs/model_parallelism.md and docs/parallelism.md
 BEYOND = ("TP", "FSDP_TP", "PP", "CP", "EP", "LocalSGD", "ND_parallel")

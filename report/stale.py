@@ -10,26 +10,26 @@ from pathlib import Path
 
 BELOW = ("common.py", "jobs", "harness")  # every script
 SHOWN = 6  # files; if there are more, the note says how many
-UNKNOWN = "; since then: unknown"  # stands for what the page has said so far
+UNKNOWN = "; since then: unknown"  # keeps the note that is on the page
 
 
 def note(
     root: Path, commit: str | None, commands: Iterable[str], below: Iterable[str] = BELOW
 ) -> str:
-    """What the line below a table says of the code; nothing if it is what it was.
+    """The note on changed code for the line below a table; empty if nothing has changed.
 
-    The files as they lie in the working tree are compared with those of the commit, so that to
-    commit a change does not alter the note. Files that the commit does not have do not count: they
-    matter only where an old one uses them, which has changed then.
+    The files of the working tree are compared with those of the commit, so that committing a change
+    does not alter the note. Files that are not in the commit do not count: they matter only if an
+    old file uses them, which has changed then.
 
     Args:
-        commit: of the result, as ``git describe --dirty`` names it.
-        commands: that were measured. They name the scripts and the files in config/ that count,
-            besides what all scripts use.
-        below: files and folders that all of them use.
+        commit: of the result, as in ``git describe --dirty``.
+        commands: that were measured. They name the scripts and files in config/ that count, in
+            addition to the code that all scripts use.
+        below: files and folders that all scripts use.
 
     Returns:
-        :data:`UNKNOWN` where there is no clone, or one without the commit, such as a shallow one.
+        :data:`UNKNOWN` without a clone, or with one that lacks the commit, such as a shallow one.
     """
     if not commit:
         return ""
@@ -55,12 +55,12 @@ def note(
 
 
 def note_of_rows(root: Path, found: dict, rows: Iterable[dict]) -> str:
-    """:func:`note` of some rows of a suite's results."""
+    """:func:`note` for some rows of a suite's results."""
     return note(root, found["git_commit"], [run["command"] for row in rows for run in row["runs"]])
 
 
 def is_changed(root: Path, path: str, blob: str) -> bool:
-    """Whether a file is gone, or is not what it was; of Python only code counts."""
+    """Whether a file is deleted or changed; in Python only code counts."""
     try:
         now = (root / path).read_bytes()
     except OSError:
@@ -89,7 +89,7 @@ def code_of(source: bytes) -> str:
 
 @functools.cache
 def git(root: Path, *words: str) -> bytes | None:
-    """What git prints; ``None`` if it cannot. Asked only for what never changes."""
+    """The output of git; ``None`` if it fails. Cached, for immutable objects only."""
     try:
         run = subprocess.run(["git", "-C", root, *words], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Markdown tables, in English, of what results/ holds. report/pages.py puts them into pages."""
+"""Markdown tables of the results, in English. report/pages.py inserts them into pages."""
 
 import re
 import statistics
@@ -27,7 +27,7 @@ def markdown(header: list[str], rows: list[list]) -> str:
 
 
 def suite_table(found: dict, table: str) -> str:
-    """One of a suite's tables: medians over the repeats, and where they are from."""
+    """A table of a suite: medians over the repeats, and where they were measured."""
     rows = [row for row in found["rows"] if row["table"] == table]
     draw = {"peers": peers_table, "amp": amp_table}.get(table.rpartition("-")[2], techniques_table)
     return f"{draw(rows)}\n\n{measured_where(found, rows)}"
@@ -49,7 +49,7 @@ def machine_line(machine: dict, on_cpu: bool) -> str:
 
 
 def techniques_table(rows: list[dict]) -> str:
-    """Every figure that the rows have."""
+    """All columns that the rows have."""
     runs = [run for row in rows for run in row["runs"]]
     text = bool(runs) and unit_of(runs[0]) == "tokens/s"
     columns = ["technique", "ranks", "precision", "speed", "step ms (p95)"]
@@ -60,14 +60,14 @@ def techniques_table(rows: list[dict]) -> str:
 
 
 def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> str:
-    """A row a technique, with links to docs/techniques/: what it costs, and how far its result
-    is from one process's, as the tests measured it.
+    """One row per technique, with links to docs/techniques/: time, memory and communication, and
+    the difference to a single process, as measured by the tests.
 
     Args:
         found: a suite's results.
-        proof: what the tests measured.
+        proof: measurements of the tests.
         names: of the rows to show.
-        predicted: bytes that a row would take on a GPU, by its name.
+        predicted: predicted bytes on a GPU, by name of the row.
     """
     rows = {row["name"]: row for row in found["rows"]}
     unit = unit_of(next(run for row in found["rows"] for run in row["runs"]))
@@ -87,7 +87,7 @@ def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> 
 
 
 def peers_table(rows: list[dict]) -> str:
-    """Loops on the same work, against the bare one of the same precision."""
+    """Training loops on the same workload, relative to the bare one of the same precision."""
     lines = [technique_cells(row) | {"loop": row["name"]} for row in rows]
     units = [line for line in lines if line["loop"].startswith("bare loop")]
     columns = ["loop", "speed", "of the bare loop", "memory"]
@@ -95,8 +95,8 @@ def peers_table(rows: list[dict]) -> str:
 
 
 def amp_table(rows: list[dict]) -> str:
-    """One model in SingleGPU, DP and DDP, each in fp32, under autocast and with a GradScaler; both
-    are in the rows' names. Speed also relative to the same technique in fp32."""
+    """One model in SingleGPU, DP and DDP, each in fp32, with autocast and with a GradScaler, as in
+    the rows' names. Speed is also relative to the same technique in fp32."""
     lines = []
     for row in rows:
         technique, precision = name_of(row).split(", ")
@@ -107,7 +107,7 @@ def amp_table(rows: list[dict]) -> str:
 
 
 def relative_table(columns: list[str], lines: list[dict], units: list[dict], same: tuple) -> str:
-    """Some columns, the last but one of speeds relative to the unit that has the same cells."""
+    """Some columns; the last but one is the speed relative to the reference row of its group."""
     speeds = {tuple(map(unit.get, same)): unit["median"] for unit in units if unit["runs"]}
     for line in lines:
         if line["runs"] and (key := tuple(map(line.get, same))) in speeds:
@@ -116,7 +116,7 @@ def relative_table(columns: list[str], lines: list[dict], units: list[dict], sam
 
 
 def draw_rows(columns: list[str], lines: list[dict]) -> str:
-    """Some columns of :func:`technique_cells`. What some figures are is said in the head."""
+    """Some columns of :func:`technique_cells`. The header explains the kind of some figures."""
     runs = [run for line in lines for run in line["runs"]]
     kind = kind_of_memory(runs)
     apart = any(devices_of(run) != run["world_size"] for run in runs)
@@ -130,8 +130,8 @@ def draw_rows(columns: list[str], lines: list[dict]) -> str:
 
 
 def technique_cells(row: dict) -> dict:
-    """A row's runs, and its cells by column; of one without runs why it has none, and nothing where
-    a figure was not measured."""
+    """A row's runs, and its cells by column; without runs the reason, and an empty cell for a
+    figure that was not measured."""
     runs, ranks = row["runs"], re.search(r" x(\d+)$", row["name"])
     cells = {"technique": f"`{name_of(row)}`", "ranks": ranks[1] if ranks else "", "runs": runs}
     if not runs:
@@ -159,13 +159,13 @@ def technique_cells(row: dict) -> dict:
 
 
 def kept_cell(run: dict, number=lambda value: f"{value:.2f}") -> str:
-    """Bytes per parameter, and in brackets by theory."""
+    """State bytes per parameter, with theory in brackets."""
     kept, expected = kept_bytes(run)
     return f"{number(kept)} ({number(expected)})"
 
 
 def against_one_process(script: str, proof: dict, unit: str) -> str:
-    """The weights' largest difference with SGD; the loss's, of a technique that rounds."""
+    """The largest difference of weights with SGD; of the loss, for a technique that rounds."""
     rows = proof["parity" if unit == "images/s" else "parity_gpt"]
     weights = [r["value"] for r in rows if (r["script"], r["optimizer"]) == (script, "sgd")]
     if weights:
@@ -175,19 +175,19 @@ def against_one_process(script: str, proof: dict, unit: str) -> str:
 
 
 def ranks_cell(run: dict) -> str:
-    """How many ranks, and in brackets how many GPUs if one rank uses several."""
+    """Number of ranks, and in brackets the number of GPUs if one rank uses several."""
     ranks, devices = run["world_size"], devices_of(run)
     return str(ranks) if devices == ranks else f"{ranks} ({devices})"
 
 
 def precision_cell(run: dict) -> str:
-    """With a word where fp32 was computed in TF32. (Older results have one flag for both kinds.)"""
+    """The precision, with a note on TF32. (Older results have one flag for both kinds.)"""
     kinds = run["tf32"].values() if isinstance(run["tf32"], dict) else [run["tf32"]]
     return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
 
 
 def kind_of_memory(runs: list[dict]) -> str:
-    """Which of ``MEMORY`` these runs measured."""
+    """The kind of ``MEMORY`` that these runs measured."""
     found = [run["peak_memory_gib"] for run in runs]
     known = {kind for memory in found for kind, gib in memory.items() if gib is not None}
     return next((kind for kind in MEMORY if kind in known), "process")
@@ -200,12 +200,12 @@ def memory_cell(runs: list[dict]) -> str:
 
 
 def gib(size: float | None) -> str:
-    """Of bytes, if there are any."""
+    """Bytes in GiB; empty if there are none."""
     return f"{size / 2**30:.2f}" if size else ""
 
 
 def spread(values: list[float]) -> str:
-    """Median, and least and most; as many digits as three repeats are worth."""
+    """Median, minimum and maximum, with as many digits as three repeats justify."""
     low, mid, high = min(values), statistics.median(values), max(values)
     digits = 0 if mid >= 100 else 1
     if len(values) == 1:
@@ -217,7 +217,7 @@ def spread(values: list[float]) -> str:
 
 
 def hardware_table(suites: dict[str, dict], inference: dict) -> str:
-    """What has been run where and what has not, as far as the suites' results know, by name."""
+    """Which workloads were run on which hardware, according to the suites' results."""
     places = {f"training on {where}": [] for where in ("a CPU", "one GPU", "several GPUs")}
     for found in suites.values():
         for run in (run for row in found["rows"] for run in row["runs"]):
@@ -236,7 +236,7 @@ def hardware_table(suites: dict[str, dict], inference: dict) -> str:
 
 
 def run_where(found: dict | None, what: str) -> list[str]:
-    """Hardware, version and date; empty cells after the first of what was not run."""
+    """Hardware, version and date; empty cells if it was not run."""
     if not found:
         return ["not run yet", "", ""]
     machine = found["hardware"]
@@ -249,7 +249,7 @@ def run_where(found: dict | None, what: str) -> list[str]:
 
 
 def inference_markdown(found: dict) -> str:
-    """images/s, and in brackets the p50 and p95 of a call in ms, per batch size."""
+    """images/s per batch size, and in brackets p50 and p95 of a call in ms."""
     sizes = list(dict.fromkeys(row["batch_size"] for row in found["rows"]))
     lines = []
     for key in dict.fromkeys((row["runtime"], row["precision"]) for row in found["rows"]):
@@ -267,7 +267,7 @@ def inference_markdown(found: dict) -> str:
 
 
 def inference_table(found: dict) -> str:
-    """The same, and where it was measured."""
+    """The same, with the hardware and versions."""
     packages = [f"{name} {version}" for name, version in found["versions"].items()
                 if name.startswith(("torch", "onnx")) and name != "torchvision"]  # fmt: skip
     about = f"{found['model']}, {found['image_size']}×{found['image_size']}; "
@@ -280,7 +280,7 @@ def inference_table(found: dict) -> str:
 
 
 def by_script(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows of each script, parents first."""
+    """The rows grouped by script, parents first."""
     order = ["SingleGPU", *PARENTS]
     scripts = {row["script"].removeprefix("pytorch_") for row in rows}
     return {
@@ -290,7 +290,7 @@ def by_script(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def parity_table(rows: list[dict]) -> str:
-    """Largest relative difference of any tensor; worst over the world sizes."""
+    """Largest relative difference of any tensor, over all world sizes."""
     lines = []
     for script, group in by_script(rows).items():
         cells = [script, ", ".join(map(str, sorted({row["ranks"] for row in group})))]
@@ -309,7 +309,7 @@ def digits(value: float) -> str:
 
 
 def bytes_table(rows: list[dict]) -> str:
-    """parameters + gradients + optimizer (+ what else), for SGD (AdamW), at 1, 2 and 4 ranks."""
+    """parameters + gradients + optimizer (+ others), for SGD (AdamW), on 1, 2 and 4 ranks."""
     lines = []
     kinds = ("parameters", "gradients", "optimizer")
     for script, group in by_script(rows).items():
@@ -348,7 +348,7 @@ def loss_table(rows: list[dict]) -> str:
 
 
 def shared_table(rows: list[dict]) -> str:
-    """What a rank keeps and sends, counted, and in brackets by theory."""
+    """State bytes and communication per rank, measured, with theory in brackets."""
     lines = []
     for script, group in by_script(rows).items():
         for row in sorted(group, key=lambda row: row["ranks"]):
@@ -360,7 +360,7 @@ def shared_table(rows: list[dict]) -> str:
 
 
 def optimizers_table(rows: list[dict]) -> str:
-    """Communication and FLOPs of optimizers, without the rest of the step, against theory."""
+    """Communication and FLOPs of the optimizer step, against theory."""
     lines = []
     for row in sorted(rows, key=lambda row: (row["ranks"], -row["sent"])):
         sent = f"{row['sent']:.2f}"
@@ -373,7 +373,7 @@ def optimizers_table(rows: list[dict]) -> str:
 
 
 def silent_table(rows: list[dict]) -> str:
-    """Silent mistakes in model parallelism, by how far the weights are off after twelve steps."""
+    """Silent mistakes in model parallelism, with the error of the weights after twelve steps."""
     lines = [
         [row["mistake"], f"`{row['script'].removeprefix('pytorch_')}`", f"{row['value']:.2f}"]
         for row in sorted(rows, key=lambda row: -row["value"])
@@ -390,7 +390,7 @@ HANGS = {  # what rank 1 does, in tests/faults/hang.py
 
 
 def hangs_table(rows: list[dict]) -> str:
-    """What was printed first, and the scripts whose rank, collective and line were named."""
+    """The printed diagnosis, and the scripts whose rank, collective and line it named."""
     lines = []
     for fault, does in HANGS.items():
         group = [row for row in rows if row["fault"] == fault]
@@ -401,7 +401,7 @@ def hangs_table(rows: list[dict]) -> str:
 
 
 def silent_examples_table(rows: list[dict]) -> str:
-    """Silent mistakes in any training loop, by how far they are off."""
+    """Silent mistakes in any training loop, with their errors."""
     lines = [
         [row["mistake"], row["effect"], f"{row['value']:.2g}", row["of"], f"`{row['script']}.py`"]
         for row in sorted(rows, key=lambda row: -row["value"])
@@ -415,14 +415,14 @@ TRIAL = re.compile(
 
 
 def outcomes_table(path: Path, what: str) -> str:
-    """Trials by kind and outcome, counted in what tests/faults/*.py printed, and its last line."""
+    """Trials by kind and outcome, from the output of tests/faults/*.py, with its last line."""
     if not path.is_file():
         return "not measured yet"
     command, where, *trials, summary = path.read_text().splitlines()
     found = [TRIAL.match(line) for line in trials]
     if not all(found) or not summary.startswith(f"{len(found)} trials: "):
         again = command.removeprefix("$ ")
-        raise Unusable(f"{path} is not what it was written as; run {again} again")
+        raise Unusable(f"{path} was modified; run {again} again")
     outcomes = ["clean", "wrong", "hung"] if what == "fault" else ["fallback", "silent", "failed"]
     lines = []
     for kind in [*sorted({match["kind"] for match in found}), "all"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from report.results import ROOT
 
-RAW = {  # a library's script, and the one that does the same without the library
+RAW = {  # a library's script, and the equivalent raw script
     "accelerate_DDP": "pytorch_torchrun_DDP",
     "lightning_Fabric": "pytorch_torchrun_DDP",
     "lightning_Trainer": "pytorch_torchrun_DDP",
@@ -19,10 +19,10 @@ RAW = {  # a library's script, and the one that does the same without the librar
 
 
 def theory(words: list[str], ranks: int, optimizer: str) -> dict[str, float]:
-    """Bytes per parameter that a rank keeps after a step of a command.
+    """State bytes per parameter of a rank after a step of a command.
 
-    DeepSpeed's copies are counted where its script counts them, besides parameters, gradients and
-    optimizer.
+    DeepSpeed's copies are included if its script counts them, in addition to parameters, gradients
+    and optimizer.
     """
     script = next(Path(word).stem for word in words if word.endswith(".py"))
     script = RAW.get(script, script)
@@ -73,7 +73,7 @@ def share_of_gpt(words: list[str], run: dict) -> float:
         rows = n // int(flags.get("--tp", 2))
         return (matrices / n + (whole - matrices) / rows) / whole
     if script == "pytorch_PP":
-        apart = abs(run["context"] - 2) * width  # what the first has more than the last
+        apart = abs(run["context"] - 2) * width  # difference between the first and the last rank
         held = ends if n == 1 or {"zbv", "dualpipev"} & set(words) else (ends + apart) / 2
         return ((whole - ends) / n + held) / whole
     if script == "pytorch_EP":
@@ -83,7 +83,7 @@ def share_of_gpt(words: list[str], run: dict) -> float:
 
 
 def kept_bytes(run: dict) -> tuple[float, float]:
-    """Bytes per parameter that a rank of a run kept: counted, and by theory."""
+    """State bytes per parameter of a rank: measured, and by theory."""
     words = shlex.split(run["command"])
     expected = sum(theory(words, run["world_size"], run["optimizer"]).values())
     if run["model"].startswith("gpt"):

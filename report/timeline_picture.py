@@ -1,7 +1,7 @@
-"""Pictures of traces, rank by rank in time: phases and compute above, communication below.
+"""Draw traces as timelines of all ranks: phases and compute above, communication below.
 
-Read are the rows that --trace puts into a trace of torch.profiler (harness/trace_rows.py); files
-with nothing else, as in results/traces/, are small.
+The input are the rows that --trace adds to a trace of torch.profiler (harness/trace_rows.py); files
+with only these rows, as in results/traces/, are small.
 """
 
 import gzip
@@ -35,7 +35,7 @@ PHASE, COMM, RANK = 34, 30, 88  # heights: of bars above and below, and from ran
 
 
 class Bar(NamedTuple):
-    """A span of a row, in milliseconds from the beginning of the trace."""
+    """A span in a row, in milliseconds from the start of the trace."""
 
     name: str
     begin: float
@@ -49,7 +49,7 @@ Rank = dict[str, list[Bar]]  # bars by kind
 
 
 def read_traces(folder: Path) -> list[Rank]:
-    """The rows of all ranks, on a common clock that begins with the first of them.
+    """The rows of all ranks, on a common clock that starts with the first of them.
 
     Raises:
         Unusable: there is no trace, or one cannot be read or lacks the rows.
@@ -65,7 +65,7 @@ def read_traces(folder: Path) -> list[Rank]:
 
 
 def list_traces(folder: Path) -> list[Path]:
-    """A file for each rank, in their order."""
+    """The files of the ranks, in order."""
     again = "train with --trace N and give the folder trace of its --output-dir"
     if not folder.is_dir():
         raise Unusable(f"{folder} is no folder; {again}")
@@ -79,7 +79,7 @@ def list_traces(folder: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The events of the rows, on the clock of the machine: microseconds."""
+    """The events of the rows, in microseconds of the machine's clock."""
     again = "train with --trace once more"
     try:
         trace = json.loads(gzip.decompress(path.read_bytes()))
@@ -94,7 +94,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_ranks(paths: list[Path]) -> list[list[dict]]:
-    """The rows of all ranks in the order of their beginnings, in microseconds from the first."""
+    """The rows of all ranks, sorted by start, in microseconds from the first."""
     ranks = [read_rows(path) for path in paths]
     first = min(row["ts"] for rows in ranks for row in rows)
     ranks = [[row | {"ts": row["ts"] - first} for row in rows] for rows in ranks]
@@ -102,7 +102,7 @@ def read_ranks(paths: list[Path]) -> list[list[dict]]:
 
 
 def slim(source: Path, target: Path) -> None:
-    """Copy traces with the rows alone, without gaps in compute that nobody sees."""
+    """Copy only these rows of traces, and close gaps in compute that are too short to see."""
     target.mkdir(parents=True, exist_ok=True)
     paths = list_traces(source)
     for path, rows in zip(paths, read_ranks(paths), strict=True):
@@ -124,7 +124,7 @@ def slim(source: Path, target: Path) -> None:
 
 
 def pictures(root: Path) -> dict[str, str]:
-    """The SVG of each folder in results/traces, in both languages, by name of the file."""
+    """The SVG of each folder in results/traces, in both languages, by file name."""
     found = {}
     for folder in sorted((root / "results" / "traces").glob("*/")):
         ranks = read_traces(folder)
@@ -134,8 +134,8 @@ def pictures(root: Path) -> dict[str, str]:
 
 
 def draw(ranks: list[Rank], words: dict[str, str] | None = None) -> str:
-    """All ranks below each other, with an axis in milliseconds and a legend; in another language
-    by its words for the English ones."""
+    """Draw all ranks below each other, with an axis in milliseconds and a legend; optionally
+    translated by a dictionary of words."""
     words = words or {}
     longest = max(bar.end for rank in ranks for bars in rank.values() for bar in bars)
     scale = (WIDTH - LEFT - RIGHT) / longest  # pixels per millisecond
@@ -178,7 +178,7 @@ def draw_legend(ranks: list[Rank], words: dict) -> list[str]:
 
 
 def draw_axis(longest: float, scale: float, bottom: float) -> list[str]:
-    """A line for every 1, 2 or 5 milliseconds, or a power of ten as many."""
+    """A grid line every 1, 2 or 5 milliseconds, times a power of ten."""
     power = 10.0 ** math.floor(math.log10(longest / 4))
     step = next(n * power for n in (1, 2, 5, 10) if longest / (n * power) <= 12)
     lines = []
@@ -190,7 +190,7 @@ def draw_axis(longest: float, scale: float, bottom: float) -> list[str]:
 
 
 def draw_phases(rank: Rank, scale: float, words: dict) -> list[str]:
-    """Pale bars, and solid where the rank computes; a name where there is room."""
+    """Pale bars, solid where the rank computes; a name if it fits."""
     lines = []
     for bar in rank["phases"]:
         colour, word = PHASES.get(bar.name, GREY), words.get(bar.name, bar.name)
@@ -206,7 +206,7 @@ def draw_phases(rank: Rank, scale: float, words: dict) -> list[str]:
 
 
 def draw_communication(bars: list[Bar], overlap: list[Bar], scale: float) -> list[str]:
-    """A bar for each collective; those at the same time in lanes below each other."""
+    """A bar for each collective; simultaneous ones in lanes below each other."""
     lanes, ends = [], []  # of each bar; of each lane, when its last bar ends
     for bar in bars:
         lanes.append(next((i for i, end in enumerate(ends) if end <= bar.begin), len(ends)))
@@ -227,18 +227,18 @@ def draw_communication(bars: list[Bar], overlap: list[Bar], scale: float) -> lis
 
 
 def name_of(bar: Bar) -> str:
-    """Of a collective, with its bytes."""
+    """The name of a collective, with its bytes."""
     return bar.name if bar.bytes is None else f"{bar.name} {size_name(bar.bytes)}"
 
 
 def said(bar: Bar, word: str) -> str:
-    """What a browser shows when the mouse is on it."""
+    """A tooltip for browsers."""
     word = word if bar.bytes is None else name_of(bar)
     return f"<title>{escape(word)}, {bar.end - bar.begin:.3g} ms</title>"
 
 
 def cut(spans: list[Bar], bar: Bar, scale: float) -> list[tuple[float, float]]:
-    """What of some spans lies in a bar, in pixels; gaps that cannot be seen are closed."""
+    """Clip spans to a bar, in pixels; close gaps that are too short to see."""
     parts = []
     for span in spans:
         begin, end = max(span.begin, bar.begin) * scale, min(span.end, bar.end) * scale
@@ -252,7 +252,7 @@ def cut(spans: list[Bar], bar: Bar, scale: float) -> list[tuple[float, float]]:
 
 
 def boxes(parts: list[tuple[float, float]], y: float, height: float) -> str:
-    """One path of several rectangles."""
+    """One SVG path for several rectangles."""
     return "".join(f"M{a:.1f} {y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in parts)
 
 

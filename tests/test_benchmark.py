@@ -91,7 +91,7 @@ def test_a_row_that_fails_says_why(checkout):
     assert why["memory"] == "out of memory"
     assert why["package"] == "no_such_package is not installed"
     assert why["program"] == "no_such_launcher is not installed"
-    assert why["silent"] == "no end after 3 s"
+    assert why["silent"] == "timed out after 3 s"
     assert why["good"] is None and [len(row["runs"]) for row in rows] == [0] * 6 + [1, 0, 0]
     for said in ("no_such_package is not installed", "left out: none_such is not installed"):
         assert said in finished.stdout, "the table says it"
@@ -138,7 +138,7 @@ def test_stopped_and_continued(checkout):
     wait_for(lambda: process.poll() or len([*checkout.glob("runs/begun-*")]) == 2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and "goes on" in stderr
+    assert process.returncode == 130 and "resumes" in stderr
     assert not started_here(checkout)
     before = json.loads(partial.read_text())
     measured = [run for row in before["rows"] for run in row["runs"]]

@@ -31,7 +31,7 @@ def alone(monkeypatch):
 @pytest.mark.parametrize("script", ALL)
 def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
     finished = succeed(f"python {script}.py {GPT} --output-dir {tmp_path}", forked=True)
-    assert "one rank alone sends nothing" in finished.stdout and not finished.our_warnings
+    assert "a single rank sends nothing" in finished.stdout and not finished.our_warnings
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_another_model_is_refused_in_one_line(stopped, tmp_path):
     other = COMMAND.replace("gpt-2x2x16", "gpt-2x2x32")
     finished = launch(f"{other} --output-dir {tmp_path} --resume {stopped / RUN}", forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
-    assert all("--model gpt-2x2x16, and this one has gpt-2x2x32" in e for e in finished.errors)
+    assert all("--model gpt-2x2x16, and this run has gpt-2x2x32" in e for e in finished.errors)
     assert finished.errors
 
 

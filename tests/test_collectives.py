@@ -39,7 +39,7 @@ def numbers(text):
 def test_each_is_what_it_says(n):
     finished = succeed(COMMAND.format(n), forked=n != 2)  # two as typed
     assert finished.lines[0] == f"pytorch_collectives: {n} x cpu (gloo)"
-    assert ("One rank alone sends nothing" in finished.stdout) == (n == 1)
+    assert ("A single rank sends nothing" in finished.stdout) == (n == 1)
     shown = re.findall(r"^(\w+): .*\n((?:    rank .*\n)+)", finished.stdout, re.MULTILINE)
     before, after = expected(n)
     names = [name for name in after if n > 1 or name != "send_and_receive"]
@@ -98,7 +98,7 @@ def test_mistakes_end_by_themselves(mistake):
     finished = succeed(command, forked=True)
     for rank, words in SAID[mistake].items():
         assert re.search(rf"rank {rank}   {words}", finished.stdout)
-    advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if mistake != "wait" else "Nothing that PyTorch"
+    advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if mistake != "wait" else "No debug setting"
     assert finished.lines[-1].startswith(("With " * (mistake != "wait")) + advice)
 
 

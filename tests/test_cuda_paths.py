@@ -287,7 +287,7 @@ def test_a_gpu_without_tf32_and_bfloat16(tmp_path):
     script = "pytorch_auto_mixed_precision --dtype bfloat16"
     finished = launch(command(script, "--device cuda", tmp_path), forked=True, CAPABILITY="7.0")
     [line] = finished.errors
-    assert finished.code == 2 and "Fake GPU has none; use --dtype float16" in line
+    assert finished.code == 2 and "Fake GPU lacks it; use --dtype float16" in line
 
 
 ON_SEVERAL = [script for script, _ in SCRIPTS if script.split()[0] not in ONE_PROCESS]

@@ -1,4 +1,4 @@
-"""estimate.py: what is predicted on tensors without numbers is what real ones take."""
+"""estimate.py: predictions on fake tensors match the memory of real ones."""
 
 import json
 import re
@@ -409,9 +409,9 @@ GPT = "--model gpt-4x6x48 --context 64 --batch-size 8"
 MISTAKES |= {
     "--recommend": "--recommend needs the --memory of a GPU, for example --memory H100",
     f"{GPT} --recommend --only FSDP": "--recommend combines techniques; leave out --module",
-    "--model resnet18 --recommend --memory 24": "--recommend is for a decoder, and --model is",
+    "--model resnet18 --recommend --memory 24": "--recommend does not support --model",
     f"{GPT} --gpus 2 --memory 0.006 --spare 0.005 --recommend": "nothing fits 0.006 GiB with 0.005 "
-    "GiB to spare; what comes closest, above, is",
+    "GiB to spare; the closest, above, needs",
     f"{GPT} --gpus 7 --memory 1 --spare 0 --recommend": "no mesh divides this batch",
     f"{GPT} --gpus 4 --only ND_parallel --tp 4": "6 heads are not divisible by --tp 4",
 }

@@ -77,7 +77,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(script, tmp_path
     (tmp_path / "result.json").unlink()
     finished = run(f"{command} --max-steps 8 --resume auto")
     name = largest.relative_to(newer)
-    assert f"snapshot {newer} is damaged and left out: {name}" in finished.stdout
+    assert f"snapshot {newer} is damaged and ignored: {name}" in finished.stdout
     assert f"resumed from {older} at epoch 2, step 5" in finished.stdout
     found = weights(tmp_path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

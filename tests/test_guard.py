@@ -118,7 +118,7 @@ def test_stopped_before_a_weight_changes(script, ranks, named, tmp_path):
 def test_left_out(script, ranks, named, tmp_path):
     """All ranks leave the step out, and the run ends well."""
     finished = run(script, ranks, "gradient 7 7 0", "--on-nan skip", tmp_path, succeed)
-    assert f"step 7: {named}" in finished.stdout and "the step is left out" in finished.stdout
+    assert f"step 7: {named}" in finished.stdout and "the step is skipped" in finished.stdout
     assert all_finite(tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["steps"] == 12 and all(loss == loss for loss in result["train_loss"])
@@ -194,7 +194,7 @@ def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
     assert finished.code == 3, str(finished)
     [line] = finished.errors
     step, skipped = map(
-        int, re.search(r"step (\d+): the last (\d+) steps were left", line).groups()
+        int, re.search(r"step (\d+): the last (\d+) steps were skipped", line).groups()
     )
     assert 25 <= skipped <= step <= 40
     assert not (tmp_path / "model.pt").exists()

@@ -20,7 +20,7 @@ SCRIPTS = [
     if path.stem != "pytorch_collectives"  # which trains nothing
 ]
 GROUPS = ["this technique", "training", "task", "image options", "language-model options"]
-GROUPS += ["mixture of experts", "output", "hardware", "for comparing and proving"]
+GROUPS += ["mixture of experts", "output", "hardware", "reproducibility and profiling"]
 
 
 def help_of(script, monkeypatch):

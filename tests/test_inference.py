@@ -176,7 +176,7 @@ def test_predict_files(trained, exported, pictures):
 
 def test_other_files_are_said_to_be_left_out(trained, pictures):
     finished = infer(f"--weights {trained}/model.pt --input {pictures} --json")
-    assert "left out, as no images: .txt" in finished.stderr
+    assert "ignored, not images: .txt" in finished.stderr
 
 
 def test_a_picture_is_seen_as_it_was_taken(tmp_path):
@@ -383,7 +383,7 @@ def mistakes(trained, exported, pictures, tmp_path):
         f"--weights {exported} --input {image} --runtime torch": "in ONNX Runtime only",
         f"--weights {tmp_path}/cut.onnx --input {image}": "cut.onnx cannot be run",
         f"--weights {tmp_path}/text.onnx --input {image}": "text.onnx cannot be run",
-        f"--weights {tmp_path}/foreign.onnx --input {image}": "foreign.onnx is of another program",
+        f"--weights {tmp_path}/foreign.onnx --input {image}": "foreign.onnx was not exported by",
         f"--weights {inner}/outside.onnx --input {image}": "outside.onnx cannot be run",
         f"--weights {weights} --input test --dataset cifar10 --data-dir {tmp_path}": "CIFAR-10 in",
     }

@@ -109,9 +109,9 @@ MISTAKES = {
     "--prompt 'ÜÄ'": "never saw 'Ä' 'Ü'",
     "--prompt ''": "--prompt is empty",
     "--prompt a --input test": "give one of",
-    "--benchmark": "are for classifiers",
-    "--prompt a --precision int8 --runtime onnxruntime": "are for classifiers",
-    "--input picture.jpg": "takes test",
+    "--benchmark": "which generates text",
+    "--prompt a --precision int8 --runtime onnxruntime": "which generates text",
+    "--input picture.jpg": "needs --input test or",
     "--prompt a --tokens 0": "out of range",
     "--input test --dataset shakespeare --data-dir /nowhere": "could not be downloaded",
 }

@@ -147,7 +147,7 @@ def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, code, tmp_path):
 @pytest.mark.parametrize(
     "asked, said",
     [
-        ({"LT_STRATEGY": "fsdp"}, "--strategy=fsdp: this is a script about DDP"),
+        ({"LT_STRATEGY": "fsdp"}, "--strategy=fsdp: this script supports only DDP"),
         ({"LT_STRATEGY": "ddp", "LT_PRECISION": "bf16-mixed"}, "`--precision=bf16-mixed`"),
     ],
 )

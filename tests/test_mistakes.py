@@ -121,17 +121,17 @@ SINGLE = [
     ),
     (
         "--resume {0}/run/model.pt",
-        ["{0}/run/model.pt", "holds no good snapshot", "--weights"],
+        ["{0}/run/model.pt", "has no valid snapshot", "--weights"],
     ),
-    ("--resume {0}/all_damaged", ["--resume {0}/all_damaged", "no good snapshot"]),
-    ("--resume {0}/no_test", ["{0}/no_test", "holds no good snapshot"]),
+    ("--resume {0}/all_damaged", ["--resume {0}/all_damaged", "no valid snapshot"]),
+    ("--resume {0}/no_test", ["{0}/no_test", "has no valid snapshot"]),
     (
         "--resume {0}/run --model resnet34",
         ["resnet18", "resnet34", "--resume none"],
     ),
     (
         "--resume {0}/run/snapshots --batch-size 12",
-        ["--batch-size 24", "this one has 12"],
+        ["--batch-size 24", "this run has 12"],
     ),
     ("--on-nan carry-on", ["--on-nan", "carry-on", "skip"]),
     ("--on-save-error pray", ["--on-save-error", "pray", "stop"]),
@@ -143,7 +143,7 @@ SINGLE = [
     ),
     (
         "--weights {0}/same/model.pt --output-dir {0}/same",
-        ["{0}/same/model.pt", "replace"],
+        ["{0}/same/model.pt", "overwritten"],
     ),
     ("--weights {0}/a_list.pt", ["--weights {0}/a_list.pt", "list"]),
     (
@@ -154,13 +154,13 @@ SINGLE = [
     # a GPT
     (f"{NANO} --dataset text --data-dir {{0}}/short", ["need"]),
     (f"{NANO} --dataset text --data-dir {{0}}/latin", ["is not UTF-8"]),
-    (f"{NANO} --dataset text --data-dir {{0}}/none", ["there is no file"]),
+    (f"{NANO} --dataset text --data-dir {{0}}/none", ["it contains no file"]),
     (f"{NANO} --dataset shakespeare --data-dir {{0}}", ["be downloaded"]),
     (f"{NANO} --dataset cifar10", ["cifar10 is not for --model gpt-nano"]),
     (f"{NANO} --norm group", ["--norm is for images"]),
-    (f"{NANO} --context 65", ["looks back at 64 at most"]),
+    (f"{NANO} --context 65", ["has at most 64 positions"]),
     (f"{NANO} --weights imagenet", ["--weights imagenet", "gpt-nano"]),
-    ("--model gpt-2x3x16", ["3 heads cannot share a width of 16"]),
+    ("--model gpt-2x3x16", ["width 16 is not divisible by 3 heads"]),
     ("--model gpt-large", ["--model gpt-large is no decoder"]),
     ("--model resnet18 --context 8", ["--context is for a GPT"]),
     ("--dataset shakespeare", ["is not for images", "cifar10"]),
@@ -190,8 +190,8 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_float8", 1, "--double", ["--double", "bfloat16"]),
     ("pytorch_float8", 1, "--model gpt-2x2x20", ["--model gpt-2x2x20", "no linear layer"]),
     ("pytorch_float8", 1, "--context 9 --batch-size 4", ["--context 9", "36 tokens"]),
-    ("pytorch_checkpoint", 1, "--resume {0}/run", ["--resume {0}/run", "no whole checkpoint"]),
-    ("pytorch_checkpoint", 1, "--output-dir s3://a/b", ["--output-dir s3://a/b", "to a folder"]),
+    ("pytorch_checkpoint", 1, "--resume {0}/run", ["--resume {0}/run", "no complete DCP"]),
+    ("pytorch_checkpoint", 1, "--output-dir s3://a/b", ["--output-dir s3://a/b", "local folder"]),
     ("pytorch_DDP_ZeRO", 1, "--use_zero --optimizer lbfgs", ["--optimizer", "lbfgs", "adamw"]),
     ("pytorch_gradient_accumulation", 1, "--accumulate 25", ["--accumulate 25", "24 images"]),
     ("pytorch_gradient_accumulation", 1, "--accumulate 24", ["resnet18", "1 images", "larger"]),
@@ -206,7 +206,7 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_torchrun_DDP", 2, "--resume {0}/run --norm group", ["--norm batch"]),
     # a mixture of experts
     ("pytorch_gradient_accumulation", 2, f"{NANO} --experts 2", ["--balance is not for"]),
-    ("pytorch_TP", 2, "--experts 2", ["--experts 2: pytorch_TP.py knows no mixture"]),
+    ("pytorch_TP", 2, "--experts 2", ["--experts 2: pytorch_TP.py has no mixture"]),
     ("pytorch_EP", 3, "--experts 8", ["--experts 8 are not divisible by 3 ranks; use 6"]),
     ("pytorch_EP", 2, "--model resnet18", ["--model resnet18"]),
     # a mesh
@@ -227,17 +227,17 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_ND_parallel", 2, "--pp 2 --pipeline-schedule dualpipev --tie", ["--tie", "another"]),
     ("pytorch_PP", 2, "--pipeline-schedule dualpipev --microbatches 2", ["use 4 or"]),
     ("pytorch_ND_parallel", 2, "--reshard-after-forward 3", ["forward 3 does not divide 2 shards"]),
-    ("pytorch_ND_parallel", 2, "--attention pytorch --cp 2", ["--attention pytorch runs on GPUs"]),
+    ("pytorch_ND_parallel", 2, "--attention pytorch --cp 2", ["--attention pytorch needs a GPU"]),
     # a Llama
     ("pytorch_SingleGPU", 1, "--model llama-2x4", ["--model llama-2x4 is no decoder"]),
-    ("pytorch_SingleGPU", 1, "--model llama", ["has the shape of its --weights"]),
+    ("pytorch_SingleGPU", 1, "--model llama", ["takes its shape from --weights"]),
     ("pytorch_SingleGPU", 1, "--model llama-2x4x16 --kv-heads 3", ["--kv-heads 3 do not divide 4"]),
     ("pytorch_SingleGPU", 1, "--model llama-2x4x16 --dropout 0.1", ["a Llama has none"]),
     (
         "pytorch_SingleGPU",
         1,
         f"{NANO} --kv-heads 2",
-        ["--kv-heads and --mlp-width are for a Llama"],
+        ["--kv-heads and --mlp-width need a Llama"],
     ),
     ("pytorch_TP", 2, "--model llama-2x4x16 --mlp-width 65", ["--mlp-width 65 is not divisible"]),
     # tensor, context and pipeline parallelism
@@ -256,9 +256,9 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
         "--model gpt-2x4x32 --context 24 --attention ulysses",
         ["4 heads of gpt-2x4x32 cannot be"],
     ),
-    ("pytorch_CP", 2, "--attention pytorch", ["--attention pytorch runs on GPUs"]),
+    ("pytorch_CP", 2, "--attention pytorch", ["--attention pytorch needs a GPU"]),
     ("pytorch_CP", 2, "--attention flash", ["invalid choice: 'flash'"]),
-    ("pytorch_CP", 2, "--model resnet18", ["pytorch_CP.py takes the blocks of a decoder apart"]),
+    ("pytorch_CP", 2, "--model resnet18", ["pytorch_CP.py splits the blocks of a decoder"]),
     ("pytorch_CP", 2, "--batch-size 2000", ["--batch-size 2000 is more than", "windows"]),
     ("pytorch_PP", 2, "--microbatches 5", ["use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another"]),
     ("pytorch_PP", 2, "--microbatches 1", ["use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another"]),
@@ -280,7 +280,7 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ("pytorch_LocalSGD", 1, "--outer-momentum=-0.1", ["--outer-momentum", "out of range"]),
     ("pytorch_DeepSpeed", 1, "--double", ["--double"]),
     ("pytorch_DeepSpeed", 1, "--deepspeed_config no_such.json", ["no_such.json"]),
-    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/no_json.json", ["not a JSON file"]),
+    ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/no_json.json", ["not a readable JSON file"]),
     ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/a_list.json", ["a_list.json", "list"]),
     ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/batch.json", ["64", "--batch-size 24"]),
     ("pytorch_DeepSpeed", 1, "--deepspeed_config {0}/micro_batch.json", ["7", "--batch-size 24"]),
@@ -352,7 +352,7 @@ def test_a_gpu_without_bfloat16(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         common.get_dtype(argparse.Namespace(dtype="bfloat16"), torch.device("cuda"))
     assert exit.value.code == 2
-    assert "Tesla P40 has none; use --dtype float16" in capsys.readouterr().err
+    assert "Tesla P40 lacks it; use --dtype float16" in capsys.readouterr().err
 
 
 def check_report(finished, words):

@@ -134,7 +134,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
 
     other = command(f"--resume s3://bucket/killed --output-dir {tmp_path}/out")
     finished = succeed(other, cwd=machine(tmp_path / "there"), forked=True, **s3.env)
-    assert "step-00000008-evaluated is damaged and left out: SHA256SUMS" in str(finished)
+    assert "step-00000008-evaluated is damaged and ignored: SHA256SUMS" in str(finished)
     snapshot = "data/remote/s3/bucket/killed/snapshots/step-00000004-evaluated"
     assert f"resumed from {snapshot} at epoch 2, step 5" in finished.stdout
     assert same_bits(tmp_path / "out" / "model.pt", whole(JOB))
@@ -247,7 +247,7 @@ MISTAKES = [
     ("--weights nosuch://x/y", ["--weights nosuch://x/y", "give a folder"]),
     ("--resume nosuch://x/y", ["--resume nosuch://x/y", "give a folder"]),
     ("--output-dir sftp://me:secret@host/x", ["password", "FSSPEC_SFTP_PASSWORD"]),
-    ("--output-dir s3://bucket/*", ["--output-dir s3://bucket/*", "one place"]),
+    ("--output-dir s3://bucket/*", ["--output-dir s3://bucket/*", "one file"]),
     ("--output-dir gs://bucket/x", ["--output-dir gs://bucket/x", "gcsfs", "pip install"]),
     ("--output-dir s3://nowhere/x", ["--output-dir s3://nowhere/x", "bucket does not exist"]),
     ("--output-dir sftp://127.0.0.1:9/x", ["sftp://127.0.0.1:9/x", "cannot be written"]),
@@ -384,7 +384,7 @@ def test_the_last_two_stay_and_a_failed_copy_is_made_up_for(on, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr(store.remote, "upload", cut_off)
-        assert "state.pt is cut off there" in write(store, 4)
+        assert "state.pt is truncated there" in write(store, 4)
         assert 2 in steps(store.remote.list_files()), "a good one is not dropped for it"
     write(store, 5)
     assert steps(store.remote.list_files()) == {5: True, 4: True}
@@ -398,7 +398,7 @@ def test_what_is_damaged_there_is_left_out(on, capsys):
     other = on("there")
     other.fetch()
     assert [path.name for path in other.folder.iterdir()] == ["step-00000001"]
-    assert "step-00000002 is damaged and left out: state.pt" in capsys.readouterr().out
+    assert "step-00000002 is damaged and ignored: state.pt" in capsys.readouterr().out
     assert not find_damage(other.folder / "step-00000001")
 
 
@@ -412,7 +412,7 @@ def test_a_url_holds_one_run(on, capsys):
     new = on("there")
     with pytest.raises(SystemExit):
         new.archive_previous_run()
-    assert "holds a run; continue it with --resume auto" in capsys.readouterr().err
+    assert "contains a run; resume it with --resume auto" in capsys.readouterr().err
     assert first.remote.read("snapshots/step-00000001/state.pt") == b"first"
 
     for what in ("snapshots", "result.json"):  # as a user does who wants to begin anew
@@ -487,7 +487,7 @@ def test_data_is_downloaded_once(on, tmp_path):
 def test_nothing_is_written_outside_or_cut_off(on, tmp_path):
     write(on("here"), 1)
     there = on("here").remote
-    with pytest.raises(RemoteError, match="holds a file named"):
+    with pytest.raises(RemoteError, match="contains a file named"):
         there.download({"../../outside": 1}, tmp_path / "in")
-    with pytest.raises(RemoteError, match="state.pt is cut off"):
+    with pytest.raises(RemoteError, match="state.pt is truncated"):
         there.download({"snapshots/step-00000001/state.pt": 99}, tmp_path / "in")

@@ -84,7 +84,7 @@ def test_inference_is_not_of_texts(trained):
     weights = trained / "runs/pytorch_SingleGPU/model.pt"
     finished = launch(f"python model_inference.py --weights {weights} --input test", forked=True)
     assert finished.code == 2
-    assert "encoder-1x2x16, which classifies texts, and this script does not" in finished.stderr
+    assert "encoder-1x2x16 classifies text, which this script does not support" in finished.stderr
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,11 @@ def test_a_broken_line_is_told_by_its_number(line, words, tmp_path, capsys):
 MISTAKES = {
     "--data-dir /nowhere": "train.tsv cannot be read",
     "--model gpt-nano": "--model gpt-nano is not for --dataset reviews",
-    "--model encoder-2x3x16": "3 heads cannot share a width of 16",
+    "--model encoder-2x3x16": "width 16 is not divisible by 3 heads",
     "--tie": "--tie is for a GPT",
     "--image-size 32": "--image-size is for images",
-    "--train-samples 121": "--train-samples 121: there are 120",
-    "--weights imagenet": "--weights imagenet is of images",
+    "--train-samples 121": "--train-samples 121: only 120 exist",
+    "--weights imagenet": "--weights imagenet is for images",
     "--weights no/such-model": "--weights no/such-model cannot be loaded",
     "--weights {pretrained} --model distilbert": "--model distilbert with --weights",
     "--weights {pretrained} --context 21 --batch-size 16": "--context 21: ",

@@ -155,7 +155,7 @@ def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
     [
         ("--trace 13", "--trace 13: this run has 12 steps to trace"),
         ("--trace 1 --max-steps 3", "this run has 0 steps to trace"),
-        ("--trace 1 --profile-memory", "leave out one of the two"),
+        ("--trace 1 --profile-memory", "leave out one of them"),
         ("--trace 0", "--trace: 0 is out of range"),
     ],
 )

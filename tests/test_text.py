@@ -263,6 +263,6 @@ def test_weights_know_their_characters(tmp_path):
     again = f"--weights {tmp_path}/1/model.pt --output-dir {tmp_path}/2"
     succeed(f"{command}{tmp_path}/ab {again}", forked=True)
     finished = launch(f"{command}{tmp_path}/cd {again}", forked=True)
-    assert finished.code == 2 and "knows other characters" in finished.errors[0]
+    assert finished.code == 2 and "was trained on other characters" in finished.errors[0]
     result = json.loads((tmp_path / "1/result.json").read_text())
     assert result["classes"] == ["a", "b"] and result["context"] == 8
