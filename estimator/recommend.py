@@ -252,10 +252,21 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             (good if fits else others).append(found)
             if fits:
                 done.add(found.technique.kind)
+    if not good:  # the time is over, or theory says that none fits
+        for found in predict(job, likely(job, ways, room, others)[: 2 * at_once], at_once):
+            (good if found.kinds and found.peak <= room else others).append(found)
     if not good and not others:
         others = list(predict(job, [smallest(job, gpus)], at_once))
     good.sort(key=lambda one: seconds_of(job, one.technique, link))
     return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
+
+
+def likely(job: Job, ways: list[Way], room: int, others: list[Prediction]) -> list[Way]:
+    """Those that fit if they exceed the theory's least memory as far as what has been predicted
+    did; if there are none, the ones with the least memory."""
+    over = min((o.peak / kept_at_least(job, o.technique) for o in others if o.kinds), default=1)
+    found = [way for way in ways if over * kept_at_least(job, way) <= room]
+    return found or sorted(ways, key=lambda way: kept_at_least(job, way))
 
 
 def smallest(job: Job, gpus: int) -> Way:

@@ -269,8 +269,8 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
         ["use 1 or 2 or 10 or another --batch-size"],
     ),
     ("pytorch_PP", 2, "--batch-size 1", ["--batch-size 1 on 2 ranks; use another --batch-size"]),
-    ("pytorch_PP", 2, "--model gpt-1x2x16", ["has 1 layers", "1f1b makes 2 stages"]),
-    ("pytorch_PP", 2, "--model gpt-3x2x16 --pipeline-schedule zbv", ["zbv makes 4 stages"]),
+    ("pytorch_PP", 2, "--model gpt-1x2x16", ["has 1 layers", "1f1b needs 2 stages"]),
+    ("pytorch_PP", 2, "--model gpt-3x2x16 --pipeline-schedule zbv", ["zbv needs 4 stages"]),
     ("pytorch_PP", 2, f"--model gpt-3x2x16 {INTERLEAVED}", ["has 3 layers"]),
     ("pytorch_PP", 2, "--microbatches 0", ["it must be 1 or more"]),
     # local SGD, DeepSpeed and Lightning
