@@ -10,6 +10,9 @@ Measure     python benchmark.py --suite cpu
 Dry run     python benchmark.py --suite gpu --dry-run
             Prints each row's command, and why this machine would skip it. Starts nothing.
 Resume      Run the same command again: an interrupted measurement continues where it stopped.
+All         python benchmark.py --suite all
+            Runs the commands in config/measure_all.json, on a machine that does nothing else. With
+            --plan it prints how long they take.
 Render      python benchmark.py --render
             Rewrites the tables in README and docs/, in both languages, and the plots, from
             results/.
@@ -41,7 +44,7 @@ from tqdm import tqdm
 from harness.command_line import ArgumentParser, check_writable, fail, number
 from harness.gpus import power_limits, summarize, watch_gpus
 from harness.measure import git_commit, hardware, versions
-from report import pages, tables
+from report import everything, pages, tables
 from report.results import SCHEMA, Unusable, read_results
 
 ROOT = Path(__file__).resolve().parent
@@ -59,12 +62,23 @@ KEPT = (  # of result.json, in each run of a row
 def main():
     args = parse_args()
     try:
-        if args.suite:
+        if args.suite == "all":
+            measure_all(args)
+        elif args.suite:
             measure(args)
         else:
             render(check=args.check)
     except Unusable as error:
         fail(str(error))
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    gpu = torch.cuda.is_available()
+    if args.plan:
+        return everything.print_plan(ROOT, gpu)
+    if failed := everything.measure(ROOT, git_commit(), gpu):
+        fail(f"failed: {', '.join(failed)}; see runs/all/, then run the same command", code=3)
+    print("all is measured; python benchmark.py --render writes it into the pages")
 
 
 def parse_args() -> argparse.Namespace:
@@ -75,7 +89,9 @@ def parse_args() -> argparse.Namespace:
     )  # fmt: skip
     # fmt: off
     flag = parser.add_argument
-    flag("--suite", choices=suites, help="measure config/suite_NAME.json")
+    flag("--suite", choices=[*suites, "all"],
+         help="measure config/suite_NAME.json, or all that the pages show")
+    flag("--plan", action="store_true", help="with --suite all: print how long it takes")
     flag("--only", nargs="+", metavar="ROW", default=[], help="measure only these rows")
     flag("--dry-run", action="store_true", help="print the commands without running them")
     flag("--repeats", type=number(int, 1), metavar="N", help="runs per row (default: the suite's)")
@@ -87,6 +103,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.suite) + args.render + args.check != 1:
         fail("give one of --suite, --render and --check (--help lists the flags)")
+    if args.plan and args.suite != "all":
+        fail("--plan is for --suite all")
+    if args.suite == "all" and (args.only or args.repeats or args.output or args.dry_run):
+        fail("--suite all measures everything; give one suite, or no other flag than --plan")
     if not args.suite and (args.only or args.repeats or args.output or args.dry_run):
         fail("--only, --dry-run, --repeats and --output need --suite")
     return args
@@ -255,6 +275,7 @@ def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> d
     about = {
         "schema": SCHEMA, "suite": args.suite, "about": suite["about"], "complete": False,
         "job": suite.get("job", ""), "jobs": suite.get("jobs", {}), "repeats": repeats,
+        "times": suite.get("times", True),
         "hardware": hardware() | {"power_limits": power_limits()},
         "versions": all_versions(), "git_commit": git_commit(),
     }  # fmt: skip

@@ -112,11 +112,15 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of this repository, with ``-dirty`` if files differ; ``None`` without git."""
-    folder = Path(__file__).resolve().parents[1]
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
+    """The commit of this repository, with ``-dirty`` if files other than results and pages differ;
+    ``None`` without git."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
+    written = [":!results", ":!docs", ":!README*", ":!website/data"]
     try:
-        run = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *written])
     except (OSError, subprocess.CalledProcessError):
         return None
-    return run.stdout.strip()
+    return run.stdout.strip() + "-dirty" * clean.returncode

@@ -226,13 +226,13 @@ def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
     suites = ("parallel",) if name in BEYOND else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
     for suite in ("by_hand",) if name in DEFINITIONS else suites:
-        rows = results.get(suite, {"rows": []})["rows"]
-        rows = [row for row in rows if row["table"] == suite and row["runs"]]
+        found = results.get(suite, {"rows": []})
+        rows = [row for row in found["rows"] if row["table"] == suite and row["runs"]]
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
         if rows:
             run = rows[0]["runs"][0]
             job = f"{run['model']}, {size_of(run)}, {run['device']}:"
-            parts += [job, tables.techniques_table(rows)]
+            parts += [job, tables.techniques_table(rows, found.get("times", True))]
     parts.append(f"```bash\ndiff {parent}.py {script}.py\n```")
     lines = technique_lines((root / f"{script}.py").read_text(), DEFINITIONS.get(name, ()))
     return "\n\n".join([*parts, "\n".join(["```python", *lines, "```"])])

@@ -29,8 +29,9 @@ def markdown(header: list[str], rows: list[list]) -> str:
 def suite_table(found: dict, table: str) -> str:
     """A table of a suite: medians over the repeats, and where they were measured."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    draw = {"peers": peers_table, "amp": amp_table}.get(table.rpartition("-")[2], techniques_table)
-    return f"{draw(rows)}\n\n{measured_where(found, rows)}"
+    draw = {"peers": peers_table, "amp": amp_table}.get(table.rpartition("-")[2])
+    drawn = draw(rows) if draw else techniques_table(rows, found.get("times", True))
+    return f"{drawn}\n\n{measured_where(found, rows)}"
 
 
 def measured_where(found: dict, rows: list[dict]) -> str:
@@ -48,12 +49,14 @@ def machine_line(machine: dict, on_cpu: bool) -> str:
     return ", ".join(machine["gpus"] + machine.get("power_limits", []))
 
 
-def techniques_table(rows: list[dict]) -> str:
-    """All columns that the rows have."""
+def techniques_table(rows: list[dict], times: bool = True) -> str:
+    """All columns that the rows have; without times if the suite is about results alone."""
     runs = [run for row in rows for run in row["runs"]]
     text = bool(runs) and unit_of(runs[0]) == "tokens/s"
-    columns = ["technique", "ranks", "precision", "speed", "step ms (p95)"]
-    columns += ["first step s" if text else "epoch s", "memory"]  # a text has no epoch to speak of
+    columns = ["technique", "ranks", "precision"]
+    last = "first step s" if text else "epoch s"  # a text has no epoch to speak of
+    columns += ["speed", "step ms (p95)", last] if times else []
+    columns += ["memory"]
     columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []
     columns += [KEPT, "weights", "loss" if text else "accuracy"]
     return draw_rows(columns, [technique_cells(row) for row in rows])

@@ -16,7 +16,7 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from report import pages, plots
+from report import everything, pages, plots
 from report.results import Unusable
 from report.theory import theory
 
@@ -243,6 +243,8 @@ MISTAKES = {
     "--suite quick --only 'FSDP x64'": "FSDP x64",
     "--suite quick --output /proc/x/y.json": "/proc/x/y.json",
     "--suite quick --repeats 0": "--repeats",
+    "--suite all --only SingleGPU": "--suite all measures everything",
+    "--suite cpu --plan": "--plan is for --suite all",
     "--suite gpu": "--suite cpu",
     "--render --only x": "--only",
     "--check --dry-run": "--dry-run",
@@ -384,3 +386,55 @@ def test_a_suite_of_text(checkout):
     assert [step for step, _ in measured["curve"]] == [2, 4]
     drawn = plots.curves(found["rows"])
     assert list(drawn["values"]["SingleGPU"]) == ["128", "256"]
+
+
+# ------------------------------------------------------------------------------ all that there is
+
+
+def test_all_is_measured_once(checkout, monkeypatch, capsys):
+    counted, fails = checkout / "counted", checkout / "fails"
+    fails.touch()
+    parts = {
+        "good": {"commands": [f"echo >> {counted}", f"echo said >> {counted}"]},
+        "bad": {"commands": [f"echo to the log; test ! -e {fails}"]},
+        "gpu": {"needs_gpu": True, "commands": ["false"]},
+    }
+    (checkout / "config/measure_all.json").write_text(json.dumps(parts))
+    monkeypatch.setattr(everything, "busy_cores", lambda: 0.1)
+    monkeypatch.setattr(everything.stale, "note", lambda root, commit, *_: changed)
+    changed = ""
+    assert everything.measure(checkout, "0" * 40, gpu=False) == ["bad"]
+    assert (checkout / "runs/all/bad.log").read_text() == "to the log\n"
+    fails.unlink()
+    assert not everything.measure(checkout, "0" * 40, gpu=False)
+    assert counted.read_text() == "\nsaid\n", "what was measured is not measured again"
+    found = everything.read(checkout)
+    assert [part["code"] for part in found.values()] == [0, 0] and "gpu" not in found
+    assert found["good"]["busy_cores"] == 0.1 and found["good"]["commands"]
+    everything.print_plan(checkout, gpu=False)
+    assert re.search(r"good +\d+\.\d min  done", capsys.readouterr().out)
+    changed = "; since then changed: common.py"
+    assert not everything.measure(checkout, "0" * 40, gpu=False)
+    assert counted.read_text() == 2 * "\nsaid\n"
+
+
+def test_a_busy_machine_is_not_measured_on(monkeypatch, capsys):
+    monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
+    monkeypatch.setattr("sys.argv", ["benchmark.py", "--suite", "all"])
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main()
+    assert stopped.value.code == 2
+    assert re.search(r"other programs use 1\.3 cores: \S+", capsys.readouterr().err)
+
+
+def test_cores_that_are_busy():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        wait_for(lambda: everything.busy_cores(0.2) > 0.5)
+        process.kill()
+
+
+def test_the_plan_knows_earlier_runs(capsys):
+    everything.print_plan(ROOT, gpu=False)
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert set(json.loads((ROOT / "config/measure_all.json").read_text())) - {"gpu"} < set(lines)
+    assert float(lines["cpu"].split()[0]) > 1

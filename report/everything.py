@@ -1,0 +1,148 @@
+"""All that the pages show, measured by the commands of config/measure_all.json in their order.
+
+A part that was measured with the same code is not measured again, so a stopped measurement
+continues with the same command. results/all.json has the time and the commit of each part.
+"""
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from report import stale
+from report.results import Unusable
+
+QUIET = 0.25  # cores that other programs may use
+CODE = ("harness", "jobs", "libraries", "inference", "estimator")  # and all scripts
+
+
+def measure(root: Path, commit: str, gpu: bool) -> list[str]:
+    """Run the parts that are not done; returns the names of those that failed.
+
+    Args:
+        commit: of the code.
+        gpu: whether there is one, for the parts that need it.
+
+    Raises:
+        Unusable: the machine is busy.
+    """
+    if (busy := busy_cores()) > QUIET:
+        raise Unusable(f"other programs use {busy:.1f} cores: {busiest()}; stop them, or wait")
+    parts = list_parts(root, gpu)
+    todo = [name for name in parts if not is_done(root, read(root).get(name))]
+    return [name for name in todo if run_part(root, name, parts[name]["commands"], commit)]
+
+
+def list_parts(root: Path, gpu: bool) -> dict[str, dict]:
+    parts = json.loads((root / "config" / "measure_all.json").read_text())
+    return {name: part for name, part in parts.items() if gpu or not part.get("needs_gpu")}
+
+
+def run_part(root: Path, name: str, commands: list[str], commit: str) -> int:
+    """Run a part, with its output in runs/all/NAME.log. Returns its exit code."""
+    log = root / "runs" / "all" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = read(root).get(name, {})
+    before = before if before.get("code") and before["git_commit"] == commit else {}
+    about = {
+        "commands": commands, "git_commit": commit, "busy_cores": round(busy_cores(), 2),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }  # fmt: skip
+    print(f"{name}: started; tail -f {log.relative_to(root)}", flush=True)
+    started, code = time.monotonic(), 1
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    try:
+        with log.open("w") as output:
+            code = subprocess.run(
+                " && ".join(commands), shell=True, cwd=root, env=os.environ | {"PATH": path},
+                stdout=output, stderr=output,
+            ).returncode  # fmt: skip
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        seconds = round(before.get("seconds", 0) + time.monotonic() - started)
+        parts = read(root) | {name: about | {"seconds": seconds, "code": code}}
+        (root / "results" / "all.json").write_text(json.dumps(parts, indent=1) + "\n")
+    print(f"{name}: {minutes(seconds)}" + (f", exit code {code}" if code else ""), flush=True)
+    return code
+
+
+def read(root: Path) -> dict:
+    path = root / "results" / "all.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def is_done(root: Path, part: dict | None) -> bool:
+    """Whether a part was measured with the code as it is now."""
+    scripts = [path.name for path in root.glob("*.py")]
+    return bool(part) and not part["code"] and not stale.note(
+        root, part["git_commit"], part["commands"], (*CODE, *scripts)
+    )  # fmt: skip
+
+
+def print_plan(root: Path, gpu: bool) -> None:
+    """Minutes of each part, by its last time or by the results of its suite."""
+    whole, unknown, found = 0.0, [], read(root)
+    for name in list_parts(root, gpu):
+        seconds = found.get(name, {}).get("seconds") or seconds_of_suite(root, name)
+        if is_done(root, found.get(name)):
+            print(f"{name:12} {minutes(seconds)}  done")
+        elif seconds:
+            print(f"{name:12} {minutes(seconds)}")
+            whole += seconds
+        else:
+            print(f"{name:12} unknown")
+            unknown.append(name)
+    print(f"{'to do':12} {minutes(whole)}" + (f" and {', '.join(unknown)}" if unknown else ""))
+
+
+def seconds_of_suite(root: Path, name: str) -> float:
+    """By the runs in a suite's results; rows without one take as long as the median row."""
+    config, path = (
+        root / folder for folder in (f"config/suite_{name}.json", f"results/{name}.json")
+    )
+    if not config.is_file() or not path.is_file():
+        return 0
+    suite, measured = json.loads(config.read_text()), json.loads(path.read_text()).get("rows", [])
+    runs = {row["name"]: [run["seconds_process"] for run in row["runs"] if "seconds_process" in run]
+            for row in measured if row.get("runs")}  # fmt: skip
+    known = {name: statistics.median(seconds) for name, seconds in runs.items() if seconds}
+    if not known:
+        return 0
+    names = [f"{row['name']} x{n}" if n else row["name"]
+             for row in suite["rows"] for n in row.get("ranks", [None])]  # fmt: skip
+    usual = statistics.median(known.values())
+    each = suite.get("repeats", 1) + ("memory" in suite)
+    return each * sum(known.get(name, usual) for name in names)
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:5.1f} min"
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+    """How many cores other programs use; by the load of the last minute where there is no /proc."""
+
+    def worked() -> int:
+        user, nice, system, _idle, _wait, *rest = map(int, stat.read_text().split()[1:9])
+        return user + nice + system + sum(rest[:2])
+
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return os.getloadavg()[0]
+    before = worked()
+    time.sleep(seconds)
+    return (worked() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def busiest() -> str:
+    """The programs that use most of the CPU."""
+    listed = subprocess.run(
+        ["ps", "-eo", "pcpu,comm", "--sort=-pcpu"], capture_output=True, text=True
+    )
+    return ", ".join(line.split(None, 1)[1] for line in listed.stdout.splitlines()[1:4])
