@@ -391,7 +391,7 @@ def test_what_a_function_returns_wrongly_is_one_line(words, tmp_path, capsys):
 
 
 MISTAKES = {
-    "--memory 1": "--memory 1 is no more than --spare 1.5; use a lower --spare",
+    "--memory 1": "--memory 1 is not more than --spare 1.5; use a lower --spare",
     "--scale --fit": "--scale predicts communication",
     "--model resnet19": "--model resnet19 is not a torchvision classifier; try resnet",
     "-b 7 --gpus 2": "--batch-size 7 is the global batch and is not divisible by 2 GPUs; use "

@@ -311,4 +311,4 @@ def test_a_gpu_without_bfloat16_says_so(monkeypatch, tmp_path, capsys):
     args = model_inference.argument_parser().parse_args(flags)
     with pytest.raises(SystemExit) as exit:
         model_inference.check_flags(args)
-    assert exit.value.code == 2 and "Tesla T4 has none" in capsys.readouterr().err
+    assert exit.value.code == 2 and "Tesla T4 lacks bf16" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_drawing():
 
 
 MISTAKES = {
-    "--prompt 'ÜÄ'": "never saw 'Ä' 'Ü'",
+    "--prompt 'ÜÄ'": "unknown characters 'Ä' 'Ü'",
     "--prompt ''": "--prompt is empty",
     "--prompt a --input test": "give one of",
     "--benchmark": "which generates text",

@@ -60,7 +60,10 @@ def main():
     )
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--script", default="pytorch_torchrun_DDP.py", help="with flags, in quotes")
+    parser.add_argument(
+        "--script", nargs="+", default=["pytorch_torchrun_DDP.py"], metavar="'SCRIPT FLAGS'",
+        help="each trial takes one of them, at random",
+    )  # fmt: skip
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="of a trial")
@@ -71,8 +74,9 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
-    if not (ROOT / args.script.split()[0]).is_file():
-        parser.error(f"--script {args.script}: no such script; try pytorch_torchrun_DDP.py")
+    for script in args.script:
+        if not (ROOT / script.split()[0]).is_file():
+            parser.error(f"--script {script}: no such script; try pytorch_torchrun_DDP.py")
 
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     args.server = Server(os.environ | ENVIRONMENT) if args.forked else None
@@ -89,29 +93,29 @@ def main():
 def run_trials(args, folder):
     print(f"$ python tests/faults/inject.py {shlex.join(sys.argv[1:])}")
     where = f"commit {git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
-    print(f"{where}; {args.script} {JOB}", flush=True)
-    code, _ = run(args, folder / "whole", {"kind": "none", "rank": 0, "step": 0, "phase": "none"})
-    if code != 0:
-        sys.exit(f"without a fault it ended with exit code {code}")
-    expected = torch.load(folder / "whole" / "model.pt", weights_only=True)
+    print(f"{where}; {', '.join(args.script)}: {JOB}", flush=True)
+    expected = {script: weights_without_fault(args, folder / "whole", script)
+                for script in args.script}  # fmt: skip
 
     rng = random.Random(args.seed)
     faults = []
     for _ in range(args.trials):
         [kind] = rng.choices(args.kinds, [KINDS[kind] for kind in args.kinds])
         phase = rng.choice(args.phases)
+        script = rng.choice(args.script) if len(args.script) > 1 else args.script[0]
         faults.append(
             {
                 "kind": kind,
                 "rank": rng.randrange(args.ranks),
                 "step": rng.randint(1, 10),
                 "phase": phase,
+                "script": script,
             }
         )
     outcomes, waits = [], []
     with ThreadPoolExecutor(args.jobs) as pool:
         trials = [
-            pool.submit(try_one, args, folder / str(number), fault, expected)
+            pool.submit(try_one, args, folder / str(number), fault, expected[fault["script"]])
             for number, fault in enumerate(faults)
         ]
         for number, (fault, trial) in enumerate(zip(faults, trials, strict=True), 1):
@@ -120,7 +124,8 @@ def run_trials(args, folder):
             print(
                 f"trial {number:3}: {fault['kind']:9} rank {fault['rank']} step {fault['step']:2} "
                 f"{fault['phase']:13}  {verdict}{why}"
-                + (f", {seconds:.1f} s to the next step" if seconds else ""),
+                + (f", {seconds:.1f} s to the next step" if seconds else "")
+                + (f"; {fault['script']}" if len(args.script) > 1 else ""),
                 flush=True,
             )
             if seconds and fault["kind"] in ("kill", "exception"):
@@ -132,6 +137,16 @@ def run_trials(args, folder):
         f"exception to the next step: median {median}"
     )
     return outcomes
+
+
+def weights_without_fault(args, output, script):
+    fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none", "script": script}
+    code, _ = run(args, output, fault)
+    if code != 0:
+        sys.exit(f"without a fault {script} ended with exit code {code}")
+    weights = torch.load(output / "model.pt", weights_only=True)
+    shutil.rmtree(output)
+    return weights
 
 
 def try_one(args, output, fault, expected):
@@ -176,7 +191,7 @@ def run(args, output, fault):
     events = output / "events"
     events.touch()
     agent = "python tests/faults/agent.py" if args.forked else "torchrun"
-    script, _, flags = args.script.partition(" ")  # its flags come last, and so they count
+    script, _, flags = fault["script"].partition(" ")  # its flags come last, and so they count
     command = (
         f"{agent} --standalone --max-restarts 3 --nproc_per_node={args.ranks} "
         f"tests/faults/victim.py {script} {JOB} {flags} --output-dir {output}"
