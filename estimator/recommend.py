@@ -125,6 +125,7 @@ def ways_of(job: Job, gpus: int) -> Iterator[Way]:
                         "ND_parallel", ("pytorch_ND_parallel.py",), ranks=gpus, steps=1,
                         replicate=replicate, shard=rest // replicate, tp=tp, pp=pp, cp=cp, ac=ac,
                         accumulate=accumulate, offload=offload, microbatches=microbatches,
+                        on_host=techniques.ON_HOST if offload else (),
                     )  # fmt: skip
                     yield dataclasses.replace(way, command=(*way.command, *way.words()))
 
@@ -253,7 +254,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             if fits:
                 done.add(found.technique.kind)
     if not good:  # the time is over, or theory says that none fits
-        for found in predict(job, likely(job, ways, room, others)[: 2 * at_once], at_once):
+        for found in predict(job, likely(job, ways, room, others, at_once), at_once):
             (good if found.kinds and found.peak <= room else others).append(found)
     if not good and not others:
         others = list(predict(job, [smallest(job, gpus)], at_once))
@@ -261,12 +262,14 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
     return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
 
 
-def likely(job: Job, ways: list[Way], room: int, others: list[Prediction]) -> list[Way]:
-    """Those that fit if they exceed the theory's least memory as far as what has been predicted
-    did; if there are none, the ones with the least memory."""
+def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:
+    """The first ``n`` that fit if they exceed the theory's least memory as far as what has been
+    predicted did, and the first with offload; if there are none, those with the least memory."""
     over = min((o.peak / kept_at_least(job, o.technique) for o in others if o.kinds), default=1)
     found = [way for way in ways if over * kept_at_least(job, way) <= room]
-    return found or sorted(ways, key=lambda way: kept_at_least(job, way))
+    if not found:
+        return sorted(ways, key=lambda way: kept_at_least(job, way))[:n]
+    return [*found[:n], *(way for way in found[n:] if way.offload)][: 2 * n]
 
 
 def smallest(job: Job, gpus: int) -> Way:

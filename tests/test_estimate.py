@@ -514,6 +514,13 @@ def test_what_is_recommended_runs_and_takes_what_is_predicted(tmp_path):
         assert predicted == pytest.approx(took, rel=0.02), words
 
 
+def test_offload_is_recommended_where_only_activations_fit():
+    """Weights, gradients and optimizer state take 5 MiB, of 3."""
+    text = estimate(f"{SMALL} -b 1 --gpus 1 --memory 0.003 --spare 0 --recommend").stdout
+    [kinds] = re.findall(r"^1\. one GPU, offload: peak .* MiB \((.*)\)$", text, re.M)
+    assert "activ" in kinds and not re.search("weights|grads|optim", kinds)
+
+
 def test_a_large_model_is_predicted_by_two_small_ones():
     """Of 14 blocks by four and six: to the byte of what 14 take."""
     flags = "--model llama-14x4x64 --context 64 --gpus 4 -b 8 --json --only "

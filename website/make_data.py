@@ -102,8 +102,7 @@ def fit() -> dict:
 def cell(model: str, gpus: int, memory: str) -> dict:
     words = ["--model", model, "--context", str(MODELS[model]), "-b", str(EACH * gpus)]
     words += ["--gpus", str(gpus), "--memory", memory, "--recommend"]
-    patient = mock.patch.multiple(recommend, ENOUGH=1, SECONDS=1800)  # the first that fits, surely
-    with mock.patch("sys.argv", ["estimate.py", *words]), patient:
+    with mock.patch("sys.argv", ["estimate.py", *words]), mock.patch.object(recommend, "ENOUGH", 1):
         args, flags = estimate.parse_args()
         job, room = estimate.job_of(args, flags), estimate.room_of(args)
         [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count())
