@@ -69,6 +69,11 @@ class Way(Technique):
         said += [f"batch in {self.accumulate} parts"] if self.accumulate > 1 else []
         return ", ".join(said + (["offload"] if self.offload else []))
 
+    def bytes_on_host(self, job: "Job") -> float:
+        """CPU memory per rank: weights, gradients and optimizer state, with offload."""
+        each = STATE[job.optimizer] * job.parameters / self.tp / self.pp / self.shard / self.cp
+        return each * self.offload
+
     def launch(self, job: "Job") -> str:
         """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
@@ -160,7 +165,7 @@ def kept_at_least(job: Job, way: Way) -> float:
     """Lower bound of the bytes on a GPU."""
     size, local = job.size, job.parameters / way.tp / way.pp
     shards = way.shard * way.cp
-    kept = 0 if way.offload else STATE[job.optimizer] * local / shards
+    kept = STATE[job.optimizer] * local / shards - way.bytes_on_host(job)
     if way.pp > 1 and shards > 1:
         kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
     parts = way.accumulate * way.microbatches

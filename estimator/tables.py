@@ -113,6 +113,8 @@ def print_ways(args: argparse.Namespace, job, found: list) -> None:
         idle = (way.pp - 1) / way.microbatches
         costs = [f"sends {one.sent / 1e9:.3g} GB per step"]
         costs += [f"recomputes {again} forward"] if again else []
+        host = way.bytes_on_host(job)
+        costs += [f"keeps {in_words(host)} per GPU in CPU memory"] if host else []
         costs += [f"idle for {idle:.0%} of its compute time"] if idle else []
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs)}")

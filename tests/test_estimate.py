@@ -519,6 +519,7 @@ def test_offload_is_recommended_where_only_activations_fit():
     text = estimate(f"{SMALL} -b 1 --gpus 1 --memory 0.003 --spare 0 --recommend").stdout
     [kinds] = re.findall(r"^1\. one GPU, offload: peak .* MiB \((.*)\)$", text, re.M)
     assert "activ" in kinds and not re.search("weights|grads|optim", kinds)
+    assert "keeps 6.1 MiB per GPU in CPU memory" in text
 
 
 def test_a_large_model_is_predicted_by_two_small_ones():
