@@ -109,7 +109,7 @@ def cell(model: str, gpus: int, memory: str) -> dict:
     row = {"model": model, "gpus": gpus, "memory": memory, "gib": args.memory, "spare": args.spare}
     row |= {"estimate": f"python estimate.py {' '.join(words)}", "peak": found.peak}
     host = found.technique.bytes_on_host(job)
-    in_cpu = f", {host / 2**30:,.0f} GiB per GPU in CPU memory" if host else ""
+    in_cpu = f", {host / 2**30:,.1f} GiB per GPU in CPU memory" if host else ""
     row |= {"way": found.technique.describe() + in_cpu, "fits": found.peak <= room}
     if row["fits"]:
         return row | {"command": found.technique.launch(job), "sent": found.sent}
