@@ -122,7 +122,7 @@ class Task(lightning.LightningModule):
         if self.deepspeed:  # DeepSpeed: the fp32 copy, of a module whose name prefixes theirs
             weights = deepspeed_engine.gather_weights(self.trainer.model)
             self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
-        else:  # FSDP: gathered in rank 0's CPU memory
+        else:  # FSDP: gathered on rank 0, on the CPU
             self.weights = dcp.get_model_state_dict(self.model, options=WHOLE)
 
 
@@ -213,10 +213,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

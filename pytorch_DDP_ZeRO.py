@@ -49,10 +49,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -114,9 +111,7 @@ def main():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
         if args.use_zero:
-            optimizer.consolidate_state_dict(
-                to=0
-            )  # ZeRO: call it on every rank, or rank 0 waits forever
+            optimizer.consolidate_state_dict(to=0)  # ZeRO: on every rank, or rank 0 waits forever
         run.save_snapshot(model, optimizer, scheduler)
 
     # 7. Save and report

@@ -78,9 +78,7 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # gradients would add up otherwise
-            logits = parallel(
-                images
-            )  # DP: scatters the batch, copies the weights, computes, gathers
+            logits = parallel(images)  # DP: scatters the batch, copies weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
             if args.clip_grad:

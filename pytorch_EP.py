@@ -116,10 +116,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     if args.experts % world_size:
         near = max(args.experts // world_size, 1) * world_size
         common.fail(f"--experts {args.experts} are not divisible by {world_size} ranks; use {near}")

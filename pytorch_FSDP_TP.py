@@ -124,10 +124,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
     common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
@@ -192,7 +189,7 @@ def main():
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     # 2-D: hides a warning that a matrix sharded twice is gathered twice; here that happens once
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered in rank 0's CPU memory
+    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

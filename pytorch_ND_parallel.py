@@ -140,10 +140,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     check(args, common.size_of(args), world_size)
     common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
@@ -270,7 +267,7 @@ def main():
         run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: this rank's shards
 
     # 7. Save and report
-    weights = gather_weights(model, pipeline)  # ND: gathered in rank 0's CPU memory
+    weights = gather_weights(model, pipeline)  # ND: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)

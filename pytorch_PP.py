@@ -131,10 +131,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     size = common.size_of(args)
     owners, microbatches = divide(args, size.layers, world_size)  # PP: before any rank waits
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
@@ -146,9 +143,7 @@ def main():
     # the first stage uses the tokens, and the last stage the labels
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
-    eval_sampler = DistributedSampler(
-        eval_set, 1, 0, shuffle=False
-    )  # PP: the same, without shuffling
+    eval_sampler = DistributedSampler(eval_set, 1, 0, shuffle=False)  # PP: without shuffling
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model

@@ -119,10 +119,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     common.check_tensor_parallel(args, world_size, f"{world_size} ranks")
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout
@@ -178,7 +175,7 @@ def main():
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered in rank 0's CPU memory
+    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

@@ -69,10 +69,7 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = (
-        dist.get_rank(),
-        dist.get_world_size(),
-    )  # DDP: this rank's number, and how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -146,9 +143,7 @@ def main():
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(
-        model, options=whole
-    )  # FSDP: gathered in rank 0's CPU memory
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

@@ -1,10 +1,10 @@
 """Other ways to write the loop of pytorch_SingleGPU.py, which benchmark.py measures beside it.
 
-    python tests/peers.py --loop seed --dataset synthetic --max-steps 24
+    python tests/peers.py --loop pytorch_train --dataset synthetic --max-steps 24
 
-bare  batches that lie on the device already; only forward, backward and step: the limit
-seed  as in the page that this began from: PIL images, transforms for each in loader processes, and
-      two .item() a step
+bare           only forward, backward and step, on batches that are on the device: the upper limit
+pytorch_train  as in the page that this repository began from: PIL images, transformed one by one in
+               loader processes, and two .item() per step
 
 The libraries have scripts of their own: docs/ecosystem.md.
 
@@ -59,7 +59,7 @@ class Pictures(Dataset):
 
 def main():
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--loop", choices=["bare", "seed"], required=True)
+    parser.add_argument("--loop", choices=["bare", "pytorch_train"], required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
     common.prepare_process(args)
@@ -78,7 +78,7 @@ def main():
         )  # fmt: skip
 
     def step(images, labels):
-        if args.loop == "seed":
+        if args.loop == "pytorch_train":
             images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         autocast = args.dtype != "float32"
@@ -87,7 +87,7 @@ def main():
             loss = F.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
-        if args.loop == "seed":  # its running loss and accuracy
+        if args.loop == "pytorch_train":  # its running loss and accuracy
             return loss.item(), (logits.argmax(1) == labels).sum().item()
 
     started, clock = time.perf_counter(), StepClock([device])

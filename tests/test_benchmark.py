@@ -353,7 +353,7 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     assert "python " in printed or "torchrun " in printed
 
 
-@pytest.mark.parametrize("loop", ["bare", "seed"])
+@pytest.mark.parametrize("loop", ["bare", "pytorch_train"])
 def test_a_suite_keeps_what_peers_measure(loop, tmp_path):
     flags = "--train-samples 32 --batch-size 8 --max-steps 4 --model shufflenet_v2_x0_5 -j 1"
     command = f"python tests/peers.py --loop {loop} --dataset synthetic {flags}"

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 import torch
-from conftest import ROOT, cases, free_port, launch, launcher, started, succeed
+from conftest import ROOT, cases, launch, launcher, started, succeed
 from PIL import Image
 
 import common
@@ -425,18 +425,20 @@ def test_a_library_that_cannot_be_imported(script, tmp_path):
 
 
 @contextlib.contextmanager
-def proxy_that_never_answers():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+def unusable_proxy(silent: bool):
+    """A port that refuses connections, or accepts them and never answers. It is taken as long as
+    the test runs: a port that was only free a moment ago may belong to another test by now."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        if silent:
+            held.listen()
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
 def test_cifar10_without_data_or_network(silent, tmp_path):
     """One line, whether the network refuses at once or never answers."""
-    with proxy_that_never_answers() if silent else contextlib.nullcontext() as proxy:
-        proxy = proxy or f"http://127.0.0.1:{free_port()}"
+    with unusable_proxy(silent) as proxy:
         command = f"python pytorch_SingleGPU.py --dataset cifar10 --data-dir {tmp_path}/data"
         finished = launch(
             f"{command} --output-dir {tmp_path}/run",
