@@ -51,7 +51,8 @@ def main():
         saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         if dist.get_rank() == 0:  # every rank has the same weights: one of them saves
             print(f"epoch {epoch + 1}: loss {loss.item():.4f} on rank 0")
-            torch.save(saved | {"epoch": epoch + 1}, args.checkpoint)
+            torch.save(saved | {"epoch": epoch + 1}, f"{args.checkpoint}.part")
+            os.replace(f"{args.checkpoint}.part", args.checkpoint)  # never half a file
 
 
 main()

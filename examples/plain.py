@@ -43,7 +43,8 @@ def main():
             optimizer.zero_grad()
         print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(saved | {"epoch": epoch + 1}, args.checkpoint)
+        torch.save(saved | {"epoch": epoch + 1}, f"{args.checkpoint}.part")
+        os.replace(f"{args.checkpoint}.part", args.checkpoint)  # never half a file
 
 
 main()

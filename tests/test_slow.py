@@ -95,9 +95,10 @@ def test_a_rank_that_shares_its_core(run_slowly):
 
 def test_tiny_buckets(run_slowly):
     tiny, usual = (run_slowly(way, "--trace 1")["collectives"] for way in ("buckets", ""))
-    assert usual["all_reduce"]["per_step"] <= 2 and tiny["all_reduce"]["per_step"] >= 8
+    assert usual["all_reduce"]["per_step"] <= 3 and tiny["all_reduce"]["per_step"] >= 8
     sent = [found["all_reduce"]["bytes_per_step"] for found in (tiny, usual)]
-    assert sent[0] == sent[1] > 0, "the same bytes, in more messages"
+    # The same bytes in more messages, but for the vote of harness/stop.py, which the clock starts
+    assert abs(sent[0] - sent[1]) <= 16 < sent[1]
 
 
 @pytest.mark.full
