@@ -38,17 +38,18 @@ from report import plots
 # As CUDA reports them, which is less than nvidia-smi's: out of errors in GitHub's issues,
 # Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is taken to be as large),
 # stepfun-ai/Step-Video-T2V#8, GaoLii/DSP#10, TianheWu/CoSeR#10, HiDream-ai/VAREdit#6 and
-# vllm-project/vllm#27508.
+# vllm-project/vllm#27508. And dense TFLOP/s in half precision, by NVIDIA's data sheets.
 GPUS = {
-    "T4": 14.56, "L4": 21.99, "A10": 21.99, "L40S": 44.42, "RTX3090": 23.70,
-    "A100-40GB": 39.50, "A100-80GB": 79.25, "H100": 79.11,
+    "T4": (14.56, 65), "L4": (21.99, 121), "A10": (21.99, 125), "L40S": (44.42, 362),
+    "RTX3090": (23.70, 71), "A100-40GB": (39.50, 312), "A100-80GB": (79.25, 312),
+    "H100": (79.11, 989),
 }  # fmt: skip
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
 
 def gib_of(text: str) -> float:
     """``--memory``: a number, or the name of a GPU."""
-    names = {name.lower(): size for name, size in GPUS.items()}
+    names = {name.lower(): size for name, (size, _) in GPUS.items()}
     if text.lower() in names:
         return names[text.lower()]
     try:
@@ -84,8 +85,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--only", metavar="NAME,...", help="only these techniques, for example FSDP,DDP_ZeRO")
     flag("--recommend", action="store_true",
          help="recommend combinations of techniques that fit --memory, each with the command for "
-         "pytorch_ND_parallel.py; least communication and recomputation first. In bfloat16, or "
-         "with --dtype float32")
+         "pytorch_ND_parallel.py; least recomputation, idle time and communication that does not "
+         "overlap with compute first. In bfloat16, or with --dtype float32")
     flag("--scale", action="store_true",
          help="instead of memory, predict the share of a step that a GPU waits for communication, "
          "on up to 1,024 GPUs with as many samples each")
@@ -279,7 +280,10 @@ def job_of(args: argparse.Namespace, flags: list[str]):
     vocabulary = args.classes or size.vocabulary or 65
     context = given.context or size.context
     each = 2 if half else 4
-    return Job(size, vocabulary, context, args.batch_size, optimizer, each, tuple(flags))
+    # --memory in GiB names no GPU: it is an H100 then
+    tflops = next((flops for gib, flops in GPUS.values() if gib == args.memory), GPUS["H100"][1])
+    rest = optimizer, each, 1e12 * tflops, tuple(flags)
+    return Job(size, vocabulary, context, args.batch_size, *rest)
 
 
 def room_of(args: argparse.Namespace) -> int:

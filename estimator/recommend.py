@@ -17,10 +17,10 @@ from harness.command_line import fail
 from libraries.pipelining import default_microbatches
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
-# FLOP/s of a GPU in bfloat16: what Llama 3 8B reaches on 8 H100 with
-# FSDP, compiled (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
+# The share of a GPU's peak that training reaches: Llama 3 8B on 8 H100 with FSDP, compiled, 400 of
+# 989 TFLOP/s (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
 # with 6 FLOPs per token and parameter, 8 with full recomputation).
-RATE = 4e14
+REACHED = 0.4
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH, SECONDS = 5, 45  # stop after this many combinations, or this much time
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
@@ -94,6 +94,7 @@ class Job:
     Args:
         size: of the decoder; ``vocabulary``: number of tokens.
         bytes: size of the compute dtype.
+        flops: peak FLOP/s of the GPU in half precision.
     """
 
     size: object
@@ -102,6 +103,7 @@ class Job:
     batch_size: int
     optimizer: str
     bytes: int
+    flops: float
     flags: tuple[str, ...]
 
     @property
@@ -142,23 +144,27 @@ def divisors_of(n: int) -> list[int]:
 # ------------------------------------------------------------------------------ by theory alone
 
 
-def bytes_sent(job: Job, way: Way) -> tuple[float, float]:
-    """Bytes that a rank sends per step, within its machine and to other machines, by the formulas
-    of docs/model_parallelism.md. Adjacent ranks are those of tp, then those of cp."""
+def messages(job: Job, way: Way) -> list[tuple[float, int, bool]]:
+    """What a rank sends per step, by the formulas of docs/model_parallelism.md: bytes, how many
+    adjacent ranks they are sent among, and whether that overlaps with compute. Adjacent are the
+    ranks of tp, then of cp, of FSDP, of its replicas and of the pipeline."""
     size, local = job.size, job.parameters / way.tp / way.pp
     shards, layers = way.shard * way.cp, size.layers / way.pp
     again = way.ac == "full"
     gathers = (1 if way.pp > 1 else 2 * way.accumulate) * job.bytes + 4 * way.accumulate
-    far = gathers * local * (shards - 1) / shards
-    far += 2 * 4 * local / shards * (way.replicate - 1) / way.replicate * way.accumulate
+    gathers *= local * (shards - 1) / shards
+    averages = 2 * 4 * local / shards * (way.replicate - 1) / way.replicate * way.accumulate
     tokens = job.batch_size * job.context / way.shares / way.cp
     hidden = tokens * size.width * job.bytes
-    far += 2 * hidden / way.tp * (way.pp - 1) / way.pp
-    near = layers * (8 + 4 * again) * hidden * (way.tp - 1) / way.tp
     keys = tokens * size.width * size.kv_heads / size.heads * job.bytes / way.tp
-    ring = layers * (6 + 2 * again) * keys * (way.cp - 1)
-    near, far = (near + ring, far) if way.tp * way.cp <= MACHINE else (near, far + ring)
-    return (near + far, 0.0) if way.ranks <= MACHINE else (near, far)
+    near = way.tp * way.cp
+    return [
+        (layers * (8 + 4 * again) * hidden * (way.tp - 1) / way.tp, way.tp, False),
+        (layers * (6 + 2 * again) * keys * (way.cp - 1), near, False),
+        (gathers, near * way.shard, True),
+        (averages, near * way.shares, True),
+        (2 * hidden / way.tp * (way.pp - 1) / way.pp, way.ranks, False),
+    ]
 
 
 def kept_at_least(job: Job, way: Way) -> float:
@@ -186,19 +192,24 @@ def kept_at_least(job: Job, way: Way) -> float:
     return kept
 
 
-def seconds_of(job: Job, way: Way, link: dict) -> float:
-    """Overhead per step: recomputation, idle time of a stage, communication. ``link`` is between
-    machines, or within the machine if there is only one."""
+def cost_of(job: Job, way: Way, link: dict) -> tuple[float, float]:
+    """Seconds per step: the overhead, which is recomputation, idle time of a stage, and the
+    communication that does not overlap with compute; and all communication, for equal overheads.
+    ``link`` is between machines, or within the machine if there is only one."""
     tokens = job.batch_size * job.context / way.ranks
     attention = 2 * job.size.layers * job.context * job.size.width
-    forward = tokens * (2 * job.parameters + attention) / RATE
+    forward = tokens * (2 * job.parameters + attention) / (REACHED * job.flops)
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[way.ac] * forward
-    idle = (way.pp - 1) / way.microbatches * (3 * forward + again)
-    near, far = bytes_sent(job, way)
-    within = (link if way.ranks <= MACHINE else network.link_of("nvlink4"))["allreduce"]
-    sent = near / within.bandwidth + far / link["allreduce"].bandwidth
+    compute = 3 * forward + again
+    idle = (way.pp - 1) / way.microbatches * compute
+    sent = {True: 0.0, False: 0.0}
+    for size, among, overlaps in messages(job, way):
+        near = way.ranks > MACHINE >= among
+        one = network.link_of("nvlink4") if near else link
+        sent[overlaps] += size / one["allreduce"].bandwidth
     copied = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
-    return again + idle + sent + copied * way.offload
+    waiting = sent[False] + max(0.0, sent[True] - compute)
+    return again + idle + waiting + copied * way.offload, sum(sent.values())
 
 
 # ------------------------------------------------------------------------------------ predicted
@@ -241,7 +252,7 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
 def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
     """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
-    ways.sort(key=lambda way: (seconds_of(job, way, link), way.words()))
+    ways.sort(key=lambda way: (cost_of(job, way, link), way.words()))
     deadline, good, others, done = time.monotonic() + SECONDS, [], [], set()
     while ways and len(good) < ENOUGH and time.monotonic() < deadline:
         chosen = []
@@ -263,7 +274,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             (good if found.kinds and found.peak <= room else others).append(found)
     if not good and not others:
         others = list(predict(job, [smallest(job, gpus)], at_once))
-    good.sort(key=lambda one: seconds_of(job, one.technique, link))
+    good.sort(key=lambda one: cost_of(job, one.technique, link))
     return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
 
 

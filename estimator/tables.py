@@ -104,14 +104,15 @@ def print_ways(args: argparse.Namespace, job, found: list) -> None:
         f"{describe(args, list(job.flags))}, global batch {job.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} to spare:"
     )
-    print("least communication, recomputation and idle time first; peaks are predictions per GPU")
+    print("least recomputation, idle time and communication that compute does not hide first;")
+    print("peaks are predictions per GPU")
     for number, one in enumerate(found, 1):
         way = one.technique
         parts = {name: sum(one.kinds[kind] for kind in kinds) for name, kinds in COLUMNS.items()}
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
         again = {"full": "all of", "selective": "all but matmuls and attention of"}.get(way.ac)
         idle = (way.pp - 1) / way.microbatches
-        costs = [f"sends {one.sent / 1e9:.3g} GB per step"]
+        costs = [f"sends {one.sent / 1e9:,.{0 if one.sent > 1e11 else 1}f} GB per step"]
         costs += [f"recomputes {again} forward"] if again else []
         host = way.bytes_on_host(job)
         costs += [f"keeps {in_words(host)} per GPU in CPU memory"] if host else []

@@ -83,11 +83,11 @@ def describe_step(result: dict) -> str:
     more = [text.format(ms) for text, ms in more.items() if differ(ms, took["p50"])]
     words = [f"step: {took['p50']:,.0f} ms" + (f" ({', '.join(more)})" if more else "")]
     words += [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
-    line = ", ".join(words).replace("%", " %")
+    line = ", ".join(words)
     if found["straggler"]:
         others = "the other" if len(found["ranks"]) == 2 else "the others"
         late = found["straggler"]
         line += f"; rank {late['rank']} is {late['late_ms']:,.0f} ms slower than {others}"
     if found["overlap"] is not None:
-        line += f"; {found['overlap']:.0%} of communication under compute".replace("%", " %")
+        line += f"; {found['overlap']:.0%} of communication under compute"
     return line

@@ -60,7 +60,7 @@ def test_a_stall_now_and_then(run_slowly):
     took = found["result"]["step_ms"]
     assert took["p50"] < took["mean"] - STALL / 10 and took["p95"] > STALL
     mean, p95 = (f"{took[name]:,.0f} ms" for name in ("mean", "p95"))
-    assert f" ms (mean {mean}, 95 % within {p95}), data " in found["line"]
+    assert f" ms (mean {mean}, 95% within {p95}), data " in found["line"]
     median, reached = re.search(r"median ([\d,]+) images/s \(([\d,]+) in", found["done"]).groups()
     median, reached = (int(number.replace(",", "")) for number in (median, reached))
     assert reached == pytest.approx(16e3 / took["mean"], abs=1) and reached < 0.9 * median

@@ -91,6 +91,7 @@ def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
 
 MODELS = {"gpt-12x12x768": 1024, "llama3.2-1b": 4096, "llama3-8b": 8192, "llama3-70b": 8192}
 COUNTS, MEMORIES, EACH = (1, 8, 64), ("RTX3090", "A100-40GB", "H100"), 2  # sequences per GPU
+LINKS = {"RTX3090": "pcie4"}  # within a machine; the others have NVLink
 
 
 def fit() -> dict:
@@ -102,6 +103,8 @@ def fit() -> dict:
 def cell(model: str, gpus: int, memory: str) -> dict:
     words = ["--model", model, "--context", str(MODELS[model]), "-b", str(EACH * gpus)]
     words += ["--gpus", str(gpus), "--memory", memory, "--recommend"]
+    link = "ib400" if gpus > recommend.MACHINE else LINKS.get(memory)
+    words += ["--link", link] if link and gpus > 1 else []
     with mock.patch("sys.argv", ["estimate.py", *words]), mock.patch.object(recommend, "ENOUGH", 1):
         args, flags = estimate.parse_args()
         job, room = estimate.job_of(args, flags), estimate.room_of(args)

@@ -49,7 +49,9 @@
     const bar = element("div", { class: "bar", "aria-hidden": "true" }, element("i"));
     answer.append(verdict, peak);
     place.append(element("form", {}, model.row, gpus.row, memory.row), answer, bar, element("pre", {}, command));
+    model.select.value = "llama3-8b";
     gpus.select.value = "8";
+    memory.select.value = "H100";
     show();
 
     function show() {
@@ -60,7 +62,7 @@
         : say(`Nothing fits; the closest is ${chosen.way}. Try ${chosen.ideas.join(" or ")}.`,
           `都放不下；最接近的是 ${chosen.way}。可以试试 ${chosen.ideas.join(" 或 ")}。`);
       peak.textContent = say(
-        `Predicted peak: ${size} GiB of ${chosen.gib} GiB per GPU (${chosen.spare.toFixed(1)} GiB to spare)`,
+        `Predicted peak: ${size} GiB per GPU, of ${chosen.gib} GiB (${chosen.spare.toFixed(1)} GiB kept in reserve)`,
         `预测峰值：每个 GPU ${size} GiB，共 ${chosen.gib} GiB（预留 ${chosen.spare.toFixed(1)} GiB）`)
         + (chosen.fits ? say(`; sends ${(chosen.sent / 1e9).toFixed(1)} GB per step`,
           `；每步发送 ${(chosen.sent / 1e9).toFixed(1)} GB`) : "");
