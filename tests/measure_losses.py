@@ -3,9 +3,9 @@
     python tests/measure_losses.py muon [flags, such as --data-dir]
     python tests/measure_losses.py float8
 
-muon    pytorch_Muon.py against AdamW, by nanoGPT's recipe (config/shakespeare.args), at three
-        learning rates each, as the best one may differ.
-float8  pytorch_float8.py against bfloat16, after 300 steps of it.
+muon    pytorch_Muon.py against AdamW, after 600 steps of nanoGPT's recipe
+        (config/shakespeare.args), at three learning rates each, as the best one may differ.
+float8  pytorch_float8.py against bfloat16, after 300 steps.
 
 Written to results/losses.json.
 """
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from harness.measure import git_commit, hardware, versions  # noqa: E402
 
 RECIPE = "@config/shakespeare.args --device cpu --print-freq 500"
-FLAGS = {"muon": RECIPE, "float8": f"{RECIPE} --max-steps 300"}
+FLAGS = {"muon": f"{RECIPE} --max-steps 600", "float8": f"{RECIPE} --max-steps 300"}
 ROWS = {
     "muon": [
         f"{script}.py --lr {lr}"
