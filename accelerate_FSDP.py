@@ -36,7 +36,7 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch("FSDP")  # Accelerate: was its launcher given a file for this?
+    common.check_launch("FSDP")  # Accelerate: checks the launcher's configuration file
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -107,8 +107,8 @@ def main():
                 accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
         # 6. Evaluate

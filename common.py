@@ -248,7 +248,7 @@ def make_loader(
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",
         worker_init_fn=loaders.ignore_signals,
-        generator=torch.Generator(),  # draws a seed per epoch, apart from dropout's numbers
+        generator=torch.Generator(),  # draws a seed per epoch, without affecting dropout
     )
 
 

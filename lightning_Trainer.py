@@ -107,7 +107,7 @@ class Task(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_index):
         self.run.log(outputs["loss"])  # copied from the device only when it is printed
-        if self.run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+        if self.run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
             self.save()
 
     # 6. Evaluate
@@ -119,7 +119,7 @@ class Task(lightning.LightningModule):
 
     # 7. Save and report
     def on_train_end(self):
-        if self.deepspeed:  # DeepSpeed: the fp32 copy, of a module whose name prefixes theirs
+        if self.deepspeed:  # DeepSpeed: the fp32 copy; names begin with "model."
             weights = deepspeed_engine.gather_weights(self.trainer.model)
             self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
         else:  # FSDP: gathered on rank 0, on the CPU
@@ -203,11 +203,11 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    # Trainer: would make the group, too, but without the store; it takes the one that is there
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
+    # Trainer: would create the group, too, but without the store; it uses an existing one
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other

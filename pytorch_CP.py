@@ -158,10 +158,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -174,7 +174,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    batch_size = args.batch_size  # CP: all of it
+    batch_size = args.batch_size  # CP: the whole global batch
     replica = {"num_replicas": 1, "rank": 0}  # CP: every rank reads every sample
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
@@ -186,7 +186,7 @@ def main():
     attend = ATTENTIONS[args.attention]()
     for block in common.blocks_of(model):
         block.attention.attend = attend  # CP: only attention mixes positions
-    positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: this rank's
+    positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: own positions
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -205,7 +205,7 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: of each sequence
+            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions)
             loss = F.cross_entropy(logits, labels)  # CP: equal shards, so DDP's mean is exact
@@ -215,7 +215,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

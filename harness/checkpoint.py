@@ -137,7 +137,7 @@ def sharded_parts(model: nn.Module, optimizer):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as dcp_state
 
-    for buffer in model.buffers():  # any rank's may be written
+    for buffer in model.buffers():  # any rank's copy may be written
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)
     shards = {"model": weights, "optimizer": state["state"]}
