@@ -4,7 +4,7 @@ Differs     from pytorch_FSDP.py: Accelerate creates the process group and shard
             in the file that `accelerate launch` reads. Lines tagged "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_FSDP.yml accelerate_FSDP.py
 Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when only rank 0 has memory
-            for the full initial weights: here each rank makes all of them.
+            for the full initial weights: here each rank creates all of them.
 Holds       what pytorch_FSDP.py holds, once the model is sharded.
 Sends       what pytorch_FSDP.py sends, for a ResNet or a GPT; other models may have more units.
 """

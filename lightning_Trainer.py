@@ -1,14 +1,14 @@
 """Train on several devices with the Lightning Trainer, which runs the training loop.
 
-Differs     from pytorch_torchrun_DDP.py: the Trainer has the loop, and calls the methods of a
-            LightningModule. Data, record and snapshots stay ours. Lines tagged "# Trainer:".
+Differs     from pytorch_torchrun_DDP.py: the Trainer runs the loop, and calls the methods of a
+            LightningModule. Data, logs and snapshots stay ours. Lines tagged "# Trainer:".
 Command:    torchrun --nproc_per_node=4 lightning_Trainer.py (or python: a single process)
             torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp (or deepspeed_stage_2)
 Use it      when you want to set strategy, precision and clipping by one argument each, and to use
             existing callbacks. Not to learn what a step does, or for an unusual loop.
 Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds, and
             with --strategy deepspeed_stage_2 what pytorch_DeepSpeed.py holds at stage 2.
-Sends       what these send; and before every step one number from rank 0, for which all wait.
+Sends       what these send; and before every step one number from rank 0, for which all ranks wait.
 """
 
 import logging
@@ -149,8 +149,8 @@ class Batches:
         yield from self.task.run.batches(self.task.train_loader, self.task.epoch)
 
     def __len__(self):
-        # Trainer: without a length it fetches a batch ahead. With the true one it never reaches the
-        # end, where Run stops the clock. Hence one more than there are.
+        # Trainer: without a length it fetches a batch ahead. With the true length it never reaches
+        # the end, where Run stops the clock. Hence one more than there are.
         return len(self.task.train_loader) + 1
 
 

@@ -34,7 +34,7 @@ from libraries import attention_kernels
 
 
 def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
-    """Send to the next rank of the ring. Returns what comes in, and works that keep both alive."""
+    """Send to the next rank of the ring. Return what arrives, and works that keep both alive."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     coming = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks)
@@ -43,7 +43,7 @@ def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
 
 
 def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
-    """Yields each rank and its shard, ours first. The next one is received in the meantime."""
+    """Yield each rank and its shard, ours first. The next shard is received in the meantime."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for turn in range(ranks):
         coming, works = send_on(own, group) if turn < ranks - 1 else (None, [])
@@ -64,9 +64,9 @@ def visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
 
 
 class RingAttention(torch.autograd.Function):
-    """Our queries with the keys and values of one rank after the other, in forward and in backward
-    (Liu et al. 2023, arXiv:2310.01889). To combine the results, softmax needs only the logarithm of
-    the sum of exponentials for each rank, which fused kernels return."""
+    """Attention of our queries to the keys and values of one rank after the other, in forward and
+    in backward (Liu et al. 2023, arXiv:2310.01889). To combine the results it needs only the
+    log-sum-exp of each rank's scores, which fused kernels return."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
@@ -131,7 +131,7 @@ class WholeSequences(nn.Module):
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Whether positions, or heads, can be divided among the ranks."""
+    """Check that positions and heads can be divided among the ranks."""
     heads, chunks = common.size_of(args).kv_heads, 2 * world_size
     if args.context % chunks:
         common.fail(

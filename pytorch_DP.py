@@ -22,8 +22,8 @@ import common
 
 
 class Replica(nn.Module):
-    """DP: what is copied to each GPU. Autocast is set inside, because it is a setting of a thread:
-    around the call it would pass to the replicas' threads that it is on, but not its dtype."""
+    """DP: copied to each GPU. It enables autocast itself, because autocast is thread-local:
+    DataParallel tells its threads whether autocast is enabled, but not its dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()

@@ -29,7 +29,7 @@ import common
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all: from rows for each rank, in the order of the ranks, to rows from each rank."""
+    """All-to-all of rows: sends each rank its rows; returns those received, in rank order."""
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:

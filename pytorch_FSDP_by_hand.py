@@ -79,7 +79,7 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], model: nn.Module) -> list[Bucket]:
-    """One for each block with parameters of the group, and one for those outside the blocks."""
+    """One bucket per block with parameters of the group, and one for those outside the blocks."""
     block_of = {p: block for block in [model, *common.blocks_of(model)] for p in block.parameters()}
     filled = {}
     for p in parameters:

@@ -16,7 +16,7 @@ Exact       with SGD and H = 1: the mean of the ranks' steps is the step of thei
 Syncs       after every H-th step, counted from the start of the run, and at the end of each epoch
             and of the run, because the evaluated and saved model is that of all ranks. This depends
             only on the number of the step, so a run that was stopped at any step resumes with the
-            same bits. A run that --max-steps has cut short had a sync at that step.
+            same bits. A run that --max-steps cut short has synchronized at that step.
 Holds       what one device holds, except that the activations are those of 1/N of the batch; with
             --outer-lr or --outer-momentum 8 more bytes per parameter, for the last common weights
             and the momentum.
@@ -52,7 +52,7 @@ class CommonWeights:
         self.kept = {}  # local: flat buffers: the last common weights, and the momentum
 
     def average(self) -> torch.Tensor:
-        """Of all ranks' weights, flattened."""
+        """The average of all ranks' weights, flattened."""
         row = torch.cat([p.detach().flatten() for p in self.parameters])
         dist.all_reduce(row.div_(dist.get_world_size()))  # local: one all-reduce
         return row

@@ -3,8 +3,8 @@
 Differs     from pytorch_FSDP.py: Muon (Jordan 2024) updates the matrices of the blocks, and AdamW
             updates embeddings, norms and the last layer. Lines tagged "# Muon:".
 Command:    torchrun --nproc_per_node=4 pytorch_Muon.py
-Use it      for transformer blocks. Not torch.optim.Muon with sharded parameters: each iteration
-            of it all-gathers three matrices, or all-reduces two.
+Use it      for transformer blocks, instead of torch.optim.Muon if parameters are sharded: each
+            iteration of that all-gathers three matrices, or all-reduces two.
 Holds       what pytorch_FSDP.py holds with AdamW, minus 4/N bytes per element of a matrix (Muon has
             one momentum, AdamW has two), plus one full matrix at a time.
 Sends       what pytorch_FSDP.py sends and, per step and rank, 2 * 4 * (N - 1) / N**2 bytes per
@@ -48,7 +48,7 @@ class Muon(torch.optim.AdamW):
         self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: by size
 
     def update(self, p: Tensor) -> Tensor:
-        """This rank's shard of the update to orthogonalize, padded with zeros to the largest."""
+        """This rank's shard of the update to orthogonalize, padded to the largest shard's size."""
         gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips parameters without gradient
         if not self.state[p]:
             # Muon: AdamW expects a step in the state when it loads a snapshot

@@ -74,7 +74,7 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtyp
 
 
 def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
-    """The first stage has the embedding, the last one the head; ``model`` has both names."""
+    """Tie again: the first stage has the embedding, the last one the head, ``model`` both names."""
     for stage in stages:
         if stage.is_first:
             model.head.weight = stage.token.weight
@@ -83,8 +83,8 @@ def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewhere: set) -> None:
-    """``nn.utils.clip_grad_norm_`` by the global gradient norm. That of DTensors is of their mesh:
-    parameters are taken mesh by mesh, and the squares added up over the stages."""
+    """``nn.utils.clip_grad_norm_`` by the global gradient norm, computed separately for the
+    parameters of each mesh; the squares are summed over the pipeline stages."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
@@ -98,7 +98,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewher
 
 
 def gather_logits(stage: nn.Module, inputs, logits: torch.Tensor) -> torch.Tensor:
-    """For evaluation: logits of the whole vocabulary, contiguous, as gloo would send gaps, too."""
+    """In evaluation, gather the logits of the full vocabulary; contiguous, or gloo sends gaps."""
     training = torch.is_grad_enabled() or not isinstance(logits, DTensor)
     return logits if training else logits.full_tensor().contiguous()
 

@@ -82,8 +82,8 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
 
 
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
-    """For evaluation: run all stages in order. All ranks call it, and get the logits. (Not every
-    schedule can evaluate.) NCCL connects two ranks with their first message."""
+    """Run all stages in order, for evaluation: not every schedule can evaluate. All ranks call it,
+    and get the logits. NCCL connects two ranks when they first communicate."""
     x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
     hidden, logits = (x.new_empty(len(x), *s.shape[1:], dtype=s.dtype) for s in shapes[1:])
     for number, stage in stages.items():

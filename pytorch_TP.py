@@ -78,14 +78,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Sum those of norms, which each rank has for its own positions; all others are complete."""
+    """Sum the norms' gradients, which cover only this rank's positions; all others are complete."""
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
-    """nn.utils.clip_grad_norm_ of parameters of which some are cut and some whole."""
+    """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)

@@ -29,7 +29,7 @@ import common
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Complete ones in a folder, newest last. DCP writes `.metadata` last, by a rename."""
+    """Complete checkpoints in a folder, newest last. DCP writes `.metadata` last, by a rename."""
     places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: complete
     return [path.parent for place in places for path in sorted(folder.glob(place))]
 

@@ -9,7 +9,7 @@ Use it      when the network between machines is the bottleneck: compare the ste
             and of many first. Not within a machine with NVLink: compression takes longer there than
             it saves.
 Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer; powersgd 4 more, for the error that its last all-reduce left.
+            the optimizer; powersgd 4 more, for the error of its last compression.
 Sends       per step and rank, 2 * 2 * (N - 1) / N bytes per parameter (fp16, bf16); powersgd a few
             hundredths of this, after ten uncompressed steps.
 """
