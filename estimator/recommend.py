@@ -17,9 +17,9 @@ from harness.command_line import fail
 from libraries.pipelining import default_microbatches
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
-# FLOP/s of a GPU in bfloat16: what Llama 3 8B reaches on 8 H100 with
-# FSDP, compiled (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
-# with 6 FLOPs per token and parameter, 8 with full recomputation).
+# FLOP/s of a GPU in bfloat16: what Llama 3 8B reaches on 8 H100 with FSDP and torch.compile
+# (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters, with 6 FLOPs per
+# token and parameter, 8 with full recomputation).
 RATE = 4e14
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH, SECONDS = 5, 45  # stop after this many combinations, or this much time
@@ -258,7 +258,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             (good if fits else others).append(found)
             if fits:
                 done.add(found.technique.kind)
-    if not good:  # the time is over, or theory says that none fits
+    if not good:  # the time is over, or none fits by the bound
         for found in predict(job, likely(job, ways, room, others, at_once), at_once):
             (good if found.kinds and found.peak <= room else others).append(found)
     if not good and not others:
@@ -268,8 +268,8 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
 
 
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:
-    """The first ``n`` that fit if they exceed the theory's least memory as far as what has been
-    predicted did, and the first with offload; if there are none, those with the least memory."""
+    """The first ``n`` that would fit if they exceed their lower bound of memory by as much as the
+    predictions so far, and the first with offload; if none would, those with the lowest bound."""
     over = min((o.peak / kept_at_least(job, o.technique) for o in others if o.kinds), default=1)
     found = [way for way in ways if over * kept_at_least(job, way) <= room]
     if not found:

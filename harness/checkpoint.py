@@ -59,7 +59,7 @@ def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> Non
 
 # ------------------------------------------------------ ranks with different optimizer states
 
-# Rank 0's is in state.pt, like a state that all ranks share; the others are in other files.
+# Rank 0's state is in state.pt, like a state that all ranks share; other ranks have own files.
 
 
 def own_file(folder: Path, rank: int) -> Path:
@@ -80,10 +80,10 @@ def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
 
 
 def read_own(path: Path, snapshot: dict) -> dict:
-    """The entries of a snapshot that are this rank's own.
+    """This rank's own entries of a snapshot.
 
     With the same script and number of ranks, each rank resumes from its own file. Any other run
-    takes the weights, if all ranks had the same, and the mean of their optimizers.
+    takes the weights, if all ranks had the same, and the mean of their optimizer states.
     """
     writer, ranks = snapshot["technique"], len(snapshot["run"]["ranks"])
     read = partial(load_file, flag="--resume")
@@ -145,7 +145,7 @@ def sharded_parts(model: nn.Module, optimizer):
     def write(folder: Path) -> None:
         try:
             dcp.save(shards, checkpoint_id=folder / "shards")
-        except dcp.CheckpointException as error:  # wraps those of all ranks
+        except dcp.CheckpointException as error:  # wraps the errors of all ranks
             raise next(iter(error.failures.values()))[0] from None
 
     size = count_bytes(tree_leaves(shards)) * WORLD_SIZE
