@@ -29,7 +29,7 @@ def main():
     parser = common.argument_parser(__doc__)
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch()  # Accelerate: was its launcher given a file for this?
+    common.check_launch()  # Accelerate: checks the launcher's configuration file
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -83,7 +83,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

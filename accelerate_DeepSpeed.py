@@ -35,7 +35,7 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch("DEEPSPEED")  # Accelerate: does its launcher's file fit this script?
+    common.check_launch("DEEPSPEED")  # Accelerate: checks the launcher's configuration file
     if args.double:
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -75,7 +75,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # DeepSpeed: not channels-last, because it flattens the weights into one buffer
+    # DeepSpeed: default memory format, because it flattens the weights
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
 
     # 4. Optimizer and schedule
@@ -98,7 +98,7 @@ def main():
             # Accelerate: steps optimizer and scheduler, and clears the gradients, in here
             accelerator.backward(loss)  # DeepSpeed: averages the gradients in buckets
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its shards
 
         # 6. Evaluate

@@ -4,7 +4,7 @@ Differs     from pytorch_FSDP.py: Accelerate creates the process group and shard
             in the file that `accelerate launch` reads. Lines tagged "# Accelerate:".
 Command:    accelerate launch --config_file config/accelerate_FSDP.yml accelerate_FSDP.py
 Use it      when one script is to run under DDP, FSDP and DeepSpeed. Not when only rank 0 has memory
-            for the full initial weights: here each rank makes all of them.
+            for the full initial weights: here each rank creates all of them.
 Holds       what pytorch_FSDP.py holds, once the model is sharded.
 Sends       what pytorch_FSDP.py sends, for a ResNet or a GPT; other models may have more units.
 """
@@ -36,7 +36,7 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch("FSDP")  # Accelerate: was its launcher given a file for this?
+    common.check_launch("FSDP")  # Accelerate: checks the launcher's configuration file
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -107,8 +107,8 @@ def main():
                 accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
         # 6. Evaluate

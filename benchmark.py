@@ -413,7 +413,7 @@ def distance(ours: dict, theirs: dict) -> float | None:
 
 def reason(text: str, code: int | None) -> str:
     """Why a run failed, in a few words, from its output."""
-    text = text.replace("|", "/")  # which would end a cell of a table
+    text = text.replace("|", "/")  # which would end a table cell
     if re.search(r"out of memory|can't allocate memory|DefaultCPUAllocator", text, re.IGNORECASE):
         return "out of memory"
     if missing := re.search(r"No module named '([\w.]+)'", text):

@@ -1,7 +1,7 @@
 """What every training script shares, in the order in which a script calls it.
 
-A script contains one technique and this file the training task, so two scripts differ only by their
-technique:
+A script contains one technique, and this file the training task, so two scripts differ only in
+their technique:
 
     command line            flags, their defaults, the first lines of output
     device and seeds        device, threads, precision, random seeds
@@ -248,7 +248,7 @@ def make_loader(
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",
         worker_init_fn=loaders.ignore_signals,
-        generator=torch.Generator(),  # draws a seed per epoch, apart from dropout's numbers
+        generator=torch.Generator(),  # draws a seed per epoch, without affecting dropout
     )
 
 
@@ -314,7 +314,7 @@ def parameter_groups(args: argparse.Namespace, model: nn.Module) -> list[dict]:
 
 class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
     """Divides the learning rate by ten after two evaluations without improvement.
-    After a step there is nothing to do; :meth:`Run.report` tells it the loss of all ranks."""
+    ``step()`` without a loss does nothing; :meth:`Run.report` passes the loss over all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer, factor=0.1, patience=1)

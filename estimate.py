@@ -35,8 +35,8 @@ from estimator.tables import (
 from harness.command_line import check_writable, fail, make_parser, number
 from report import plots
 
-# As CUDA reports them, which is less than nvidia-smi's: out of errors in GitHub's issues,
-# Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is taken to be as large),
+# GiB as CUDA reports them, less than nvidia-smi's: from error messages in GitHub issues,
+# Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is assumed to be as large),
 # stepfun-ai/Step-Video-T2V#8, GaoLii/DSP#10, TianheWu/CoSeR#10, HiDream-ai/VAREdit#6 and
 # vllm-project/vllm#27508. And dense TFLOP/s in half precision, by NVIDIA's data sheets.
 GPUS = {
@@ -267,7 +267,7 @@ def layers_of(flags: list[str]) -> int:
 
 
 def job_of(args: argparse.Namespace, flags: list[str]):
-    """What ``--recommend`` is about: the decoder, its batch and its precision."""
+    """The training task for ``--recommend``: the decoder, its batch and its precision."""
     from estimator.recommend import Job
 
     size, given = size_of(flags)

@@ -29,7 +29,7 @@ lightning = common.import_optional("lightning")
 def make_fabric(args, world_size):
     """Fabric, or a one-line error if the flags of `fabric run` and of this script conflict."""
     logging.getLogger("lightning").setLevel(logging.ERROR)  # Fabric: repeats what Run prints
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Fabric: else sets both
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # Fabric: would set both
     # Fabric: rejects this object if the command line of `fabric run` names a strategy
     named = os.environ.pop("LT_STRATEGY", "ddp")
     if named != "ddp":
@@ -37,7 +37,7 @@ def make_fabric(args, world_size):
     named, ours = os.environ.pop("LT_ACCELERATOR", "auto"), args.device
     if named not in ("auto", ours, "gpu" if ours == "cuda" else ours):
         common.fail(f"--accelerator={named} and --device {ours} differ; give the same device")
-    os.environ.pop("LT_DEVICES", None)  # Fabric: and rejects this number if it is "auto"
+    os.environ.pop("LT_DEVICES", None)  # Fabric: rejects devices= if this is "auto"
     strategy = lightning.fabric.strategies.DDPStrategy(gradient_as_bucket_view=True)
     try:
         fabric = lightning.Fabric(
@@ -47,9 +47,9 @@ def make_fabric(args, world_size):
             num_nodes=world_size // common.LOCAL_WORLD_SIZE,
             precision="64-true" if args.double else "32-true",
         )
-    except ValueError as error:  # Fabric: of another flag of `fabric run`
+    except ValueError as error:  # Fabric: another flag of `fabric run` conflicts
         common.fail(error)
-    if "LT_CLI_USED" not in os.environ:  # Fabric: else it is launched already
+    if "LT_CLI_USED" not in os.environ:  # Fabric: otherwise it is already launched
         fabric.launch()
     return fabric
 
@@ -68,11 +68,11 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    # Fabric: would make the group, too, but without the store; it takes the one that is there
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
+    # Fabric: would create the group, too, but without the store; it uses an existing one
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -87,7 +87,7 @@ def main():
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
     # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
-    # Fabric: no setup_dataloaders(), which takes a sampler of its own in the place of this one
+    # Fabric: no setup_dataloaders(), which would replace this sampler by its own
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -124,7 +124,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(ddp, optimizer, scheduler)
 
         # 6. Evaluate

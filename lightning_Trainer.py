@@ -1,14 +1,14 @@
 """Train on several devices with the Lightning Trainer, which runs the training loop.
 
-Differs     from pytorch_torchrun_DDP.py: the Trainer has the loop, and calls the methods of a
-            LightningModule. Data, record and snapshots stay ours. Lines tagged "# Trainer:".
+Differs     from pytorch_torchrun_DDP.py: the Trainer runs the loop, and calls the methods of a
+            LightningModule. Data, logs and snapshots stay ours. Lines tagged "# Trainer:".
 Command:    torchrun --nproc_per_node=4 lightning_Trainer.py (or python: a single process)
             torchrun --nproc_per_node=4 lightning_Trainer.py --strategy fsdp (or deepspeed_stage_2)
 Use it      when you want to set strategy, precision and clipping by one argument each, and to use
             existing callbacks. Not to learn what a step does, or for an unusual loop.
 Holds       what pytorch_torchrun_DDP.py holds; with --strategy fsdp what pytorch_FSDP.py holds, and
             with --strategy deepspeed_stage_2 what pytorch_DeepSpeed.py holds at stage 2.
-Sends       what these send; and before every step one number from rank 0, for which all wait.
+Sends       what these send; and before every step one number from rank 0, for which all ranks wait.
 """
 
 import logging
@@ -107,7 +107,7 @@ class Task(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_index):
         self.run.log(outputs["loss"])  # copied from the device only when it is printed
-        if self.run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+        if self.run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
             self.save()
 
     # 6. Evaluate
@@ -119,7 +119,7 @@ class Task(lightning.LightningModule):
 
     # 7. Save and report
     def on_train_end(self):
-        if self.deepspeed:  # DeepSpeed: the fp32 copy, of a module whose name prefixes theirs
+        if self.deepspeed:  # DeepSpeed: the fp32 copy; names begin with "model."
             weights = deepspeed_engine.gather_weights(self.trainer.model)
             self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
         else:  # FSDP: gathered on rank 0, on the CPU
@@ -149,8 +149,8 @@ class Batches:
         yield from self.task.run.batches(self.task.train_loader, self.task.epoch)
 
     def __len__(self):
-        # Trainer: without a length it fetches a batch ahead. With the true one it never reaches the
-        # end, where Run stops the clock. Hence one more than there are.
+        # Trainer: without a length it fetches a batch ahead. With the true length it never reaches
+        # the end, where Run stops the clock. Hence one more than there are.
         return len(self.task.train_loader) + 1
 
 
@@ -203,11 +203,11 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
-    # Trainer: would make the group, too, but without the store; it takes the one that is there
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
+    # Trainer: would create the group, too, but without the store; it uses an existing one
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other

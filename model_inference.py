@@ -110,7 +110,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line; the file of the weights fills in what it does not set."""
+    """Read the command line; the file of the weights fills in flags that are not set."""
     args = argument_parser().parse_args()
     check_flags(args)
     if args.onnx:

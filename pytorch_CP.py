@@ -34,7 +34,7 @@ from libraries import attention_kernels
 
 
 def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
-    """Send to the next rank of the ring. Returns what comes in, and works that keep both alive."""
+    """Send to the next rank of the ring. Return what arrives, and works that keep both alive."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     coming = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks)
@@ -43,7 +43,7 @@ def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
 
 
 def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
-    """Yields each rank and its shard, ours first. The next one is received in the meantime."""
+    """Yield each rank and its shard, ours first. The next shard is received in the meantime."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for turn in range(ranks):
         coming, works = send_on(own, group) if turn < ranks - 1 else (None, [])
@@ -64,9 +64,9 @@ def visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
 
 
 class RingAttention(torch.autograd.Function):
-    """Our queries with the keys and values of one rank after the other, in forward and in backward
-    (Liu et al. 2023, arXiv:2310.01889). To combine the results, softmax needs only the logarithm of
-    the sum of exponentials for each rank, which fused kernels return."""
+    """Attention of our queries to the keys and values of one rank after the other, in forward and
+    in backward (Liu et al. 2023, arXiv:2310.01889). To combine the results it needs only the
+    log-sum-exp of each rank's scores, which fused kernels return."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
@@ -131,7 +131,7 @@ class WholeSequences(nn.Module):
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Whether positions, or heads, can be divided among the ranks."""
+    """Check that positions and heads can be divided among the ranks."""
     heads, chunks = common.size_of(args).kv_heads, 2 * world_size
     if args.context % chunks:
         common.fail(
@@ -158,10 +158,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -174,7 +174,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    batch_size = args.batch_size  # CP: all of it
+    batch_size = args.batch_size  # CP: the whole global batch
     replica = {"num_replicas": 1, "rank": 0}  # CP: every rank reads every sample
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
@@ -186,7 +186,7 @@ def main():
     attend = ATTENTIONS[args.attention]()
     for block in common.blocks_of(model):
         block.attention.attend = attend  # CP: only attention mixes positions
-    positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: this rank's
+    positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: own positions
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -205,7 +205,7 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: of each sequence
+            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions)
             loss = F.cross_entropy(logits, labels)  # CP: equal shards, so DDP's mean is exact
@@ -215,7 +215,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

@@ -29,7 +29,7 @@ def main():
     common.prepare_process(args)
     device = common.get_device(args, args.local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -77,7 +77,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

@@ -40,10 +40,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -78,7 +78,7 @@ def main():
         optimizer = ZeroRedundancyOptimizer(  # ZeRO: assigns about 1/N of the tensors to each rank
             common.parameter_groups(args, model),
             optimizer_class,
-            parameters_as_bucket_view=True,  # ZeRO: a flat buffer, sent as one message per rank
+            parameters_as_bucket_view=True,  # ZeRO: flat buffers, so one broadcast per rank
             **options,
         )
     else:
@@ -101,7 +101,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 if args.use_zero:
                     optimizer.consolidate_state_dict(to=0)  # ZeRO: gathers all shards on rank 0
                 run.save_snapshot(model, optimizer, scheduler)
@@ -117,7 +117,7 @@ def main():
     # 7. Save and report
     if rank == 0:
         common.save_model(args, model.module.state_dict())
-    run.finish(model, optimizer.optim if args.use_zero else optimizer)  # ZeRO: this rank's share
+    run.finish(model, optimizer.optim if args.use_zero else optimizer)  # ZeRO: the local optimizer
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
     # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()

@@ -22,8 +22,8 @@ import common
 
 
 class Replica(nn.Module):
-    """DP: what is copied to each GPU. Autocast is set inside, because it is a setting of a thread:
-    around the call it would pass to the replicas' threads that it is on, but not its dtype."""
+    """DP: copied to each GPU. It enables autocast itself, because autocast is thread-local:
+    DataParallel tells its threads whether autocast is enabled, but not its dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -69,7 +69,7 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
-    run = common.Run(args, device, train_loader, gpus)  # DP: counts the memory of all of them
+    run = common.Run(args, device, train_loader, gpus)  # DP: counts the memory of all GPUs
     run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
@@ -77,7 +77,7 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         for images, labels in run.batches(train_loader, epoch):
-            optimizer.zero_grad()  # gradients would add up otherwise
+            optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = parallel(images)  # DP: scatters the batch, copies weights, computes, gathers
             loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
@@ -88,7 +88,7 @@ def main():
             scaler.update()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate

@@ -50,17 +50,17 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
-    config = deepspeed_engine.read_config(args)  # DeepSpeed: and the batch size into it
+    config = deepspeed_engine.read_config(args)  # DeepSpeed: adds the batch size
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     deepspeed = deepspeed_engine.import_deepspeed(args, device, config)
@@ -103,7 +103,7 @@ def main():
             model.backward(loss)  # DeepSpeed: averages the gradients in buckets
             model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its shards
 
         # 6. Evaluate

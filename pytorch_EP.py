@@ -29,7 +29,7 @@ import common
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all: from rows for each rank, in the order of the ranks, to rows from each rank."""
+    """All-to-all of rows: sends each rank its rows; returns those received, in rank order."""
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
@@ -64,7 +64,7 @@ def run_distributed_experts(mixture: nn.Module, tokens: torch.Tensor, counts: to
 
 
 def mean_over_ranks(load: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(load)  # EP: else each rank would balance only its own tokens
+    dist.all_reduce(load)  # EP: otherwise each rank would balance only its own tokens
     return load / dist.get_world_size()
 
 
@@ -107,10 +107,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -163,7 +163,7 @@ def main():
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model.module, optimizer, scheduler)  # EP: its own experts
 
         # 6. Evaluate

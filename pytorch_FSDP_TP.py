@@ -45,7 +45,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
     """Shard the matrices of every block (Shoeybi et al. 2019, arXiv:1909.08053). With
     ``sequence_parallel`` also shard the activations between them along the sequence, the embeddings
     and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
-    between = Shard(1) if sequence_parallel else Replicate()  # TP: of [batch, time, width]
+    between = Shard(1) if sequence_parallel else Replicate()  # TP: layout of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
     mlp = model.blocks[0].mlp  # a Llama's also has a gate
     plan = {
@@ -54,7 +54,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         "attention.query": ColwiseParallel(),  # TP: each rank has some of the heads ...
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... and sums them here
+        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... and sums the outputs
         "mlp": PrepareModuleInput(**gather),
         **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
         "mlp.down": RowwiseParallel(output_layouts=between),
@@ -74,19 +74,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         if hasattr(model, "position"):  # TP: a Llama has rotary positions instead
             plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(0))
         parallelize_module(model, mesh, plan)
-        if tied:  # TP: each now has its own parameters, silently
+        if tied:  # TP: parallelize_module() has silently untied them
             model.head.weight = model.token.weight
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Sum those of norms, which each rank has for its own positions; all others are complete."""
+    """Sum the norms' gradients, which cover only this rank's positions; all others are complete."""
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
-    """nn.utils.clip_grad_norm_ of parameters of which some are cut and some whole."""
+    """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
@@ -115,10 +115,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -130,14 +130,14 @@ def main():
     common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     rows = world_size // args.tp  # 2-D: T adjacent ranks are a row; rank r + T has r's TP shards
     common.announce(args, device, readers=rows)  # TP: all ranks of a row work on the same batch
-    common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout
+    common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout on every rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     mesh = init_device_mesh(device.type, (rows, args.tp), mesh_dim_names=("dp", "tp"))
     row = mesh["dp"].get_local_rank()
     batch_size = args.batch_size // rows  # 2-D: a row's share of the global batch
-    replica = {"num_replicas": rows, "rank": row}  # 2-D: by the row, not by the rank
+    replica = {"num_replicas": rows, "rank": row}  # 2-D: all ranks of a row read the same samples
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, **replica, shuffle=False)
@@ -148,10 +148,10 @@ def main():
         model = common.make_model(args, train_set.classes, channels_last=False)
     parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: each rank gets a shard
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])  # 2-D: TP shards, sharded over the rows
+        fully_shard(block, mesh=mesh["dp"])  # 2-D: shards the TP shards over the rows
     fully_shard(model, mesh=mesh["dp"])
-    model.to_empty(device=device)  # TP: memory for this rank's part
-    common.init_weights(args, model, train_set.classes)  # TP: each rank fills its part
+    model.to_empty(device=device)  # TP: memory for this rank's shards
+    common.init_weights(args, model, train_set.classes)  # TP: each rank fills its shards
     # 2-D: dropout differs by row, and by rank where ranks have different positions
     torch.manual_seed(args.seed + (rank if args.sequence_parallel else row))
 
@@ -172,18 +172,18 @@ def main():
                 loss = F.cross_entropy(logits, labels)
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             if args.sequence_parallel:
-                add_up_gradients(model)  # TP: of norms, whose positions differ by rank
+                add_up_gradients(model)  # TP: sums the norms' gradients over the ranks
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's part
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
+                run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's shards
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's part
+        run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's shards
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)

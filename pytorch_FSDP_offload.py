@@ -47,11 +47,11 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         # offload: gloo as well, for CPU tensors: the gradient norm and snapshots
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -110,8 +110,8 @@ def main():
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
         # 6. Evaluate

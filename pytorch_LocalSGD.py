@@ -16,7 +16,7 @@ Exact       with SGD and H = 1: the mean of the ranks' steps is the step of thei
 Syncs       after every H-th step, counted from the start of the run, and at the end of each epoch
             and of the run, because the evaluated and saved model is that of all ranks. This depends
             only on the number of the step, so a run that was stopped at any step resumes with the
-            same bits. A run that --max-steps has cut short had a sync at that step.
+            same bits. A run that --max-steps cut short has synchronized at that step.
 Holds       what one device holds, except that the activations are those of 1/N of the batch; with
             --outer-lr or --outer-momentum 8 more bytes per parameter, for the last common weights
             and the momentum.
@@ -52,7 +52,7 @@ class CommonWeights:
         self.kept = {}  # local: flat buffers: the last common weights, and the momentum
 
     def average(self) -> torch.Tensor:
-        """Of all ranks' weights, flattened."""
+        """The average of all ranks' weights, flattened."""
         row = torch.cat([p.detach().flatten() for p in self.parameters])
         dist.all_reduce(row.div_(dist.get_world_size()))  # local: one all-reduce
         return row
@@ -103,10 +103,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -151,11 +151,11 @@ def main():
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            apart = run.step % args.sync_every > 0  # local: also after an epoch's last step
+            apart = run.step % args.sync_every > 0  # local: weights differ, at an epoch's end too
             if not apart:
                 outer.sync()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 # local: each rank writes its own optimizer state, and its weights if they differ
                 run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=apart)
 

@@ -3,8 +3,8 @@
 Differs     from pytorch_FSDP.py: Muon (Jordan 2024) updates the matrices of the blocks, and AdamW
             updates embeddings, norms and the last layer. Lines tagged "# Muon:".
 Command:    torchrun --nproc_per_node=4 pytorch_Muon.py
-Use it      for transformer blocks. Not torch.optim.Muon with sharded parameters: each iteration
-            of it all-gathers three matrices, or all-reduces two.
+Use it      for transformer blocks, instead of torch.optim.Muon if parameters are sharded: each
+            iteration of that all-gathers three matrices, or all-reduces two.
 Holds       what pytorch_FSDP.py holds with AdamW, minus 4/N bytes per element of a matrix (Muon has
             one momentum, AdamW has two), plus one full matrix at a time.
 Sends       what pytorch_FSDP.py sends and, per step and rank, 2 * 4 * (N - 1) / N**2 bytes per
@@ -48,8 +48,8 @@ class Muon(torch.optim.AdamW):
         self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: by size
 
     def update(self, p: Tensor) -> Tensor:
-        """This rank's shard of the update to orthogonalize, padded with zeros to the largest."""
-        gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips None
+        """This rank's shard of the update to orthogonalize, padded to the largest shard's size."""
+        gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips parameters without gradient
         if not self.state[p]:
             # Muon: AdamW expects a step in the state when it loads a snapshot
             self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
@@ -91,10 +91,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -145,8 +145,8 @@ def main():
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # FSDP: this rank's shards
 
         # 6. Evaluate

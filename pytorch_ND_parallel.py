@@ -74,7 +74,7 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtyp
 
 
 def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
-    """The first stage has the embedding, the last one the head; ``model`` has both names."""
+    """Tie again: the first stage has the embedding, the last one the head, ``model`` both names."""
     for stage in stages:
         if stage.is_first:
             model.head.weight = stage.token.weight
@@ -83,8 +83,8 @@ def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewhere: set) -> None:
-    """``nn.utils.clip_grad_norm_`` by the global gradient norm. That of DTensors is of their mesh:
-    parameters are taken mesh by mesh, and the squares added up over the stages."""
+    """``nn.utils.clip_grad_norm_`` by the global gradient norm, computed separately for the
+    parameters of each mesh; the squares are summed over the pipeline stages."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
@@ -98,7 +98,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewher
 
 
 def gather_logits(stage: nn.Module, inputs, logits: torch.Tensor) -> torch.Tensor:
-    """For evaluation: logits of the whole vocabulary, contiguous, as gloo would send gaps, too."""
+    """In evaluation, gather the logits of the full vocabulary; contiguous, or gloo sends gaps."""
     training = torch.is_grad_enabled() or not isinstance(logits, DTensor)
     return logits if training else logits.full_tensor().contiguous()
 
@@ -106,7 +106,7 @@ def gather_logits(stage: nn.Module, inputs, logits: torch.Tensor) -> torch.Tenso
 def gather_weights(model: nn.Module, pipeline) -> dict[str, torch.Tensor]:
     """Gather all weights on the CPU of rank 0. All ranks call it."""
     own, stages = {}, dist.get_world_size(pipeline)
-    is_first = dist.get_rank() % (dist.get_world_size() // stages) == 0  # ND: in its stage
+    is_first = dist.get_rank() % (dist.get_world_size() // stages) == 0  # ND: of its stage
     for name, tensor in model.state_dict().items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first:
@@ -129,12 +129,12 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     # offload: gloo as well, for CPU tensors: the gradient norm and snapshots
     on_gpus = "cpu:gloo,cuda:nccl" if args.offload else "nccl"
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend=on_gpus if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -218,7 +218,7 @@ def main():
         made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline
         schedule = make_schedule(args.pipeline_schedule, *made)
         model.forward = partial(forward, stages, owners, shapes, pipeline)
-    evaluated = WholeSequences(model, cp) if args.cp > 1 else model  # CP: each rank its own
+    evaluated = WholeSequences(model, cp) if args.cp > 1 else model  # CP: own positions
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw" and args.tp == 1  # TP: fused rejects mixed DTensors
@@ -249,17 +249,17 @@ def main():
                 for part in losses:  # ND: empty on ranks without the last stage
                     loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact
             if args.sequence_parallel:
-                add_up_gradients(model)  # TP: of norms, whose positions differ by rank
+                add_up_gradients(model)  # TP: sums the norms' gradients over the ranks
             for parameter in tied:
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                dist.all_reduce(local, group=ends)  # PP: sums their gradients
+                dist.all_reduce(local, group=ends)  # PP: sums both ranks' gradients
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad, pipeline, tied if here else set())
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # ND: this rank's shards
 
         # 6. Evaluate

@@ -77,13 +77,13 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
         parts if len(parts) > 1 else parts[0],
         microbatches,
         loss_fn=loss_fn,
-        scale_grads=False,  # mean_loss() does; it would scale a tied matrix twice
+        scale_grads=False,  # mean_loss() scales; the schedule would scale a tied matrix twice
     )
 
 
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
-    """For evaluation: run all stages in order. All ranks call it, and get the logits. (Not every
-    schedule can evaluate.) NCCL connects two ranks with their first message."""
+    """Run all stages in order, for evaluation: not every schedule can evaluate. All ranks call it,
+    and get the logits. NCCL connects two ranks when they first communicate."""
     x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
     hidden, logits = (x.new_empty(len(x), *s.shape[1:], dtype=s.dtype) for s in shapes[1:])
     for number, stage in stages.items():
@@ -122,10 +122,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -133,7 +133,7 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     size = common.size_of(args)
-    owners, microbatches = divide(args, size.layers, world_size)  # PP: before any rank waits
+    owners, microbatches = divide(args, size.layers, world_size)  # PP: also rejects invalid flags
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -180,14 +180,14 @@ def main():
             # PP: forward and backward of all micro-batches, with the communication between ranks
             schedule.step(*tokens, target=labels, losses=losses, return_outputs=False)
             for parameter in shared:
-                dist.all_reduce(parameter.grad, group=group)  # PP: sums their gradients
+                dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:
                 clip_grad_norm(list(model.parameters()), args.clip_grad, shared if rank else set())
             optimizer.step()
             scheduler.step()
-            loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: others have 0
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: 0 on other ranks
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: this rank's stages
 
         # 6. Evaluate

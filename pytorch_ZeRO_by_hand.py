@@ -98,10 +98,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -123,7 +123,7 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    # by hand: not channels-last, as a bucket flattens gradients into one buffer
+    # by hand: default memory format, because buckets flatten the gradients
     model = common.make_model(args, train_set.classes, channels_last=False).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
@@ -163,10 +163,10 @@ def main():
                 clip_grad_norm_(shards, args.clip_grad)
             optimizer.step()
             for bucket in buckets:
-                bucket.gather()  # ZeRO: gets what other ranks have updated
+                bucket.gather()  # ZeRO: gets the shards that other ranks updated
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, whole_state(), scheduler)
 
         # 6. Evaluate

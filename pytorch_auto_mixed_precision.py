@@ -70,7 +70,7 @@ def main():
             scaler.update()  # AMP: 5. lower the scale after an overflow, else raise it now and then
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate

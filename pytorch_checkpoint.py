@@ -29,7 +29,7 @@ import common
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Complete ones in a folder, newest last. DCP writes `.metadata` last, by a rename."""
+    """Complete checkpoints in a folder, newest last. DCP writes `.metadata` last, by a rename."""
     places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: complete
     return [path.parent for place in places for path in sorted(folder.glob(place))]
 
@@ -42,7 +42,7 @@ def save(run, model, optimizer, group, writing):
     for old in whole_checkpoints(folder.parent)[:-2] if rank == 0 else []:
         (old / ".metadata").unlink()  # DCP: first, as it was written last
         shutil.rmtree(old)
-    for buffer in model.buffers():  # DCP: any rank's may be written
+    for buffer in model.buffers():  # DCP: any rank's copy may be written
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
@@ -52,7 +52,7 @@ def save(run, model, optimizer, group, writing):
         common.save_file(others, folder / "run.pt")
     if run.args.async_save and not (run.stop.agreed or run.step == run.total_steps):
         # It returns when the shards are copied to the CPU; a thread writes the copy.
-        return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: later
+        return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: a future
     dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: now; `.metadata` comes last
     common.stop_if_asked(run, str(folder))
 
@@ -90,10 +90,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -145,8 +145,8 @@ def main():
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            run.log(loss)  # fetched only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, or to stop
+            run.log(loss)  # copied from the device only when it is printed
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
 
         # 6. Evaluate

@@ -1,4 +1,4 @@
-"""The collectives that all other scripts build on, each with four numbers per rank.
+"""The collectives that all other scripts build on, each shown with four numbers per rank.
 
 A process group is a set of processes, numbered by rank, that can send each other tensors. All ranks
 must call the same collectives, in the same order, with tensors of the same size.
@@ -6,7 +6,7 @@ must call the same collectives, in the same order, with tensors of the same size
 Command:    torchrun --standalone --nproc_per_node=2 pytorch_collectives.py
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --sweep
             torchrun --standalone --nproc_per_node=2 pytorch_collectives.py --break order
-Shows       what every rank has before and after each of them; with --sweep, how long they take for
+Shows       what every rank has before and after each collective; with --sweep, their time for
             messages of 4 KiB to 64 MiB; with --break, what goes wrong when the ranks differ.
 """
 
@@ -91,7 +91,7 @@ def all_to_all(numbers: Tensor) -> Tensor:
 
 
 def send_and_receive(numbers: Tensor) -> Tensor:
-    """From one rank to another, here from 0 to 1. Pipelines send activations this way."""
+    """One rank sends its numbers to another, here 0 to 1. Pipelines send activations this way."""
     if dist.get_rank() == 0:
         dist.send(numbers, dst=1)
     if dist.get_rank() == 1:
@@ -151,8 +151,8 @@ def in_brackets(numbers: list[int]) -> str:
 
 
 def operations(whole: Tensor, part: Tensor) -> dict:
-    """What is timed, by name: a function, and the least that a rank must send, as a multiple of the
-    message size. This is the factor from algorithm bandwidth to bus bandwidth
+    """The timed operations, by name: a function, and the least that a rank must send, as a multiple
+    of the message size. This is the factor from algorithm bandwidth to bus bandwidth
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 
     Args:
@@ -347,11 +347,11 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: else every rank also allocates memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     store = common.make_store(args)
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=store,  # torchrun: no address of a rank that died
+        store=store,  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other

@@ -41,10 +41,10 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # DDP: or every rank would also take memory on GPU 0
+        torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=common.make_store(args),  # torchrun: no address of a rank that died
+        store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
@@ -93,20 +93,20 @@ def main():
             batch_loss = 0
             images_of, labels_of = (t.tensor_split(args.accumulate) for t in (images, labels))
             for part in range(args.accumulate):
-                # accumulate: around forward AND backward, or DDP would average after every part
+                # accumulate: around forward AND backward, or DDP averages after every micro-batch
                 last = part == args.accumulate - 1
                 with contextlib.nullcontext() if last else model.no_sync():
                     logits = model(images_of[part])
                     loss = F.cross_entropy(logits, labels_of[part])
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
-                    loss.backward()  # DDP: in the last part, averages the gradients
+                    loss.backward()  # DDP: averages the gradients, in the last micro-batch
                 batch_loss += loss.detach()
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(batch_loss)  # copied from the device only when it is printed
-            if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+            if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 run.save_snapshot(model, optimizer, scheduler)
 
         # 6. Evaluate

@@ -109,7 +109,7 @@ def main():
             for images, labels in run.batches(train_loader, epoch):
                 yield {"images": images, "targets": labels}  # Trainer: returns after the step
                 run.log(trainer.loss)  # copied from the device only when it is printed
-                if run.snapshot_is_due():  # every --snapshot-every steps, and before a stop
+                if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                     run.save_snapshot(model, optimizer, scheduler)
 
             # 6. Evaluate

@@ -1,1 +1,1 @@
-"""What estimate.py is made of: scripts run on fake tensors, and communication time."""
+"""The parts of estimate.py: run scripts on fake tensors, and estimate communication time."""

@@ -54,7 +54,7 @@ def allocated_at(live: LiveBytes, moments: list[int]) -> list[tuple[int, int]]:
     """What ``torch.cuda.memory_allocated()`` and ``max_memory_allocated()`` would have returned.
 
     Args:
-        moments: as numbers of changes that ``live`` had counted so far.
+        moments: each as the number of changes that ``live`` had counted by then.
     """
     allocator, sizes, highest, found = Allocator(), {}, 0, {}
     for count, (number, more) in enumerate(live.changes, 1):

@@ -1,4 +1,4 @@
-"""Stand-ins for what an estimate does not have: other ranks, and the data of tensors."""
+"""Stand-ins for what an estimate lacks: other ranks, and the data of tensors."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Find the largest batch that fits with few trials: memory is about linear in the batch."""
+"""Find the largest batch that fits in few trials: memory is about linear in the batch."""
 
 
 class LargestBatch:

@@ -1,6 +1,6 @@
 """Makes the CPU follow a GPU's defaults, so that its tensors take the same bytes as on a GPU.
 
-Autocast uses CUDA's lists, dropout keeps a boolean mask, attention keeps no scores where there is a
+Autocast uses CUDA's lists, dropout saves a boolean mask, attention saves no scores where there is a
 fused kernel, and optimizers use their foreach implementation. The kernels of GPUs are called by
 name: on fake tensors they need no GPU.
 """
@@ -30,13 +30,13 @@ def stand_in_for_a_gpu() -> None:
         register(AUTOCAST, name, torch.library.fallthrough_kernel)
     for kind, names in autocast_lists().items():
         for name in names:
-            # Where a CPU casts to half, too, its own kernel keeps the copies of weights.
+            # What autocast on a CPU also casts to half keeps its kernel, which caches cast weights.
             if kind is not in_half or f"aten::{name}" not in on_cpus:
                 register(AUTOCAST, name, without_autocast(kind, overload_of(name)))
     register(AUTOGRAD, "dropout", dropout)
     register(AUTOGRAD, "rms_norm", rms_norm)
     register(AUTOGRAD, "scaled_dot_product_attention", attention)
-    for name in ("sgd", "adam"):  # whose steps without a choice would be single tensors' on a CPU
+    for name in ("sgd", "adam"):  # on a CPU, they would update one tensor at a time by default
         module = importlib.import_module(f"torch.optim.{name}")  # torch.optim hides it
         module._default_to_fused_or_foreach = lambda *_, **__: (False, True)
 
@@ -107,7 +107,7 @@ def into_fp32(operation, args, kwargs):
         return operation(*args, **kwargs)
     if "softmax" in operation.__name__ and args[0].dtype == torch.float16:
         return getattr(aten, f"_{operation._opname}")(args[0], given["dim"], True)
-    if operation._opname == "norm":  # an overload of its own has the dtype, and takes it by name
+    if operation._opname == "norm":  # a separate overload takes the dtype, by keyword
         overload = operation._overloadname.replace("Scalar", "ScalarOpt").replace("OptOpt", "Opt")
         return getattr(aten.norm, f"{overload}_dtype")(*args, **kwargs, dtype=torch.float32)
     return operation(**given | {"dtype": torch.float32})
@@ -130,12 +130,12 @@ def dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """A CPU has no fused kernel, and saves the tensors of its parts. This one has only the right
-    shapes."""
+    """A CPU has no fused kernel, so it saves intermediate tensors. This stand-in for the fused
+    kernel has only the right shapes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, inner: int) -> Tensor:
-        # One over each row's length.
+        # Each row's reciprocal root mean square.
         rows = x.new_empty(*x.shape[:-inner], *[1] * inner, dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x)

@@ -17,8 +17,8 @@ KEPT = ("send", "recv")  # except between pipeline stages
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it, every storage that an operation makes is counted until it is freed. Tensors may be
-    fake.
+    """While active, it counts every storage that an operation creates, until it is freed. Tensors
+    may be fake.
 
     The kind of a storage is first guessed from when it was created: ``kind``, which the caller
     sets, one of ``KINDS``. :meth:`mark` corrects it later, also for the time before.
@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
         self.messages: list[Message] = []
         self.begin = 0  # of the measured step: an index into changes
-        self.phases: list[int] = []  # start of forward, each backward and the update, likewise
+        self.phases: list[int] = []  # likewise, starts of forward, each backward and the update
 
     def begin_step(self) -> None:
         """Start to measure the peak and to record communication."""
@@ -128,7 +128,7 @@ class LiveBytes(TorchDispatchMode):
         # DTensor infers the shape of each result with fake tensors of the full shape.
         self.ask = ShardingPropagator._propagate_tensor_meta_non_cached
         ShardingPropagator._propagate_tensor_meta_non_cached = lambda *args: self.uncounted(*args)
-        self.resize = torch.UntypedStorage.resize_  # with which FSDP frees and takes: no operation
+        self.resize = torch.UntypedStorage.resize_  # FSDP frees and allocates by it; no operation
         torch.UntypedStorage.resize_ = lambda storage, size: self.resized(storage, size)
         return super().__enter__()
 

@@ -25,8 +25,8 @@ class OwnModel:
     """The model of ``--module``, created once for each predicted training step.
 
     Args:
-        make: the function.
-        given: the flag's value, for messages.
+        make: the user's function.
+        given: the flag's value, for error messages.
     """
 
     def __init__(self, make: Callable, given: str):

@@ -3,8 +3,8 @@
 The published figures are of https://github.com/Vincent-Yu-83/pytorch_train: decimal GB of
 ``torch.cuda.max_memory_allocated()``, ResNet-50 on images of 224x224, batch 128, on Tesla P40 with
 PyTorch 2.0.1. Its loop differs from ours in what matters for memory: a head of 1,000 classes, SGD
-without momentum, gradients cleared between forward and backward, and FSDP of PyTorch's first kind
-around every convolution. So it is reimplemented as :func:`published_loop`.
+without momentum, gradients cleared between forward and backward, and FSDP1 around every
+convolution. So it is reimplemented as :func:`published_loop`.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def rows_of(suite: str) -> list[tuple[techniques.Technique, int]]:
             name = row["name"] if n is None else f"{row['name']} x{n}"
             command = f"{row['command']} {given['job']}".replace("{ranks}", str(n))
             shown = name in given["front"] if "front" in given else "table" not in row
-            if shown and "pytorch_compile" not in command:  # the compiler chooses what to keep
+            if shown and "pytorch_compile" not in command:  # the compiler chooses what to save
                 rows.append(technique_of(command, name, GPUS if suite == "gpu" else 1))
     return rows
 

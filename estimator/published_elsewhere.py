@@ -31,7 +31,7 @@ SMALL = {"layers": 12, "width": 1024, "heads": 16, "batch_size": 4}  # 254 milli
 LARGE = {"layers": 32, "width": 4096, "heads": 32, "batch_size": 1}  # 6.86 billion
 LEAN = LARGE | {"checkpoints": True}
 BF16 = {"low": True}
-ELSEWHERE = {  # GPUs, bytes of a unit, what was published, and what the job is given
+ELSEWHERE = {  # GPUs, bytes per unit, published figures, and arguments
     "Adam": (2, 1e6, (335, 656, 992, 1697), {"zero": False}),
     "ZeroRedundancyOptimizer": (2, 1e6, (335, 656, 992, 1361), {"zero": True}),
     "254 M, 1 GPU": (1, 2**30, (4.14, 5.93), SMALL),
@@ -47,11 +47,11 @@ ELSEWHERE = {  # GPUs, bytes of a unit, what was published, and what the job is 
 
 def take_recipe(live: LiveBytes, zero: bool) -> list[int]:
     """One step of twenty linear layers. Returns what ``live`` had counted at each point."""
-    distributed._sync_module_states = sync_module_states  # which sends copies, and they count
-    # PyTorch 1.8 divided parameters as they come; today's sorts them by size first. Then one weight
-    # follows another, of which Adam still holds a temporary: 1378 MB instead of 1361.
+    distributed._sync_module_states = sync_module_states  # it broadcasts copies, which count
+    # PyTorch 1.8 assigned parameters to ranks in order; today's sorts them by size first. Then one
+    # weight follows another, of which Adam still holds a temporary: 1378 MB instead of 1361.
     zero_redundancy_optimizer.sorted = lambda parameters, **_: parameters
-    # Its Adam updated one parameter after the other; today's takes lists on a GPU.
+    # Its Adam updated one parameter at a time; today's uses foreach on a GPU.
     options = {"lr": 0.01, "foreach": False}
     model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(20)])
     moments = [len(live.changes)]
@@ -79,7 +79,7 @@ class Block(nn.Module):
         self.ff = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
-        attended, _ = self.attention(x, x, x)  # kept to the end of this, as theirs is
+        attended, _ = self.attention(x, x, x)  # alive until this returns, as in theirs
         x = self.norm1(x + attended)
         fed = self.ff(x)
         return self.norm2(x + fed)
@@ -122,7 +122,7 @@ def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> 
             "reduce_bucket_size": 50_000_000,
             "stage3_param_persistence_threshold": 0,
             # The default, true, did nothing for a model like this one before DeepSpeed 0.19.4
-            # (its pull request 8189), and the figures are older: autograd keeps whole weights.
+            # (its pull request 8189), and the figures are older: autograd saves full weights.
             "memory_efficient_linear": False,
         },
         "torch_autocast": {"enabled": low, "dtype": "torch.bfloat16"},
@@ -133,7 +133,7 @@ def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> 
     live.counts = False  # the model is made on the host
     model = Transformer(checkpoints=checkpoints, **sizes)
     live.counts = True
-    # DeepSpeed's FusedAdam has to be compiled. PyTorch's keeps the same, and makes nothing else.
+    # DeepSpeed's FusedAdam has to be compiled. PyTorch's has the same state, and no temporaries.
     optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.01, fused=True)
     engine, _, _, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config

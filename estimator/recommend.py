@@ -269,7 +269,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             (good if fits else others).append(found)
             if fits:
                 done.add(found.technique.kind)
-    if not good:  # the time is over, or theory says that none fits
+    if not good:  # the time is over, or none fits by the bound
         for found in predict(job, likely(job, ways, room, others, at_once), at_once):
             (good if found.kinds and found.peak <= room else others).append(found)
     if not good and not others:
@@ -279,8 +279,8 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
 
 
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:
-    """The first ``n`` that fit if they exceed the theory's least memory as far as what has been
-    predicted did, and the first with offload; if there are none, those with the least memory."""
+    """The first ``n`` that would fit if they exceed their lower bound of memory by as much as the
+    predictions so far, and the first with offload; if none would, those with the lowest bound."""
     over = min((o.peak / kept_at_least(job, o.technique) for o in others if o.kinds), default=1)
     found = [way for way in ways if over * kept_at_least(job, way) <= room]
     if not found:

@@ -1,6 +1,6 @@
-"""Communication: which collective an operation is, its size, and the bytes that a rank sends.
+"""Communication: the collective that an operation is, its size, and the bytes that a rank sends.
 
-The usual algorithms let each of N ranks send so many bytes of a collective, in the mean over the
+With the usual algorithms, each of N ranks sends this many bytes per collective, averaged over the
 ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
 
     all-reduce       2 * bytes * (N - 1) / N     a reduce-scatter and an all-gather

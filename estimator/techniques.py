@@ -159,10 +159,10 @@ def predict(
 
 
 def few_blocks(blocks: int) -> tuple[list[int], int]:
-    """Numbers of blocks of two smaller models, from which a larger one is extrapolated, and how
+    """The numbers of blocks of two smaller models, from which a larger one is extrapolated, and how
     often to add their difference. FSDP holds up to three blocks at once, and the middle of a step
-    falls between two blocks if their number is even: hence four and six, or five and seven. None,
-    if there are few blocks already."""
+    falls between two blocks if their number is even: hence four and six, or five and seven. No
+    numbers if there are few blocks anyway."""
     few = 4 + blocks % 2
     return ([few, few + 2], (blocks - few) // 2) if blocks > few + 4 else ([], 0)
 
@@ -176,7 +176,7 @@ def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
         for few, more in zip(small.peaks, large.peaks, strict=True)
     ]
     few, many = Counter(small.messages), Counter(large.messages)
-    if few - many:  # buckets of DDP, which have another size now: as many bytes, in one message
+    if few - many:  # DDP's buckets have other sizes now: as many bytes, in one message
         few, many = (
             Counter({m: sum(n.size for n in of if kind_of(n) == m) for m in {*map(kind_of, of)}})
             for of in (small.messages, large.messages)
@@ -224,7 +224,7 @@ def warm_up() -> None:
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
     """Run each task in its own process; yield the results in order."""
     warm_up()
-    context = multiprocessing.get_context("fork")  # the child has imported PyTorch already
+    context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch
     waiting, running, done = list(enumerate(tasks)), {}, {}
 
     def work(task, pipe):

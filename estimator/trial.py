@@ -1,8 +1,8 @@
 """A script's own training step, run by this process as one rank, on fake tensors: they have a shape
 and a size in memory, but no data. Nothing is computed, sent or written.
 
-The script is the one that trains. It gets a data set of shapes, and instead of ``common.Run`` one
-that ends it after two steps: the first allocates persistent memory, the second is counted.
+The script is the one that trains. It gets a data set with only shapes, and a ``common.Run`` that
+ends after two steps: the first allocates persistent memory, the second is counted.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Where the time of the steps went: by rank and phase, the slow rank, and a one-line summary."""
+"""Where the step time goes: by rank and phase, the straggler, and a one-line summary."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def break_down(clock: StepClock) -> dict:
 
 
 def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
-    """The phases of a rank. On a GPU they include waiting, of which only a trace shows how much."""
+    """The phases of a rank. On a GPU they include waiting; only a trace shows how much of it."""
     kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
     phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
     if on_gpu:
@@ -58,7 +58,7 @@ def differ(a: float, b: float) -> bool:
 
 
 def find_straggler(ranks: list[list[tuple]]) -> dict | None:
-    """The rank for which the others wait: its work, without waiting, takes the longest. ``None``
+    """The rank for which the other ranks wait: its work, without waiting, takes longest. ``None``
     unless it is later than all others in three of four steps, by :data:`LATE` of a step."""
     own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
     if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:

@@ -59,7 +59,7 @@ def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> Non
 
 # ------------------------------------------------------ ranks with different optimizer states
 
-# Rank 0's is in state.pt, like a state that all ranks share; the others are in other files.
+# Rank 0's state is in state.pt, like a state that all ranks share; other ranks have own files.
 
 
 def own_file(folder: Path, rank: int) -> Path:
@@ -80,10 +80,10 @@ def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
 
 
 def read_own(path: Path, snapshot: dict) -> dict:
-    """The entries of a snapshot that are this rank's own.
+    """This rank's own entries of a snapshot.
 
     With the same script and number of ranks, each rank resumes from its own file. Any other run
-    takes the weights, if all ranks had the same, and the mean of their optimizers.
+    takes the weights, if all ranks had the same, and the mean of their optimizer states.
     """
     writer, ranks = snapshot["technique"], len(snapshot["run"]["ranks"])
     read = partial(load_file, flag="--resume")
@@ -137,7 +137,7 @@ def sharded_parts(model: nn.Module, optimizer):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as dcp_state
 
-    for buffer in model.buffers():  # any rank's may be written
+    for buffer in model.buffers():  # any rank's copy may be written
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)
     shards = {"model": weights, "optimizer": state["state"]}
@@ -145,7 +145,7 @@ def sharded_parts(model: nn.Module, optimizer):
     def write(folder: Path) -> None:
         try:
             dcp.save(shards, checkpoint_id=folder / "shards")
-        except dcp.CheckpointException as error:  # wraps those of all ranks
+        except dcp.CheckpointException as error:  # wraps the errors of all ranks
             raise next(iter(error.failures.values()))[0] from None
 
     size = count_bytes(tree_leaves(shards)) * WORLD_SIZE

@@ -1,5 +1,5 @@
-"""The duration of training steps on the device, without synchronizing with it; and their peak
-memory."""
+"""Measure the duration of training steps on the device, without synchronizing with it, and their
+peak memory."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ def seconds_between(begin, end) -> float:
 
 
 class StepClock:
-    """Time of each step of this process, and of the epoch; peak memory of the training steps.
+    """Measures the time of each step and of the epoch, and the peak memory of the training steps.
 
     The first steps of a process are slow, even if it resumes from a snapshot, so the speed is that
     of :meth:`settled` steps. Peak memory counts from the end of the warm-up, without evaluation and

@@ -1,10 +1,10 @@
-"""NaN and Inf: where they are checked for, and what happens then.
+"""Checks for NaN and Inf: where the modes of --on-nan check, and what they do.
 
-watch   where it costs nothing: in the loss when it is fetched for the screen, and in weights and
-        optimizer before a snapshot is written. The run ends, and its last snapshot is good.
-stop    before every step, by a hook of the optimizer: the run ends before a weight has changed.
-skip    the same, and the step is skipped.
-ignore  nowhere.
+watch   checks only where it adds no overhead: the loss when it is printed, and weights and
+        optimizer state before a snapshot is written. The run ends; its last snapshot is valid.
+stop    checks before every step, in an optimizer hook. The run ends before a weight has changed.
+skip    checks as stop does, and skips the step.
+ignore  checks nothing.
 
 In float16 a GradScaler, or DeepSpeed, skips steps whose gradients overflow. That is normal in every
 mode, unless the run skips many steps in a row.
@@ -42,7 +42,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
 
 
 class Guard:
-    """What ``--on-nan`` asks for. All ranks call its methods.
+    """Implements ``--on-nan``. All ranks call its methods.
 
     Args:
         mode: watch, stop, skip or ignore.
@@ -61,7 +61,7 @@ class Guard:
         self.newest_snapshot, self.close = newest_snapshot, close
         self.exact = self.mode in ("stop", "skip")
         self.good_step = 0  # the last one after which the weights were known to be finite
-        self.left_out = False  # the present step
+        self.left_out = False  # the current step
         self.skipped = 0  # consecutive steps
 
     def attach(self, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
@@ -171,7 +171,7 @@ class Guard:
             self.react()
         if self.exact:
             self.outputs.clear()
-        if skipped or not self.exact:  # else the hook has counted
+        if skipped or not self.exact:  # otherwise the hook has counted
             self.count(skipped)
 
     def react(self) -> None:

@@ -122,7 +122,7 @@ class Watch:
         except STORE_ENDED:
             return
         time.sleep(LINGER)
-        os._exit(1)  # else the launcher would kill it half a minute later
+        os._exit(1)  # otherwise the launcher would kill it half a minute later
 
     def report(self, frames: Frames, why: str) -> None:
         """Collect the reports of all ranks, and print the diagnosis unless another rank does."""
@@ -246,15 +246,15 @@ def message(kind: str, tensor: torch.Tensor, peer: int) -> dict:
 
 
 def connect() -> dist.Store:
-    """A separate connection to the launcher's store: a waiting one blocks all who share it."""
+    """A separate connection to the launcher's store: one that waits blocks every thread on it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, timeout=timedelta(seconds=ANSWER))
     return dist.PrefixStore(f"hang {RESTARTS}", store)
 
 
 def collect(store: dist.Store) -> tuple[dict[int, dict], dict[int, str]]:
-    """What each rank reports, and why others do not. A process that was stopped is continued, to
-    report where it was; the run has failed in any case."""
+    """What each rank reports, and why a rank does not report. A stopped process is continued, so
+    that it reports where it was; the run has failed in any case."""
     accounts, silent, until = {}, {}, time.monotonic() + ANSWER
     while (waited := set(range(WORLD_SIZE)) - {*accounts, *silent}) and time.monotonic() < until:
         for rank in waited:

@@ -1,4 +1,4 @@
-"""Loading batches of any data: where to resume, unreadable samples, loader processes that die."""
+"""Load batches of any data: resume within an epoch, report unreadable files, end the workers."""
 
 import itertools
 import multiprocessing

@@ -27,13 +27,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, on all of its ranks, which all call it; or a plain tensor."""
+    """The full tensor of a DTensor, whose ranks all call it; or a plain tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of storage of the tensors on this rank: of a sharded tensor only its shard. A storage
-    of several tensors counts once, completely."""
+    that several tensors share counts once, completely."""
     storages = [local(t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -81,7 +81,7 @@ def gpu_uuids(devices: list[torch.device]) -> list[str]:
 
 
 def launch_command() -> str:
-    """The command that started this run: that of the launcher, the parent process, or our own."""
+    """The command that started this run: that of the launcher, the parent process, or this one."""
     program, *words = launcher_words() or sys.orig_argv
     return shlex.join([Path(program).name, *words])
 

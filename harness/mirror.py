@@ -1,7 +1,7 @@
 """Snapshots in remote storage: ``--output-dir`` as a URL.
 
 Everything is written to a local folder first and uploaded from there: a snapshot once it is
-complete and verified, with its list of checksums last. Without this list it was interrupted.
+complete and verified, with its list of checksums last. Without this list the upload is incomplete.
 A URL holds one run. A file ``run_id`` tells whether the local files belong to it.
 """
 
@@ -75,7 +75,7 @@ class RemoteStore(SnapshotStore):
                 break
             url = self.name_of(self.folder / name)
             print0(f"snapshot {url} is damaged and ignored: {damage}")
-        if newest > max(here, default=""):  # continued on another machine: the local result is old
+        if newest > max(here, default=""):  # resumed on another machine: the local result is old
             for name in ("model.pt", RESULT):
                 (self.output_dir / name).unlink(missing_ok=True)
             if RESULT in files:
@@ -101,8 +101,8 @@ class RemoteStore(SnapshotStore):
     # -------------------------------------------------------------------------- what is copied
 
     def archive_previous_run(self) -> None:
-        """Archive locally. A remote run is never replaced by another one; of a resumed run, newer
-        files than the resumed snapshot are removed from the remote storage."""
+        """Archive the local files. A remote run is never replaced by another one; if the run
+        resumes, remote snapshots newer than the resumed one, and the result, are removed."""
         own = self.resumed and self.resumed.resolve().parent == self.folder.resolve()
         with or_fail("try again, or give another"):
             there = by_snapshot(files := self.remote.list_files())

@@ -30,8 +30,8 @@ def die_with_launcher() -> None:
 
 
 def stop_with_runner() -> None:
-    """``deepspeed`` starts a process that starts the ranks, and on one machine does not forward
-    signals to it: if ``deepspeed`` has exited, ask this rank to stop."""
+    """Ask this rank to stop if ``deepspeed`` has exited: it starts a process that starts the ranks,
+    and on one machine does not forward signals to that process."""
     runner = parent_of(PARENT)
     while parent_of(PARENT) == runner:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Remote storage: what fsspec opens by a URL, listed, downloaded and uploaded."""
+"""Remote storage: list, download and upload what fsspec opens by a URL."""
 
 import argparse
 import contextlib
@@ -88,7 +88,7 @@ def or_fail(advice: str) -> Iterator[None]:
 
 
 def answer_within(seconds: float, question: Callable):
-    """Call a server with a timeout, in a thread that may be left behind, because not every library
+    """Call a server with a timeout, in a thread that may be left running, because not every library
     has a timeout, and a host lookup has none."""
     answer = Future()
 
@@ -144,7 +144,7 @@ class Remote:
         with self.connection("read") as there, contextlib.suppress(FileNotFoundError):
             if there.isfile(below):
                 return {below: there.size(below)}
-            # Else an unreadable folder would be omitted. Object stores list all in one request.
+            # Otherwise it would omit unreadable folders. Object stores list all in one request.
             strict = {} if there.fs.async_impl else {"on_error": "raise"}
             found = there.find(below, detail=True, **strict).items()
             return {name: info["size"] for name, info in found if info["type"] == "file"}

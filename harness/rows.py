@@ -1,9 +1,9 @@
-"""The state of an optimizer of shards, gathered as a plain optimizer's state, and sharded again.
+"""Gather the state of an optimizer of shards as a plain optimizer's state, and shard it again.
 
 For scripts that flatten parameters into buckets themselves: every script can resume from their
 snapshots, at any number of ranks. A bucket is a flat buffer. It has ``parameters``, their
-``sizes``, the ``shard`` of this rank, which the optimizer has in their place, and the methods
-``in_a_row(tensors)``, padded to equal shards, and ``own(row)``, this rank's.
+``sizes``, and this rank's ``shard``, which the optimizer updates instead. ``in_a_row(tensors)``
+flattens tensors, padded to equal shards, and ``own(row)`` returns this rank's shard.
 """
 
 import copy

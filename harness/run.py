@@ -63,7 +63,7 @@ def exit_done(store: SnapshotStore, at: str) -> NoReturn:
 
 
 class Run:
-    """The meter and the files of one run. All ranks call it; rank 0 prints and writes.
+    """Logs, snapshots and results of one run. All ranks call it; rank 0 prints and writes.
 
     Args:
         train_loader: the batches of an epoch. Its dataset is a :class:`TaskData`.
@@ -113,7 +113,7 @@ class Run:
         It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept.
 
         Args:
-            apart: if each rank has its own optimizer state: whether weights differ, too.
+            apart: if each rank has its own optimizer state: whether the weights differ, too.
         """
         parts = {"model": checkpoint.plain(model), "optimizer": optimizer, "scheduler": scheduler}
         if apart is None:

@@ -1,4 +1,4 @@
-"""A snapshot on disk: written atomically, verified, found again; and which one to resume from."""
+"""Snapshots on disk: write them atomically, verify them, choose the one to resume from."""
 
 import argparse
 import contextlib
@@ -123,7 +123,7 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
     (part / SUMS).write_text("".join(lines))
     sync(part / SUMS)
     sync(part)
-    if folder.exists():  # of a damaged one, from which no run could resume
+    if folder.exists():  # a damaged one, from which no run can resume
         shutil.rmtree(folder)
     os.replace(part, folder)
     sync(folder.parent)
@@ -310,7 +310,7 @@ class SnapshotStore:
                 events.unlink()
             for trace in output_dir.glob("trace/rank*.json.gz"):
                 trace.unlink()
-            if not list_snapshots(self.folder):  # of an attempt that came to nothing
+            if not list_snapshots(self.folder):  # an attempt that wrote none
                 shutil.rmtree(self.folder, ignore_errors=True)
         for path in aside:
             if path.exists():

@@ -23,11 +23,11 @@ from harness.remote import local_folder
 
 
 class Look:
-    """Replaces the clock in the last steps.
+    """A profiler that replaces the clock in the last steps.
 
     Args:
         lasts: number of these steps.
-        options: of the profiler.
+        options: options of the profiler.
     """
 
     found = None  # result of trace_rows.sum_up()

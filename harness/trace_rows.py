@@ -1,5 +1,5 @@
 """Summarizes a trace of torch.profiler in four rows at its top: phases, compute, communication, and
-the overlap of these two. On a GPU the rows but the first are of kernels, later than the CPU."""
+the overlap of these two. On a GPU, all but the first show kernels, which run later than the CPU."""
 
 import collections
 import itertools
@@ -53,8 +53,8 @@ def row(rank: int, kind: str, begin: float, seconds: float, name: str = "", **ar
 
 
 def spans(events: list[dict], within: list[dict] | None = None, without=()) -> Spans:
-    """Spans (begin and duration) in which any of some events is active, and any, or none, of
-    others. Adjacent and overlapping spans are merged."""
+    """Spans (begin and duration) in which any of ``events`` is active, and also any of ``within``,
+    or none of ``without``. Adjacent and overlapping spans are merged."""
     others = without if within is None else within
     edges = [(e["ts"], 0, 1) for e in events] + [(e["ts"] + e["dur"], 0, -1) for e in events]
     edges += [(e["ts"], 1, 1) for e in others] + [(e["ts"] + e["dur"], 1, -1) for e in others]

@@ -6,7 +6,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 OPSET = 22  # the first with bfloat16 in Conv
 # Operations of classifiers that ONNX Runtime's CUDA provider supports in bfloat16. It has no
-# BatchNormalization or Clip in it; and averages and norms are better off in float32.
+# BatchNormalization or Clip in bfloat16; and averages and norms are more accurate in float32.
 OPS = {"Conv", "Gemm", "MatMul", "Add", "Mul", "Max", "Relu"}
 OPS |= {"Sigmoid", "HardSigmoid", "HardSwish"}
 # These only move data of any dtype:

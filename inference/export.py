@@ -83,7 +83,7 @@ def compare(args: argparse.Namespace, path: Path) -> None:
     onnx_runner = OnnxRunner(make_session(path, args.provider, **exact), args.device)
     torch_runner = TorchRunner(load_classifier(args, "fp32"), args.device, **exact)
     difference, same, correct = 0.0, 0, torch.zeros(2)
-    if args.dataset == "auto":  # it is not known which
+    if args.dataset == "auto":  # the dataset is not known
         noise = torch.randint(0, 256, (64, 3, args.image_size, args.image_size), dtype=torch.uint8)
         images = Images(noise, torch.zeros(64), args.classes, args.image_size)
     else:

@@ -1,4 +1,4 @@
-"""Measure every runtime and precision, interleaved, each in a process of its own."""
+"""Measure every runtime and precision, interleaved, each in its own process."""
 
 import argparse
 import contextlib
@@ -115,7 +115,7 @@ def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
 
 
 def is_worth_it(device: str, runtime: str, precision: str) -> bool:
-    """Whether this combination runs, and not a hundred times slower than the others."""
+    """Whether this combination runs, and is not a hundred times slower than the others."""
     if precision == "int8":
         return runtime == "onnxruntime"
     if device == "cpu":  # neither has these convolutions

@@ -32,8 +32,8 @@ def make_metadata(args: argparse.Namespace, precision: str, what: str) -> dict[s
 
 
 def complete_as_trained(args: argparse.Namespace) -> None:
-    """Fill in classes and seed of the run that wrote ``--weights``, and its settings where no flag
-    is given."""
+    """Fill in classes and seed of the run that wrote ``--weights``, and its settings for flags that
+    are not given."""
     settings, args.classes = read_metadata(args) if args.onnx else read_result(args)
     run = vars(argument_parser("").parse_known_args(shlex.split(settings))[0])
     for name in NAMES:

@@ -1,5 +1,5 @@
 """Attention over sequences whose positions are sharded among ranks: the order of the positions, and
-the variants that are simpler than a ring.
+the variants that are simpler than ring attention.
 
 Queries, keys and values are ``[batch, heads, time, width]``, of this rank's positions; keys and
 values may have fewer heads. ``group``: the ranks that share a sequence; ``None``: all ranks.
@@ -57,12 +57,12 @@ class Gather(torch.autograd.Function):
 
 
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
-    """Our queries with all keys and values, as in the training of Llama 3 (arXiv:2407.21783)."""
+    """Our queries attend to all keys and values, as in Llama 3's training (arXiv:2407.21783)."""
     k, v = repeat(q, *in_order(Gather.apply(torch.stack([k, v]), 3, group), 3, group))
     rank, ranks, found = dist.get_rank(group), dist.get_world_size(group), []
     for chunk, number in zip(q.chunk(2, 2), (rank, 2 * ranks - 1 - rank), strict=True):
         size = chunk.shape[2]
-        end = (number + 1) * size  # skips later positions altogether
+        end = (number + 1) * size  # skips all later positions
         visible = torch.ones(size, end, dtype=torch.bool, device=q.device).tril(end - size)
         found.append(F.scaled_dot_product_attention(chunk, k[:, :, :end], v[:, :, :end], visible))
     return torch.cat(found, 2)

@@ -97,7 +97,7 @@ def check_deterministic(name: str, model: nn.Module) -> None:
     """Reject models without a deterministic backward on a GPU: of torchvision's classifiers those
     with the pooling of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
     pools = [module for module in model.modules() if isinstance(module, nn.AdaptiveAvgPool2d)]
-    if any(pool.output_size not in (1, (1, 1)) for pool in pools):  # else it is a plain mean
+    if any(pool.output_size not in (1, (1, 1)) for pool in pools):  # otherwise it is a plain mean
         fail(
             f"--deterministic: {name} has AdaptiveAvgPool2d, which is deterministic in "
             "PyTorch on CPUs only; use --device cpu, or another --model, such as resnet50"
@@ -115,7 +115,7 @@ def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
     flags = f"--model {args.model} --norm {args.norm}"
     complaint = f"--weights {args.weights} does not fit {flags} with this dataset's classes"
     check_weights(model, weights, complaint)
-    if not next(model.parameters()).is_meta:  # else it has no data
+    if not next(model.parameters()).is_meta:  # on the meta device it has no data
         model.load_state_dict(weights)
 
 

@@ -59,7 +59,7 @@ class Encoder(nn.Module):
             module._non_persistent_buffers_set.clear()  # a model is made on meta: see FSDP
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # With the dimensions of heads and queries the library uses a mask as it is. Otherwise it
+        # The library uses a 4-D mask, with dimensions for heads and queries, as it is. Otherwise it
         # checks whether the mask masks anything, for which the CPU would wait for the GPU.
         mask = (tokens != self.pad)[:, None, None, :]
         return self.encoder(input_ids=tokens, attention_mask=mask).logits
@@ -83,12 +83,12 @@ def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
     config.num_labels, config.pad_token_id = len(classes), tokenizer.pad_token_id
     set_dropout(config, args.dropout)
     auto = "AutoModelForSequenceClassification"
-    if size is None and torch.get_default_device().type != "meta":  # else it has shapes alone
+    if size is None and torch.get_default_device().type != "meta":  # meta tensors have no data
         options = {"config": config, "dtype": torch.get_default_dtype()}
         model = reviews.from_pretrained(args.weights, auto, **options)
     else:
         model = getattr(transformers, auto).from_config(config, dtype=torch.get_default_dtype())
-    tokenizer.backend_tokenizer.no_padding()  # for use on single texts
+    tokenizer.backend_tokenizer.no_padding()  # to use it on single texts
     tokenizer.backend_tokenizer.enable_truncation(args.context)
     model = Encoder(model, tokenizer.backend_tokenizer.to_str())
     if size and args.weights != "none":

@@ -118,7 +118,7 @@ class Decoder(nn.Module):
     """Tokens ``[batch, time]`` to logits ``[batch, vocabulary, time]``, the shape
     that ``F.cross_entropy`` takes with labels ``[batch, time]``.
 
-    Linear layers have no bias; that of a key, for example, would cancel in the softmax. Weights are
+    Linear layers have no bias; a key's bias, for example, would cancel in the softmax. Weights are
     initialized by :func:`jobs.decoder.init_weights`.
 
     Args:

@@ -21,8 +21,8 @@ from harness.remote import fetch_input
 from harness.task_data import TaskData
 from jobs.download import fetch
 
-# torchvision is imported where it is used: four ranks on two cores need seconds to import it,
-# and a run should print its first line before.
+# torchvision is imported where it is used: four ranks on two cores need seconds to import it, and
+# a run should print its first line before that.
 
 # The reference task, and one that two CPU cores finish in about a minute.
 DEFAULTS = {
@@ -69,8 +69,8 @@ def describe(args: argparse.Namespace) -> str:
 
 # ---------------------------------------------------------------------------------------- data
 
-# ImageNet's, which torchvision's pretrained weights expect; for training from scratch others would
-# do as well.
+# ImageNet's, which torchvision's pretrained weights expect; for training from scratch, other values
+# would do as well.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 4 * 2**30  # per machine; larger data sets are decoded batch by batch
 
@@ -154,7 +154,7 @@ class ImagesOnDisk(Images):
         self.side = side
 
     def keep_on_gpu(self) -> None:
-        """Does nothing: there are too many images for memory."""
+        """Does nothing: the images do not fit in memory."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([read_image(self.images[i], self.side) for i in indices])
@@ -260,7 +260,7 @@ def cifar10(args: argparse.Namespace, split: str) -> Images:
 def folder(args: argparse.Namespace, split: str) -> Images:
     """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
 
-    The files are shuffled in a fixed order: else the first n would be of the first class.
+    The files are shuffled in a fixed order: otherwise the first n would be of one class.
     """
     from torchvision.datasets import ImageFolder
 

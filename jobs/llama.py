@@ -17,10 +17,10 @@ class LlamaSize(Size):
     """See :class:`jobs.gpt.Size`.
 
     Args:
-        base: of the frequencies of the rotary embedding.
-        scaling: of these frequencies, as in Llama 3.1; its keys are those of ``rope_scaling`` in a
-            configuration.
-        eps: of the norms.
+        base: base of the rotary embedding's frequencies.
+        scaling: scaling of these frequencies, as in Llama 3.1; its keys are those of
+            ``rope_scaling`` in a configuration.
+        eps: epsilon of the norms.
         tie: default of ``--tie``: whether embedding and head share a matrix.
     """
 
@@ -57,7 +57,7 @@ def frequencies(size: LlamaSize, device: torch.device) -> Tensor:
     found = 1 / size.base ** (torch.arange(0, width, 2, device=device).float() / width)
     if not size.scaling:
         return found
-    # Low frequencies are divided by the factor, high ones stay, others are interpolated.
+    # Low frequencies are divided by the factor, high ones stay, those between are interpolated.
     scaling = dict(size.scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / found

@@ -1,4 +1,4 @@
-"""Movie reviews, to be classified by label; their tokenizer."""
+"""Movie reviews with binary labels, to classify; their tokenizer."""
 
 import argparse
 import functools
@@ -192,7 +192,7 @@ def from_pretrained(weights: str, kind: str, **options):
     weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if not Path(weights).is_dir() and why_unreachable(hub):
-        options["local_files_only"] = True  # else it retries for a minute
+        options["local_files_only"] = True  # otherwise it retries for a minute
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -56,7 +56,7 @@ def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
 
 IDENTITY = ["context", "tokenizer", "tie", "experts", "top_k", "balance"]  # must match to resume
 IDENTITY += ["kv_heads", "mlp_width"]
-FLAGS = [*IDENTITY, "dropout"]  # of those that not all jobs have
+FLAGS = [*IDENTITY, "dropout"]  # flags that not all tasks have
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
@@ -78,7 +78,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.top_k = args.top_k or 1
         args.balance = 0.01 if args.balance is None else args.balance
         parts = getattr(args, "accumulate", 1) > 1 or getattr(args, "dtype", "") == "float16"
-        if args.balance and parts:  # they scale the loss, but not the balance's gradient
+        if args.balance and parts:  # they scale the loss, but not the balancing loss
             fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
         if args.top_k > args.experts:
             fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
@@ -182,7 +182,7 @@ class Text(TaskData):
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
-    """The training and the evaluation text, of the same vocabulary. Resolves ``auto``."""
+    """The training and the evaluation text, with a common vocabulary. Resolves ``auto``."""
     train_set, eval_set, why = load(args)
     because = f" ({SHAKESPEARE} is not in {args.data_dir} and could not be downloaded: {why})"
     print0(
@@ -194,7 +194,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
 
 
 def load(args: argparse.Namespace) -> tuple[Text, Text, str | None]:
-    """The same without output, and the reason if the data could not be downloaded."""
+    """The same without printing, and the reason if the data could not be downloaded."""
     name, why = args.dataset, None
     if name in ("auto", "shakespeare"):
         why = fetch_shakespeare(fetch_input(args.data_dir, "--data-dir"))

@@ -16,8 +16,8 @@ SETTINGS = {  # environment variable of the launcher, its name in the file, and 
 
 
 def check_launch(needed: str | None = None) -> None:
-    """Reject a file for another kind of training, a missing file, and settings that would change
-    what this script shows.
+    """Reject a missing file, a file for another kind of training, and settings that would change
+    what this script demonstrates.
 
     Args:
         needed: FSDP or DEEPSPEED.

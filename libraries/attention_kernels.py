@@ -2,10 +2,10 @@
 own ring attention.
 
 Queries, keys, values and outputs are ``[batch, heads, time, width]``; keys and values may have
-fewer heads than queries. Forward also returns, and backward needs, the logarithm of the sum of each
-query's exponentiated scores, ``[batch, heads, time]``. If these, and the output, include
-more keys than are given, the gradients are the contribution of the given ones. With ``causal``,
-queries and keys have the same positions, and no query sees a later key.
+fewer heads than queries. Forward also returns, and backward needs, the log-sum-exp of each query's
+scores, ``[batch, heads, time]``. If log-sum-exp and output are those over more keys than are
+given, the gradients are the contribution of the given keys. With ``causal``, queries and keys have
+the same positions, and no query sees a later key.
 """
 
 import math
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def has_kernel(q: Tensor) -> bool:
     """On CPUs PyTorch's flash attention; on GPUs the memory-efficient one, which supports fp32."""
-    width = 4 if q.dtype == torch.float32 else 8  # it needs multiples of 16 bytes
+    width = 4 if q.dtype == torch.float32 else 8  # the latter needs multiples of 16 bytes
     return not q.is_cuda or q.dtype != torch.float64 and q.shape[-1] % width == 0
 
 
@@ -34,7 +34,7 @@ def repeat(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The output, and the logarithms of the sums."""
+    """The output, and the log-sum-exp of the scores."""
     k, v = repeat(q, k, v)
     if not has_kernel(q):
         found = scores(q, k, causal)
@@ -42,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
     if q.is_cuda:
         kernel = aten._scaled_dot_product_efficient_attention
         out, sums, _, _ = kernel(q, k, v, None, True, 0.0, causal)
-        return out, sums[..., : q.shape[2]]  # it pads them
+        return out, sums[..., : q.shape[2]]  # the kernel pads them
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
@@ -52,7 +52,7 @@ def backward(
     """Gradients of q, k and v."""
     heads = k.shape[1]
     of_q, *of_kv = gradients(gradient, q, *repeat(q, k, v), out, sums, causal)
-    if heads < q.shape[1]:  # each is shared by several
+    if heads < q.shape[1]:  # several heads of queries share one
         of_kv = (t.unflatten(1, (heads, -1)).sum(2) for t in of_kv)
     return of_q, *of_kv
 
@@ -69,7 +69,7 @@ def gradients(
     if q.is_cuda:
         kernel = aten._scaled_dot_product_efficient_attention_backward
         sums = F.pad(sums, (0, -sums.shape[-1] % 32), value=math.inf).contiguous()
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout's seed
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's seed: not used
         needed = [True, True, True, False]
         saved = None, out, sums, none, none, 0.0, needed, causal
         return kernel(gradient, q, k, v, *saved)[:3]
@@ -84,8 +84,8 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def pytorch_ring(group=None) -> Callable:
-    """PyTorch's own, of an experimental module that moves between versions. DTensors say that each
-    rank has a shard of the positions; distributed as in pytorch_CP.py."""
+    """PyTorch's own ring attention, from an experimental module that differs between versions. As
+    DTensors, queries, keys and values are sharded by position, in the order of pytorch_CP.py."""
     try:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard

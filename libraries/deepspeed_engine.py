@@ -66,9 +66,9 @@ def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dic
         fail(f"DeepSpeed cannot be imported ({error}); pip install deepspeed")
     if device.type == "cpu":
         # It would compile a shared-memory all-reduce for half a minute, which only inference
-        # uses. With an empty list of ops it does not, and needs no compiler.
+        # uses. With an empty list of ops it compiles nothing, and needs no compiler.
         deepspeed.ops.__compatible_ops__ = {}
-    if (3, 11) <= sys.version_info < (3, 11, 4):  # pickles it as a call, which is not trusted
+    if (3, 11) <= sys.version_info < (3, 11, 4):  # they pickle enums as calls, which are refused
         stage = deepspeed.runtime.zero.config.ZeroStageEnum
         stage.__reduce_ex__ = lambda member, protocol: (stage, (member.value,))
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the existing group

@@ -40,7 +40,7 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def quiet():
-    """Hide DCP's warning that ranks plan separately, which is fine for reading."""
+    """Hide DCP's warning that each rank plans for itself, which is fine for reading."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -59,7 +59,7 @@ def divide(
 def fitting_microbatches(schedule: str, batch: int, ranks: int) -> list[int]:
     least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     fit = [n for n in range(least, batch + 1) if batch % n == 0]
-    if schedule == "interleaved":  # needs equal rounds
+    if schedule == "interleaved":  # needs rounds of equal size
         fit = [n for n in fit if n % max(1, n // ranks) == 0]
     return fit
 

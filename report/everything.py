@@ -1,7 +1,7 @@
-"""All that the pages show, measured by the commands of config/measure_all.json in their order.
+"""Measure all that the pages show, by the commands of config/measure_all.json, in their order.
 
-A part that was measured with the same code is not measured again, so a stopped measurement
-continues with the same command. results/all.json has the time and the commit of each part.
+A part that was measured with the same code is not measured again, so the same command resumes an
+interrupted measurement. results/all.json has the time and the commit of each part.
 """
 
 import datetime

@@ -6,14 +6,14 @@ from report.plots import COLOURS, memory_parts
 from report.results import read_results, read_words
 from report.timeline_picture import text
 
-ROWS = {  # of the suite, and what stands beside the bar
+ROWS = {  # of the suite, and the bar's label
     "SingleGPU": "one process",
     "torchrun_DDP x4": "DDP",
     "DDP_ZeRO --use_zero x4": "ZeRO",
     "HSDP --shard 2 x4": "HSDP",
     "FSDP x4": "FSDP",
 }
-KINDS = {  # of memory_parts(), and what the legend says
+KINDS = {  # of memory_parts(), and the legend's label
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",

@@ -265,7 +265,7 @@ def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: b
             raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
         missing.pop(name)
         lines = blocks[name]
-        if lines.endswith(stale.UNKNOWN):  # as it was said where the history is
+        if lines.endswith(stale.UNKNOWN):  # keep the note of a complete clone
             said = NOTE.search(match[2])
             lines = lines.removesuffix(stale.UNKNOWN) + (said[0] if said else "")
         lines = translate(lines) if chinese else lines

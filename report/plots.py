@@ -17,12 +17,12 @@ def plot_data(results: dict) -> dict[str, dict]:
     """The data of the plots, by file name; from GPUs if there are results.
 
     Args:
-        results: of the suites, by name.
+        results: results of the suites, by name.
     """
     plots = {}
     for suite, name, make in (
         ("cpu", "memory", memory),
-        ("gpu", "memory", memory),  # in place of the CPU's
+        ("gpu", "memory", memory),  # replaces the CPU's
         ("local_sgd", "local_sgd", loss_by_bytes),
         ("shakespeare", "loss", curves),
     ):
@@ -73,7 +73,7 @@ def bandwidths(sweep: dict) -> dict[str, dict]:
     for name, operation in sweep.get("operations", {}).items():
         measured, fitted = {}, {}
         for row in operation["rows"]:
-            sent = row["bytes"] * row["bus"] / row["algorithm"]  # what the fit is of
+            sent = row["bytes"] * row["bus"] / row["algorithm"]  # the fit is of these bytes
             seconds = operation["latency"] + sent / operation["bandwidth"]
             measured[str(row["bytes"])] = float(f"{row['bus'] / 1e9:.3g}")
             fitted[str(row["bytes"])] = float(f"{sent / seconds / 1e9:.3g}")

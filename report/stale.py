@@ -10,7 +10,7 @@ from pathlib import Path
 
 BELOW = ("common.py", "jobs", "harness")  # every script
 SHOWN = 6  # files; if there are more, the note says how many
-UNKNOWN = "; since then: unknown"  # keeps the note that is on the page
+UNKNOWN = "; since then: unknown"  # keep the note that is on the page
 
 
 def note(

@@ -8,8 +8,8 @@ from report.results import Unusable, devices_of, middle, name_of, of_all, speeds
 from report.scripts import PARENTS
 from report.theory import kept_bytes
 
-# What is said of memory on a GPU, on a CPU with --profile-memory, and without it: first, and in
-# brackets.
+# The figures of memory to show, and in brackets: on a GPU, on a CPU with --profile-memory, and on a
+# CPU without it.
 MEMORY = {
     "reserved": ("allocated", "reserved"),
     "allocated": ("process", "allocated"),
@@ -54,7 +54,7 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
     runs = [run for row in rows for run in row["runs"]]
     text = bool(runs) and unit_of(runs[0]) == "tokens/s"
     columns = ["technique", "ranks", "precision"]
-    last = "first step s" if text else "epoch s"  # a text has no epoch to speak of
+    last = "first step s" if text else "epoch s"  # text has no meaningful epoch
     columns += ["speed", "step ms (p95)", last] if times else []
     columns += ["memory"]
     columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []

@@ -1,4 +1,4 @@
-"""Bytes per parameter that a rank keeps, in theory (docs/proof.md) and as counted in a run."""
+"""State bytes per parameter of a rank, in theory (docs/proof.md) and as counted in a run."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
 """Draw traces as timelines of all ranks: phases and compute above, communication below.
 
-The input are the rows that --trace adds to a trace of torch.profiler (harness/trace_rows.py); files
+The input is the rows that --trace adds to a trace of torch.profiler (harness/trace_rows.py); files
 with only these rows, as in results/traces/, are small.
 """
 
@@ -24,8 +24,8 @@ COLLECTIVES = {  # their colours; others are grey
     "all_reduce": COLOURS[4], "all_gather": COLOURS[3], "reduce_scatter": "#2f7f86",
     "broadcast": "#5f6f9e", "all_to_all": "#9c6a2f", "send": "#6f8f3a", "recv": "#b0a04a",
 }  # fmt: skip
-SHADE = 'fill="#000000" fill-opacity="0.42"'  # of what overlaps with compute
-UNSEEN = 20  # microseconds
+SHADE = 'fill="#000000" fill-opacity="0.42"'  # of communication that overlaps with compute
+UNSEEN = 20  # microseconds: shorter gaps are closed
 MIDDLE = 'text-anchor="middle"'
 DAMAGED = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
 PAPER, INK, PALE = "#ffffff", "#1f2328", 0.3  # an opaque page; phases where nothing computes

@@ -1,5 +1,5 @@
-"""What Accelerate does unless it is told otherwise, on two ranks of a CPU: started by torchrun,
-prints a line of JSON, which tests/test_accelerate.py looks at."""
+"""What Accelerate does by default, on two ranks on a CPU. Started by torchrun, prints a line of
+JSON, which tests/test_accelerate.py checks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A copy of the repository for a test that writes into it, or damages it."""
+"""A copy of the repository for tests that write into it or damage it."""
 
 import shutil
 

@@ -1,9 +1,9 @@
-"""Compare, without a GPU, what operations return and keep for backward on a GPU and on a CPU that
-has been told a GPU's rules (estimator/gpu_rules.py).
+"""Compare, without a GPU, what operations return and save for backward on a GPU, and on a CPU that
+follows a GPU's rules (estimator/gpu_rules.py).
 
-On the GPU's side are fake tensors of device ``cuda``, which take the branches of PyTorch's own code
-for it. Only which attention it chooses needs a driver: there the kernel is named. Prints JSON: by
-case, what each side returned and kept.
+The GPU is simulated by fake tensors of device ``cuda``, which take the branches of PyTorch's own
+code for it. Only the choice of the attention kernel needs a driver: there the kernel is named.
+Prints JSON: by case, what each of the two returned and saved.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Launches the scripts as a user does, in processes of their own, on the CPU and offline; or forks
-such processes, where a test is not about the launcher."""
+"""Launch the scripts as a user does, in separate processes, on the CPU and offline; or fork these
+processes, where a test is not about the launcher."""
 
 import atexit
 import contextlib

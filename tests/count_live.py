@@ -1,13 +1,13 @@
-"""Run a script among real ranks, on real tensors, and count what is alive as estimate.py does.
+"""Run a script on real ranks and real tensors, and count live memory as estimate.py does.
 
 Used in place of a script's name, after its launcher:
 
     torchrun --standalone --nproc_per_node=2 tests/count_live.py pytorch_FSDP.py --model ...
     python tests/count_live.py --on-fakes 2 pytorch_FSDP.py --model ...
 
-The second one does the same as rank 0 of 2, on tensors without numbers. Images are in plain order,
-and optimizers and autocast do what they do on CPUs. The bytes at the peak of the third step, by
-kind, go into rank0.json, rank1.json, ... in --output-dir.
+The second command does the same as rank 0 of 2, on fake tensors. Images are contiguous, and
+optimizers and autocast behave as on a CPU. The bytes at the peak of the third step, by kind, are
+written to rank0.json, rank1.json, ... in --output-dir.
 """
 
 import json

@@ -1,15 +1,15 @@
-"""Run a script and count what one step of it sends, from the collectives that really run.
+"""Run a script and count what one of its steps sends, from the collectives that really run.
 
 Used in place of a script's name, after its launcher:
 
     torchrun --standalone --nproc_per_node=2 tests/count_sent.py pytorch_FSDP.py --max-steps 3 ...
 
-Counted is the last step, from the forward to the optimizer, without the evaluation after it; how
-much of a message a rank sends, estimator/sent.py says.
+Only the last step counts, from forward to optimizer, without the evaluation after it. How many
+bytes of a collective a rank sends is defined in estimator/sent.py.
 
-The run is as without it, but that its ``result.json`` also holds ``sent`` and ``calls``: bytes, in
-the mean over the ranks, and number of calls of rank 0, by collective; and that it saves no
-snapshot, which would take most of its time.
+The run is unchanged, except that its ``result.json`` also has ``sent`` and ``calls``, by
+collective: bytes, averaged over the ranks, and number of calls on rank 0; and that it saves no
+snapshot, which would take most of the time.
 """
 
 import collections

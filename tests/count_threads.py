@@ -1,4 +1,4 @@
-"""Run a script as it is, then print how many of gloo's threads it leaves behind.
+"""Run a script unchanged, then print how many of gloo's threads it leaves behind.
 
 python tests/count_threads.py SCRIPT [flags of the script]
 """

@@ -1,8 +1,8 @@
 """Run a script and count, step by step, what would make the CPU wait for a GPU.
 
 Used in place of a script's name, after its launcher. Each rank writes ``waits-RANK.json`` into
---output-dir: by step, which calls fetched a number from a tensor, from the moment at which the
-step has its batch until the next one has. On a GPU such a call is an error besides, between prints.
+--output-dir: by step, the calls that read a value from a tensor, from when the step has its batch
+until the next step has one. On a GPU, such a call between two prints is also an error.
 """
 
 import collections

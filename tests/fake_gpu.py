@@ -1,18 +1,18 @@
-"""Run a script on GPUs that are not there, or on the CPU among ranks that are not there.
+"""Run a script on simulated GPUs, or on the CPU with simulated other ranks.
 
-Used in place of a script's name. The process is one rank of several, as RANK, LOCAL_RANK and
-WORLD_SIZE say; the process group is PyTorch's `fake` one, in which nobody answers:
+Used in place of a script's name. The process is one of several ranks, as RANK, LOCAL_RANK and
+WORLD_SIZE say; the process group is PyTorch's `fake` one, which never communicates:
 
     RANK=0 LOCAL_RANK=3 WORLD_SIZE=4 python tests/fake_gpu.py pytorch_FSDP.py --device cuda ...
 
-With `--device cuda` tensors of a GPU have a shape, a dtype and a device, which every operation
-checks as it would there, but no numbers: PyTorch's fake tensors. Those of the CPU are real. In the
-place of torch.cuda there is a recorder. What happened is in ``log.json`` in --output-dir, in order.
+With `--device cuda`, tensors on a GPU are PyTorch's fake tensors: they have a shape, a dtype and a
+device, which every operation checks as on a GPU, but no data. Tensors on the CPU are real. A
+recorder replaces torch.cuda, and writes the calls to ``log.json`` in --output-dir, in order.
 With `--device cpu` all tensors are real, and whole steps are computed.
 
-Whatever needs a driver, numbers or the other ranks has a stand-in in `stand_in_for_...`, as thin as
-it can be. The largest is for backward(), which no fake GPU can compute: every parameter gets a
-gradient like itself.
+Whatever needs a driver, data or other ranks is replaced in `stand_in_for_...`, as little as
+possible. The largest replacement is that of backward(), which no fake GPU can compute: every
+parameter gets a gradient of its own shape.
 """
 
 import contextlib

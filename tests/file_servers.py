@@ -1,7 +1,7 @@
 """Real file servers for tests, on loopback: S3 by moto, sftp by OpenSSH.
 
-Run as a program, this is moto's S3 server, with one addition: files in a folder tell it to let some
-requests wait, or to refuse them.
+Run as a program, this is moto's S3 server with one addition: files in a folder tell it to delay or
+to refuse some requests.
 
     python tests/file_servers.py PORT FOLDER
 """

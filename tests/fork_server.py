@@ -1,19 +1,19 @@
-"""Runs scripts in processes forked from one that has imported PyTorch already.
+"""Runs scripts in processes that are forked from one that has already imported PyTorch.
 
-Most of what a test with `torchrun` waits for is PyTorch, imported by one process after the other.
-Here a server imports it once. For each run it forks a launcher, which forks a process per rank,
-sets what `torchrun` would set, passes signals on, and ends all ranks when one has failed. A rank
-then runs its script as `python SCRIPT` does.
+Tests with `torchrun` spend most of their time importing PyTorch, in one process after the other.
+This server imports it once. For each run it forks a launcher, which forks a process per rank, sets
+what `torchrun` would set, forwards signals, and ends all ranks when one has failed. A rank then
+runs its script as `python SCRIPT` does.
 
-The server is no part of pytest, which has threads, and a fork takes along only one. It has no other
-thread, and has imported no file of ours, as these read the environment when they are imported. Nor
-does it call torch.set_num_threads(): that makes a pool of threads, which each rank would have to
-make again, and autograd's threads abort ("Invalid thread pool!") when two of them try at once.
+The server is separate from pytest, which has threads, and a fork copies only one thread. It has no
+other thread, and imports no file of ours, because these read the environment when imported. Nor
+does it call torch.set_num_threads(): that creates a thread pool, which each rank would have to
+create again, and autograd's threads abort ("Invalid thread pool!") when two of them try at once.
 
-A forked rank differs from a real one in five things, so every kind of test has a case with a real
-launcher, too: all MODULES are imported; C libraries have read their environment in the server; the
-ranks of all runs share the server's seed of hash(); they keep bytecode in a folder of their own;
-and at the end modules are not freed.
+A forked rank differs from a real one in five ways, so every kind of test also has a case with a
+real launcher: all MODULES are imported; C libraries have read their environment in the server; the
+ranks of all runs share the server's seed of hash(); their bytecode is in a separate folder; and
+modules are not freed at the end.
 """
 
 import atexit

@@ -1,12 +1,12 @@
-"""The bubble of a pipeline: the share of a step in which a rank computes nothing.
+"""Measure the bubble of a pipeline: the share of a step in which a rank computes nothing.
 
     python tests/measure_bubble.py
 
-trains with each schedule of pytorch_PP.py on two ranks, and writes results/bubble.json: shares,
-means of the ranks, by the formula; counted in the schedule's order, where backward takes twice as
-long as forward, and each half of it as long; and medians of what was measured, by the clock,
-and with the time that each part of the work had a core, as if nothing else ran and messages took no
-time. For the clock the machine has to be quiet, with a core for each rank.
+Trains with each schedule of pytorch_PP.py on two ranks, and writes results/bubble.json: the shares,
+averaged over the ranks, by the formula; as counted in the schedule's order, where backward takes
+twice as long as forward, and each half of it as long as forward; and medians of the measured
+shares, by the clock, and by the time that each part of the work had a core, as if nothing else ran
+and communication took no time. The clock needs an idle machine with a core for each rank.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The evaluation loss of a technique that changes it, against the one it replaces; for three seeds.
+"""Compare the evaluation loss of a technique with that of the one it replaces, for three seeds.
 
     python tests/measure_losses.py muon [flags, such as --data-dir]
     python tests/measure_losses.py float8
@@ -7,7 +7,7 @@ muon    pytorch_Muon.py against AdamW, after 600 steps of nanoGPT's recipe
         (config/shakespeare.args), at three learning rates each, as the best one may differ.
 float8  pytorch_float8.py against bfloat16, after 300 steps.
 
-Written to results/losses.json.
+Writes results/losses.json.
 """
 
 import json

@@ -1,20 +1,20 @@
-"""What a training script's own machinery costs, in steps that take turns in one process and so meet
-the same machine. Whichever is asked for, the last line gives both medians.
+"""Measure the overhead of a training script's own code, in interleaved steps of one process, so
+that the load of the machine affects all of them. The last line always gives both medians.
 
     python tests/measure_overhead.py loop pytorch_SingleGPU.py --max-steps 60
     torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py marks pytorch_DDP.py ...
     torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py saves \\
         pytorch_checkpoint.py --async-save --snapshot-every 5 --model gpt-6x6x384 ...
 
-loop   after each step of the script one of a bare loop: same model, optimizer and DDP options, on
-       tensors that are already there, without loader, crops, losses, progress bar or TensorBoard.
-       A ratio of 1.00 would be a script that costs nothing.
-marks  of the breakdown (harness/phases.py): steps with them and without, and what those of a step
-       take themselves.
-saves  checkpoints that DCP writes at once and in the background, in turn: how long the call takes,
-       from when all ranks are there. Also written to results/saves.json.
+loop   alternates the script's steps with those of a bare loop: same model, optimizer and DDP
+       options, on tensors that are already on the device, without loader, crops, losses, progress
+       bar or TensorBoard. A ratio of 1.00 means no overhead.
+marks  compares steps with and without the breakdown (harness/phases.py), and measures how long the
+       breakdown's own calls take.
+saves  alternates synchronous and asynchronous checkpoints of DCP: how long the call takes, from
+       when all ranks have arrived. Also written to results/saves.json.
 
-On a GPU its own clock times the steps, and no step is waited for (harness/clock.py).
+On a GPU, its events time the steps, without waiting for any step (harness/clock.py).
 """
 
 import json

@@ -5,7 +5,7 @@ Used in place of a script's name, after its launcher; the environment variable M
     MISTAKE='tied gradients not summed' torchrun --standalone --nproc_per_node=2 \\
         tests/mistakes.py pytorch_PP.py ...
 
-What is right and what is wrong stands in MISTAKES, so a script that has changed is noticed.
+MISTAKES has the right and the wrong lines; it fails if the script no longer has the right ones.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Run a script, and note what each rank drops in its first step: a line per call of a dropout.
+"""Run a script and print what each rank drops in its first step: a line per call of a dropout.
 
-Used in place of a script's name, after its launcher. Prints the rank and a hash of the mask.
+Used in place of a script's name, after its launcher. A line has the rank and a hash of the mask.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
-"""Run a pipeline, and note what each rank computes from when to when.
+"""Run a pipeline and record when each rank computes what.
 
 Used in place of a script's name, after its launcher. Each rank writes ``parts-RANK.json`` into
---output-dir: a list of steps, each of which is a list of parts, with what it is (F for forward, B
-for backward, I and W for the halves of it, of inputs and of weights; stage; micro-batch), the
-clock at its begin and end, and the seconds in between in which it had a core.
+--output-dir: a list of steps, each of which is a list of parts. A part has its kind (F for forward,
+B for backward, I and W for its halves, with respect to inputs and weights), stage, micro-batch,
+begin and end by the clock, and the seconds in between in which it had a core.
 """
 
 import functools

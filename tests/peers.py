@@ -1,4 +1,4 @@
-"""Other ways to write the loop of pytorch_SingleGPU.py, which benchmark.py measures beside it.
+"""Other ways to write the loop of pytorch_SingleGPU.py, which benchmark.py compares with it.
 
     python tests/peers.py --loop pytorch_train --dataset synthetic --max-steps 24
 
@@ -6,11 +6,11 @@ bare           only forward, backward and step, on batches that are on the devic
 pytorch_train  as in the page that this repository began from: PIL images, transformed one by one in
                loader processes, and two .item() per step
 
-The libraries have scripts of their own: docs/ecosystem.md.
+For libraries there are scripts: docs/ecosystem.md.
 
 Model, optimizer, batch and images are the script's, in fp32 or by --dtype. So are clock and memory
-(harness/clock.py): on a GPU no step is waited for, unless the loop itself does so. The images stay
-in the CPU's memory here, also where a script keeps them on the GPU.
+(harness/clock.py): on a GPU no step is waited for, unless the loop itself does so. The images are
+in CPU memory here, even where a script keeps them on the GPU.
 """
 
 import itertools

@@ -1,11 +1,11 @@
-"""Run a script in which numbers that are not finite appear.
+"""Run a script in which NaN or Inf appears.
 
-Used in place of a script's name, after its launcher. The environment variable POISON says what,
-from which step to which, and on which rank: "input 7 7 1", "loss 7 7 1" or "gradient 7 7 1".
+Used in place of a script's name, after its launcher. The environment variable POISON gives the
+kind, the first and the last step, and the rank: "input 7 7 1", "loss 7 7 1" or "gradient 7 7 1".
 
-    input      a batch of NaN: so the model's output, and the loss
-    loss       it is NaN, of an output that is as ever
-    gradient   the loss is as ever, its gradient is infinite
+    input      the batch is NaN, and with it the model's output and the loss
+    loss       the loss is NaN, though the output is unchanged
+    gradient   the gradient of the loss is infinite, though the loss is unchanged
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Run a script as it is and keep the batches that it trained on.
+"""Run a script unchanged and record the batches that it trains on.
 
 python tests/record_batches.py SCRIPT FOLDER [flags of the script]
 """

@@ -1,4 +1,4 @@
-"""Run a script that is slow on purpose, as SLOW says: what docs/slow.md has a row for.
+"""Run a script that is slow on purpose, as the environment variable SLOW says: see docs/slow.md.
 
 SLOW=loader torchrun --standalone --nproc_per_node=2 tests/slow.py pytorch_torchrun_DDP.py ...
 """

@@ -1,10 +1,10 @@
-"""Run a script with two more models to choose: small_resnet, which is ResNet-18 with half of its
-blocks and a quarter of its channels, and takes a thirtieth of its time in float64; and
-small_resnet_dropout, which has dropout before its last layer.
+"""Run a script with two additional models: small_resnet, a ResNet-18 with half of the blocks and a
+quarter of the channels, which takes a thirtieth of its time in float64; and small_resnet_dropout,
+which has dropout before its last layer.
 
 torchrun --standalone --nproc_per_node=2 tests/small_resnet.py SCRIPT --model small_resnet ...
 
-Other files that run a script import this one, and have them, too.
+Other files that run a script import this one, so they have these models, too.
 """
 
 import runpy

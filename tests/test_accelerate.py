@@ -1,5 +1,5 @@
-"""Accelerate's scripts end with the weights of their raw counterparts, bit for bit; and what it
-does by default, which docs/ecosystem.md says and they undo."""
+"""Accelerate's scripts end with the weights of their raw counterparts, bit for bit; and what
+Accelerate does by default, which docs/ecosystem.md lists and the scripts undo."""
 
 import json
 import signal

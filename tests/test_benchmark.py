@@ -1,4 +1,4 @@
-"""benchmark.py: measured end to end, stopped and continued, rendered, and held to what it says."""
+"""benchmark.py: measure end to end, interrupt and resume, render, and check the pages."""
 
 import contextlib
 import json

@@ -1,7 +1,7 @@
-"""The three scripts that are written by hand: what their buckets send and when, and mistakes.
+"""The three scripts written by hand: what their buckets send and when, and user errors.
 
-That they compute what the library does, and keep and send as much, is in test_parity.py,
-test_text.py and test_bytes.py; that they go on from snapshots in test_resume.py.
+That they compute the same as the library, with as much memory and communication, is in
+test_parity.py, test_text.py and test_bytes.py; that they resume from snapshots, in test_resume.py.
 """
 
 import importlib

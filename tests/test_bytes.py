@@ -1,5 +1,5 @@
-"""What a rank keeps and what a step sends, counted on ResNet-18: within 2 % of the tables. Each
-time, the contract counts them on a GPT."""
+"""State bytes per rank and communication per step, counted on ResNet-18: within 2% of the tables.
+test_contract.py counts them on a GPT in each test run."""
 
 import pytest
 from conftest import cases, flat, launcher, read_run, succeed

@@ -1,5 +1,5 @@
-"""pytorch_checkpoint.py: what its page says of checkpoints that DCP writes by itself. (That it
-resumes with the same bits: test_contract.py. Killed in the middle: test_injection.py.)"""
+"""pytorch_checkpoint.py: what its page says about DCP checkpoints. (That it resumes with the same
+bits: test_contract.py. Killed while it writes: test_injection.py.)"""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""pytorch_collectives.py: what it says every rank has, how it times, and the mistakes it shows."""
+"""pytorch_collectives.py: what every rank has, how it measures, and the mistakes that it shows."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The parts of common.py by themselves."""
+"""Unit tests of common.py."""
 
 import argparse
 import subprocess

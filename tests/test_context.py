@@ -1,5 +1,5 @@
-"""Context parallelism: it trains what one process trains, sends what it says, and what goes wrong
-without a word if a part forgets that it is one."""
+"""Context parallelism: it trains as a single process does, it communicates as much as documented,
+and which mistakes in sharding are silent."""
 
 import json
 import re

@@ -1,7 +1,7 @@
 """The contract of every technique, on a GPT in float64: it ends with the weights of the single
-process, keeps and sends what theory says, goes on at another number of ranks or in another script,
-and loses no bit when it is stopped or killed. A new technique adds a line to TECHNIQUES, THEORY,
-GOES_ON and SAME_BITS."""
+process, has the memory and communication of the theory, resumes at another number of ranks or in
+another script, and loses no bit when it is stopped or killed. A new technique adds a line to
+TECHNIQUES, THEORY, GOES_ON and SAME_BITS."""
 
 import signal
 from typing import NamedTuple

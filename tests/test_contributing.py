@@ -1,4 +1,4 @@
-"""What a contributor looks for: the workflows, forms and notebook run what the tests run."""
+"""For contributors: the workflows, forms and notebook run what the tests run."""
 
 import json
 import re

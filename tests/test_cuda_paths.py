@@ -1,4 +1,4 @@
-"""What a GPU would run, run where there is none: see fake_gpu.py, which says what is not real."""
+"""Code paths for GPUs, run without a GPU: fake_gpu.py lists what is simulated."""
 
 import argparse
 import json

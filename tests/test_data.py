@@ -1,4 +1,4 @@
-"""Datasets, order, augmentation, and the global batch that is the same at every world size."""
+"""Datasets, order, augmentation, and a global batch that is identical at every world size."""
 
 import argparse
 import functools

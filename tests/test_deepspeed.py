@@ -1,4 +1,4 @@
-"""DeepSpeed: every stage computes what one process does, keeps what it should, and resumes."""
+"""DeepSpeed: every stage computes what one process does, has the expected memory, and resumes."""
 
 import json
 import subprocess

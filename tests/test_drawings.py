@@ -1,4 +1,4 @@
-"""The pictures of the collectives show what those do; and the table and the plot of their sweep."""
+"""The pictures of the collectives show what they do; the table and the plot of their sweep."""
 
 import json
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""estimate.py: predictions on fake tensors match the memory of real ones."""
+"""estimate.py: predictions on fake tensors match the memory of real tensors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The loops of examples/: each ends with the weights of the plain one, also when it is resumed, and
+"""The loops of examples/: each ends with the weights of the plain loop, also after a resume, and
 docs/your_own_loop.md shows their lines."""
 
 import difflib

@@ -1,4 +1,4 @@
-"""A mixture of experts: its parts. Parity is in test_contract.py."""
+"""Mixture of experts: unit tests. Parity is in test_contract.py."""
 
 import torch
 from conftest import ROOT, launch

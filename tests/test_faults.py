@@ -1,4 +1,4 @@
-"""What may happen to a long run, and what is left of it then."""
+"""Faults in a long run: what is lost, and what the run reports."""
 
 import contextlib
 import io

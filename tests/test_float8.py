@@ -1,5 +1,5 @@
-"""pytorch_float8.py: its layers against a few lines that round as they do, which layers those are,
-and how it learns."""
+"""pytorch_float8.py: its layers against a few lines that round the same way, which layers it
+converts, and how it learns."""
 
 import pytest
 import torch

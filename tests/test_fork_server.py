@@ -1,4 +1,4 @@
-"""The server that forks ranks for the other tests does what a launcher does."""
+"""The server that forks ranks for the other tests behaves like a launcher."""
 
 import time
 

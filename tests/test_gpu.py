@@ -1,4 +1,4 @@
-"""The same on GPUs; skipped where there are none."""
+"""The same tests on GPUs; skipped without any."""
 
 import json
 import os

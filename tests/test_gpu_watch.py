@@ -1,4 +1,4 @@
-"""What the driver says of GPUs: whose utilization, when, and what is unknown (harness/gpus.py)."""
+"""GPU utilization from the driver: of which GPUs, when, and what is unknown (harness/gpus.py)."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, in every script: what is lost, and what is said."""
+"""NaN and Inf in every script: what is lost, and what is reported."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Ranks that wait for one that does not come: what is said of it. See tests/faults/hang.py."""
+"""Ranks that wait for another rank in vain: the diagnosis. See tests/faults/hang.py."""
 
 import json
 import pickle

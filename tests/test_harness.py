@@ -1,4 +1,4 @@
-"""The parts of harness/ by themselves."""
+"""Unit tests of harness/."""
 
 import argparse
 import signal

@@ -1,4 +1,4 @@
-"""What --help says, and which settings a run prints."""
+"""The output of --help, and the settings that a run prints."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Who may know whom, and how large a room may be."""
+"""House rules: which modules may import which, and how large a file or function may be."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From weights to answers: predict, export, run in ONNX Runtime, measure."""
+"""From weights to predictions: predict, export, run in ONNX Runtime, measure."""
 
 import argparse
 import contextlib

@@ -1,5 +1,5 @@
-"""Inference on a GPU, as far as it can be seen without one: what PyTorch and ONNX Runtime are asked
-for, and whether ONNX Runtime's CUDA provider has what an exported file needs."""
+"""Inference on a GPU, as far as it can be tested without one: what PyTorch and ONNX Runtime are
+asked to do, and whether ONNX Runtime's CUDA provider supports what an exported file needs."""
 
 import argparse
 import contextlib

@@ -1,5 +1,5 @@
-"""Runs that are broken anywhere, and snapshots that are damaged anyhow: a part of what results/
-holds of tests/faults."""
+"""Faults at random points of a run, and randomly damaged snapshots: a few of the trials of
+tests/faults, whose results are in results/."""
 
 import re
 import shlex

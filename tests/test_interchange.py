@@ -1,4 +1,4 @@
-"""``model.pt`` of every technique is the same kind of file, and every technique starts from it."""
+"""``model.pt`` has the same format for every technique, and every technique starts from it."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Lightning: its scripts against their raw counterparts, and what it does when it is not told."""
+"""Lightning: its scripts against their raw counterparts, and what it does by default."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Llama: equal to transformers' in both directions, read in shards, with a tokenizer of its own."""
+"""Llama: equal to transformers' in both directions, read in shards, with its own tokenizer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: what they compute, when they sync, what they send, how they go on."""
+"""Local SGD and DiLoCo: what they compute, when they sync, what they send, how they resume."""
 
 import argparse
 import json

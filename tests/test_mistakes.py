@@ -1,4 +1,4 @@
-"""What a user gets wrong ends in one line that names it, exit code 2, no traceback and no hang."""
+"""User errors end in a one-line error that names the value, exit code 2, no traceback, no hang."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Several machines, as far as one machine can show them: two torchrun agents, and two networks."""
+"""Several machines, simulated on one: two torchrun agents, and two networks."""
 
 import contextlib
 import json

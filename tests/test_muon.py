@@ -1,5 +1,5 @@
-"""pytorch_Muon.py beyond the contract: its iteration against PyTorch's, matrices that ranks cannot
-divide, fewer of them than ranks, and what it saves against PyTorch's own on sharded parameters."""
+"""pytorch_Muon.py beyond the contract: its iteration against PyTorch's, matrices that the ranks do
+not divide, fewer matrices than ranks, and what it saves against PyTorch's Muon on sharded ones."""
 
 import re
 

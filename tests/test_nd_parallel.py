@@ -1,5 +1,5 @@
 """Every pair of dimensions on four ranks, and every triple on eight, ends with the weights of the
-single process; a snapshot of one mesh is that of another, and of the lessons."""
+single process; snapshots are interchangeable between meshes, and with the lessons."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The pipeline: that it trains as one process does, what it waits for, and how it ends badly."""
+"""Pipeline parallelism: parity with one process, memory, the bubble, and what happens on errors."""
 
 import argparse
 from functools import partial

@@ -1,5 +1,5 @@
-"""The README and docs/: their commands run as they stand there, their links lead somewhere, and
-both languages say the same."""
+"""README and docs/: all commands run as shown, all links have a target, and both languages say the
+same."""
 
 import difflib
 import json

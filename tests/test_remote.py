@@ -1,4 +1,4 @@
-"""Data, output, snapshots and weights elsewhere: on a real S3 and a real sftp server."""
+"""Data, output, snapshots and weights in remote storage: on real S3 and sftp servers."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""report/: what tables say of GPUs, and of code that has changed since it was measured."""
+"""report/: tables of results from GPUs, and of code that has changed since it was measured."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on from its snapshot as if nothing had happened."""
+"""A stopped run resumes from its snapshot as if it had not been interrupted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every script by its own launcher at several world sizes: what it prints and what it leaves."""
+"""Every script with its own launcher at several world sizes: its output and its files."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""Silent mistakes in the scripts that split a model: docs/silent_mistakes.md lists them. Such a run
-ends well, and has learned something else."""
+"""Silent mistakes in the scripts that split a model, listed in docs/silent_mistakes.md: the run
+finishes without an error, but its weights are wrong."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""The examples in tests/silent/: right is right, and wrong is far off. The page
-docs/silent_mistakes.md shows their lines."""
+"""The examples in tests/silent/: right is right, and wrong is far off. docs/silent_mistakes.md
+shows their lines."""
 
 import re
 

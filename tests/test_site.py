@@ -1,5 +1,5 @@
-"""The site: built from the pages, opened in headless Chromium as files, at two widths; its data are
-what the programs print."""
+"""The site: built from the pages, opened in headless Chromium as files, at two widths; its data is
+the output of the programs."""
 
 import json
 import shutil

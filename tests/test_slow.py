@@ -1,4 +1,4 @@
-"""The breakdown of a step tells why a run is slow: each row of docs/slow.md, produced on purpose.
+"""The breakdown of a step shows why a run is slow: each row of docs/slow.md, produced on purpose.
 Its command: torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace 3
 """
 

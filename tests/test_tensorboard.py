@@ -1,4 +1,4 @@
-"""What a browser shows of the runs' TensorBoard files; skipped where there is none."""
+"""How a browser shows the runs' TensorBoard files; skipped without a browser."""
 
 import functools
 import http.server

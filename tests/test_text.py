@@ -1,4 +1,4 @@
-"""The language model: its data, its mistakes, and that all scripts train it alike."""
+"""The language model: its data, user errors, and identical training in all scripts."""
 
 import argparse
 import json

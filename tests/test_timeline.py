@@ -1,4 +1,4 @@
-"""Pictures of traces: what is in them, of CPUs and of GPUs, and traces that cannot be used."""
+"""Pictures of traces: their content, on CPUs and GPUs, and traces that cannot be used."""
 
 import gzip
 import json

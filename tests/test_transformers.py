@@ -1,5 +1,5 @@
 """transformers_Trainer.py ends with the weights of its raw counterpart, bit for bit; and what
-Trainer does by default, which docs/ecosystem.md says and the script undoes."""
+Trainer does by default, which docs/ecosystem.md lists and the script undoes."""
 
 import json
 import math

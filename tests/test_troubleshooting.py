@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: what it quotes is what PyTorch prints, and its remedies work."""
+"""docs/troubleshooting.md: its quotes are what PyTorch prints, and its remedies work."""
 
 import inspect
 import mmap

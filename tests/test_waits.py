@@ -1,4 +1,4 @@
-"""Between two prints no step fetches a number from a tensor: a GPU would be waited for."""
+"""Between two prints no step reads a value from a tensor, as this would wait for the GPU."""
 
 import json
 

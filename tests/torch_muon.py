@@ -1,8 +1,8 @@
-"""Run a script with PyTorch's own Muon for the matrices of the blocks, and its AdamW for the rest;
-pytorch_Muon.py as it is. Used in place of the script's name, after its launcher.
+"""Run a script with PyTorch's own Muon for the matrices of the blocks and AdamW for all other
+parameters; pytorch_Muon.py unchanged. Used in place of the script's name, after its launcher.
 
-Newton-Schulz iteration is in the dtype of the weights, for which PyTorch has no argument. The run
-is counted by count_sent.py; each step prints the FLOPs of the products of matrices on this rank.
+The Newton-Schulz iteration is in the dtype of the weights, for which PyTorch has no argument. The
+run is counted by count_sent.py; each step prints the FLOPs of this rank's matrix products.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""What docs/troubleshooting.md lists, provoked. With its remedy, each function ends well; without
-it, in the error that the page quotes, or in an assertion where PyTorch says nothing. In the order
-of the page.
+"""The problems that docs/troubleshooting.md lists, in its order. With its remedy, each function
+ends well; without it, in the error that the page quotes, or in an assertion where PyTorch reports
+nothing.
 
     torchrun --nproc_per_node=2 tests/troubles.py uneven_batches
 """

@@ -1,7 +1,7 @@
 """Run a script with an optimizer whose step is not fused.
 
-Used in place of a script's name, after its launcher. A fused step rounds the numbers at the end of
-a tensor otherwise than those before, so that it matters where a tensor ends.
+Used in place of a script's name, after its launcher. A fused step rounds the last elements of a
+tensor differently from those before, so the result depends on where a tensor ends.
 """
 
 import runpy
