@@ -1,11 +1,11 @@
-"""Memory over one step as stacked areas: an SVG that stands in a page and takes its colours."""
+"""Memory over one step as a stacked area chart: an inline SVG in the colours of its page."""
 
 from html import escape
 
 from report.plots import COLOURS
 from report.results import read_words
 
-KINDS = {  # of LiveBytes, in the order in which they are stacked; what the legend says
+KINDS = {  # kinds of LiveBytes, in stacking order, and their names in the legend
     "parameters": "parameters",
     "optimizer": "optimizer state",
     "gradients": "gradients",
@@ -19,11 +19,11 @@ WIDTH, HEIGHT, LEFT, TOP, GIB = 640, 250, 58, 16, 2**30
 
 
 def svg(series: dict, highest: float, chinese: bool) -> str:
-    """One technique's step.
+    """Draw one step of a technique.
 
     Args:
         series: see :func:`make_data.series_of`.
-        highest: bytes at the upper end of the axis, which pictures to compare share.
+        highest: bytes at the upper end of the axis, the same for all pictures to compare.
     """
     words = read_words()["pictures"] if chinese else {}
     sums = totals(series)
@@ -86,7 +86,8 @@ def legend(kinds: list[str], chinese: bool) -> str:
 
 
 def phases(begins: list[float]) -> list[tuple[float, float, str]]:
-    """Forward and backward in turn, and last the update, where a step has this shape."""
+    """Begin, end and name of each phase. Only a step of forward and backward passes that ends with
+    the optimizer gets names."""
     if len(begins) < 4 or len(begins) % 2:
         return [(begin, begin, "") for begin in begins]
     names = ["forward", "backward"] * (len(begins) // 2 - 1) + ["", "optimizer"]

@@ -1,5 +1,5 @@
-"""MkDocs calls these: the site is built from the pages as they are in README and docs/, which
-website/pages.py copies and adds to."""
+"""Hooks that MkDocs calls: the site is built from README and docs/, which website/pages.py copies
+and extends."""
 
 import sys
 import tempfile
@@ -14,12 +14,12 @@ COPIES = tempfile.TemporaryDirectory(prefix="pages-")  # removed when MkDocs end
 
 
 def on_config(config):
-    """Take the prepared copies instead of docs/ itself."""
+    """Build the prepared copies instead of docs/ itself."""
     config.docs_dir = str(pages.prepare(ROOT, Path(COPIES.name)))
     return config
 
 
 def on_serve(server, config, builder):
-    """``mkdocs serve`` builds again when a page of the repository changes."""
+    """Rebuild under ``mkdocs serve`` when a page of the repository changes."""
     for name in ("README.md", "README.zh-CN.md", "docs", "results", "website"):
         server.watch(str(ROOT / name))

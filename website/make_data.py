@@ -1,4 +1,4 @@
-"""Write website/data/: what the site's pictures and widgets show, by the project's own programs.
+"""Write website/data/, which the site's pictures and widgets show, with the project's own programs.
 
 python website/make_data.py [memory] [fit] [schedules] [collectives]    (default: all)
 """
@@ -30,7 +30,7 @@ from libraries.pipelining import SCHEDULES  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
 
-GPUS, POINTS = 4, 120  # of the pictures; at most so many points of a step
+GPUS, POINTS = 4, 120  # GPUs in the pictures; maximum number of points per step
 JOBS = {  # by title: flags and global batch
     "GPT": ("--model gpt-12x12x768 --context 256", 16),
     "ResNet-50": ("--model resnet50 --image-size 224", 64),
@@ -56,8 +56,8 @@ def memory() -> dict:
 
 
 def record(name: str, title: str) -> dict | None:
-    """Live bytes on rank 0 in the second step of a technique, by kind. Nothing of a script that
-    refuses the model."""
+    """Live bytes on rank 0 in the second step of a technique, by kind; ``None`` if the script
+    rejects the model."""
     technique, (flags, batch) = techniques.make_technique(name, GPUS), JOBS[title]
     words = [*technique.command, *flags.split(), "--batch-size", str(batch // technique.gpus)]
     sys.argv = words  # the scripts read their names there
@@ -70,8 +70,8 @@ def record(name: str, title: str) -> dict | None:
 
 
 def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
-    """Of each of at most ``POINTS`` parts of the step the moment of its peak: bytes by kind. Phases
-    begin at a share of the step's events."""
+    """Split the step into at most ``POINTS`` parts. Returns the bytes by kind at the peak of each
+    part, and where phases begin, as fractions of the step's events."""
     now = dict.fromkeys((kind for kind in live.KINDS if kind not in without), 0)
     events = len(live.changes) - live.begin + 1
     points = min(POINTS, events)
@@ -95,7 +95,7 @@ LINKS = {"RTX3090": "pcie4"}  # within a machine; the others have NVLink
 
 
 def fit() -> dict:
-    """The first of the ways that ``estimate.py --recommend`` prints, or why there is none."""
+    """The first recommendation of ``estimate.py --recommend``, or what to try if nothing fits."""
     cells = [cell(m, n, memory) for m in MODELS for n in COUNTS for memory in MEMORIES]
     return {"context": MODELS, "sequences_per_gpu": EACH, "cells": cells}
 
@@ -123,7 +123,7 @@ def cell(model: str, gpus: int, memory: str) -> dict:
 
 
 def schedules() -> list[dict]:
-    """What each rank computes and when, where PyTorch has the schedule, in units of a forward."""
+    """When each rank computes what, in units of a forward, for each schedule that PyTorch has."""
     found = []
     for name in SCHEDULES:
         for ranks in (2, 4, 8):
@@ -149,12 +149,12 @@ def timetable(name: str, ranks: int, microbatches: int) -> dict:
 # ------------------------------------------------------------------- collectives, step by step
 
 RANKS = 4
-Cells = list[list[str]]  # of each rank its chunks: "" or what was added up, such as "b0+b2"
+Cells = list[list[str]]  # the chunks of each rank: "", or a sum such as "b0+b2"
 
 
 def collectives() -> dict[str, list[Cells]]:
-    """The buffers of every rank before, and after each step; the last are compared with what
-    torch.distributed makes of the same numbers."""
+    """The buffers of every rank at the start and after each step. The last ones are compared with
+    what torch.distributed computes from the same numbers."""
     full = [[f"{letter}{rank}" for letter in "abcd"] for rank in range(RANKS)]
     root = [full[0], *[[""] * RANKS for _ in range(RANKS - 1)]]
     own = [["".join(full[r][r] if c == r else "") for c in range(RANKS)] for r in range(RANKS)]
@@ -175,7 +175,7 @@ def collectives() -> dict[str, list[Cells]]:
 
 
 def ring(cells: Cells, chunk_of, add: bool) -> list[Cells]:
-    """In each step every rank sends one chunk to the next, which adds it or keeps it."""
+    """In each step, every rank sends one chunk to the next rank, which adds or stores it."""
     steps = [cells]
     for step in range(RANKS - 1):
         after = [list(row) for row in steps[-1]]
@@ -187,7 +187,7 @@ def ring(cells: Cells, chunk_of, add: bool) -> list[Cells]:
 
 
 def tree(cells: Cells, rounds: list[list[tuple[int, int]]], add: bool) -> list[Cells]:
-    """In each step some ranks send all that they have to another."""
+    """In each step, some ranks send their whole buffer to another rank."""
     steps = [cells]
     for pairs in rounds:
         after = [list(row) for row in steps[-1]]
@@ -200,7 +200,7 @@ def tree(cells: Cells, rounds: list[list[tuple[int, int]]], add: bool) -> list[C
 
 
 def exchange(cells: Cells) -> list[Cells]:
-    """In step k each rank sends one chunk to the k-th rank after it."""
+    """In step k, each rank sends one chunk to the k-th rank after it."""
     steps = [[list(row) for row in cells]]
     for k in range(1, RANKS):
         after = [list(row) for row in steps[-1]]
@@ -215,7 +215,7 @@ def merge(one: str, other: str) -> str:
 
 
 def number_of(cell: str) -> int:
-    """A chunk a of rank 0 is 1, of rank 1 is 10; a chunk b of rank 0 is 2: sums can be read."""
+    """Encode a chunk so that sums stay readable: a0 is 1, a1 is 10, and b0 is 2."""
     parts = [part for part in cell.split("+") if part]
     return sum((ord(letter) - ord("a") + 1) * 10 ** int(rank) for letter, rank in parts)
 
@@ -232,14 +232,14 @@ def compare_with_gloo(last: dict[str, Cells]) -> None:
 
 
 def run_collectives(rank: int, store: str) -> dict[str, list[int] | None]:
-    """What each rank has after torch.distributed's, with zeros where it has nothing."""
+    """This rank's buffers after each collective of torch.distributed; empty chunks are zero."""
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     full = torch.tensor([number_of(f"{letter}{rank}") for letter in "abcd"])
     found = {}
     dist.broadcast(given := full * (rank == 0), 0)
     found["broadcast"] = given
     dist.reduce(total := full.clone(), 0)
-    found["reduce"] = total if rank == 0 else None  # what others have is undefined
+    found["reduce"] = total if rank == 0 else None  # undefined on all other ranks
     dist.all_reduce(total := full.clone())
     found["all_reduce"] = total
     dist.reduce_scatter_tensor(one := full[:1].clone(), full.clone())

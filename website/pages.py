@@ -1,6 +1,6 @@
-"""Copy README and docs/ to where MkDocs reads them, and add what Markdown cannot do.
+"""Copy README and docs/ to where MkDocs reads them, and add what Markdown cannot express.
 
-Links are rewritten: GitHub shows every file of a repository, a site only those that are in it.
+Links are rewritten: GitHub shows every file of a repository, the site only those it contains.
 """
 
 import os
@@ -14,7 +14,7 @@ from website import techniques
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its own
-PICTURE = re.compile(  # GitHub's way of a picture for light and dark pages, to the theme's
+PICTURE = re.compile(  # GitHub's markup for light and dark mode, which becomes the theme's
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
 )
 WIDGETS = ("fit", "schedules", "collectives")  # of website/data
@@ -57,7 +57,7 @@ def prepare(root: Path, target: Path) -> Path:
 
 
 def site_name(name: str) -> str:
-    """Where a file of the repository is on the site, by MkDocs's names of its sources."""
+    """The name of a repository file in MkDocs's ``docs_dir``."""
     language = ".zh" if ".zh-CN." in name else ""
     path = PurePosixPath(name.replace(".zh-CN.", "."))
     if path.suffix == ".md" and path.parent.name == "":  # the README, and CONTRIBUTING
@@ -65,13 +65,13 @@ def site_name(name: str) -> str:
     if path.parts[0] == "docs":
         path = path.relative_to("docs")
         return str(path.with_name(f"{path.stem}{language}{path.suffix}"))
-    if path.suffix in CODE:
-        return f"source/{path.with_name(path.name.replace('.', '_'))}.md"  # .py is no language
+    if path.suffix in CODE:  # without the dot: the i18n plugin would read .py as a language
+        return f"source/{path.with_name(path.name.replace('.', '_'))}.md"
     return f"files/{path.with_name(path.stem + language + path.suffix)}"
 
 
 def page(root: Path, path: Path, linked: set[str]) -> str:
-    """The text of a page, with what the site adds, and links that lead somewhere on it."""
+    """The text of a page with the site's additions, and with links to pages of the site."""
     text = NAVIGATION.sub("", path.read_text(), count=1)
     text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     if path.parent.name == "techniques":
@@ -91,14 +91,14 @@ def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:
         name = site_name(target)
         if not name.endswith(".md") or name.startswith("source/"):
             linked.add(target)
-        name = re.sub(r"\.zh\.(\w+)$", r".\1", name)  # of its own language a page finds it itself
+        name = re.sub(r"\.zh\.(\w+)$", r".\1", name)  # MkDocs finds the page in the same language
         return f"]({os.path.relpath(name, here)}{match[2] or ''})"
 
     return LINK.sub(rewritten, text)
 
 
 def add_file(root: Path, target: Path, name: str) -> None:
-    """A file that pages link to: code as a page, which no search finds, anything else as it is."""
+    """Add a file that pages link to: code as a page that search excludes, other files unchanged."""
     copy = target / site_name(name)
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.suffix != ".md":

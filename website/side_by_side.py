@@ -11,8 +11,8 @@ SIDES = ("old", "new")
 
 
 def diff(old: str, new: str, titles: tuple[str, str]) -> str:
-    """The lines that differ, with a few around them. A row has a cell of either file; the style
-    sheet puts them side by side, or one below the other where there is no room."""
+    """The lines that differ, with a few lines of context. A row has one cell per file; the style
+    sheet puts them side by side, or one below the other on a narrow screen."""
     left, right = coloured(old), coloured(new)
     heads = "".join(
         f'<div class="{side}">{title}</div>' for side, title in zip(SIDES, titles, strict=True)
@@ -32,7 +32,7 @@ def diff(old: str, new: str, titles: tuple[str, str]) -> str:
 
 
 def coloured(source: str) -> list[str]:
-    """The lines of a file as HTML. Pygments closes its spans at the end of each."""
+    """The lines of a file as HTML. Pygments closes its spans at the end of each line."""
     return highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
 
 

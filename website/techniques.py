@@ -1,5 +1,5 @@
-"""What the site adds to a technique's page: memory and communication out of the script's own
-header, its memory over one step, its rows of the proof, and the diff against its parent."""
+"""What the site adds to a technique's page: memory and communication from the script's docstring,
+its memory over one step, its results of the proof, and the diff against its parent."""
 
 import ast
 import json
@@ -19,18 +19,20 @@ HEADINGS = {  # by key, in both languages
     "measured": ("Measured", "实测"),
     "diff": ("Difference from {}", "与 {} 的区别"),
 }
-PROOF = {  # tables of results/proof.json, and what they show
+PROOF = {  # tables of results/proof.json, and their captions
     "parity": ("Largest relative difference of any weight from one process: ResNet, float64",
                "与单进程相比权重的最大相对误差：ResNet，float64"),
-    "parity_gpt": ("The same for a GPT", "GPT 的同一数值"),
-    "parity_shared": ("The same for a GPT", "GPT 的同一数值"),
+    "parity_gpt": ("Largest relative difference of any weight from one process: GPT, float64",
+                   "与单进程相比权重的最大相对误差：GPT，float64"),
+    "parity_shared": ("Largest relative difference of any weight from one process: GPT, float64",
+                      "与单进程相比权重的最大相对误差：GPT，float64"),
     "bytes": ("Bytes per parameter that a rank holds: parameters + gradients + optimizer state, "
               "SGD (AdamW)", "每个 rank 每个参数的字节数：参数 + 梯度 + 优化器状态，SGD（AdamW）"),
     "sent": ("Bytes per parameter that a rank sends in a step",
              "每步每个 rank 每个参数发送的字节数"),
-    "shared": ("State bytes per parameter and communication per step, counted and by theory",
+    "shared": ("State bytes per parameter and communication per step, counted and in theory",
                "每个参数的状态字节数与每步通信量：计数与理论值"),
-    "loss": ("Loss at lower precision, and in fp32", "较低精度下的损失，与 fp32 相比"),
+    "loss": ("Loss in lower precision, and in fp32", "较低精度下的损失，与 fp32 相比"),
     "optimizers": ("The optimizer's communication and FLOPs", "优化器的通信与 FLOPs"),
 }  # fmt: skip
 BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)```bash\ndiff .*?```\n\n```python.*?```\n\n<!-- end -->",
@@ -38,7 +40,7 @@ BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)```bash\ndiff .*?```\n\n```python.*?``
 
 
 def add_to(root: Path, path: Path, text: str) -> str:
-    """A page with its sections; one of no technique as it is."""
+    """Add the sections to a technique's page; return any other page unchanged."""
     chinese = path.name.endswith(".zh-CN.md")
     name = path.name.partition(".")[0]
     if name == "SingleGPU":
@@ -73,7 +75,7 @@ def heading(key: str, chinese: bool, *names: str) -> str:
 
 
 def header_fields(script: Path) -> str:
-    """ "Holds" and "Sends", as the script's docstring says them."""
+    """The fields Holds and Sends of the script's docstring, as HTML."""
     doc = ast.get_docstring(ast.parse(script.read_text()))
     fields = re.findall(r"^(Holds|Sends)\s+(.*?)(?=^\S|\Z)", doc, re.DOTALL | re.MULTILINE)
     lines = [f"<dt>{key}</dt><dd>{escape(' '.join(text.split()))}</dd>" for key, text in fields]
@@ -81,9 +83,9 @@ def header_fields(script: Path) -> str:
 
 
 SAYS = (
-    "Tensors on rank 0 of {gpus} GPUs during one training step, counted by "
-    "[estimate.py](../estimate.md) on fake tensors, in GiB: `{flags}`, global batch {batch}. The "
-    "axis ends at DDP's peak, or above it.",
+    "Memory of the tensors on rank 0 of {gpus} GPUs during one training step, in GiB, counted by "
+    "[estimate.py](../estimate.md) on fake tensors: `{flags}`, global batch {batch}. The axis ends "
+    "at DDP's peak, or at the technique's own peak if that is higher.",
     "{gpus} 个 GPU 中 rank 0 的张量在一个训练步内占用的显存（GiB），由 "
     "[estimate.py](../estimate.zh-CN.md) 在 fake tensor 上数出：`{flags}`，全局批大小 {batch}。"
     "坐标轴到 DDP 的峰值为止，更高时到自己的峰值。",
@@ -91,7 +93,7 @@ SAYS = (
 
 
 def memory(root: Path, name: str, chinese: bool) -> list[str]:
-    """A picture for each of its variants, of a GPT and of a ResNet."""
+    """A picture of each variant of a script, for a GPT and for a ResNet."""
     found = json.loads((root / "website" / "data" / "memory.json").read_text())["data"]
     parts, script = [], name if name != "checkpoint" else "FSDP"
     for job, (flags, batch) in found["jobs"].items():

@@ -94,11 +94,11 @@
         && s.microbatches === Number(parts.select.value));
       scroll.replaceChildren();
       if (!found) {
-        bubble.textContent = say("PyTorch does not build this combination.", "PyTorch 不支持这种组合。");
+        bubble.textContent = say("PyTorch does not support this combination.", "PyTorch 不支持这种组合。");
         return;
       }
       const percent = (share) => `${(100 * share).toFixed(1)}%`;
-      bubble.textContent = say(`Bubble: ${percent(found.bubble)} of the time (by formula ${percent(found.formula)}); the step takes ${found.length} units.`,
+      bubble.textContent = say(`Bubble: ${percent(found.bubble)} of the time (formula: ${percent(found.formula)}); the step takes ${found.length} units.`,
         `气泡：占时间的 ${percent(found.bubble)}（按公式 ${percent(found.formula)}）；一步需要 ${found.length} 个单位。`);
       const unit = 24, height = 26, left = 56;
       const width = left + found.length * unit + 4, tall = found.rows.length * (height + 6) + 4;
@@ -157,7 +157,7 @@
         });
         table.append(line);
       });
-      where.textContent = step === 0 ? say(`Before: ${steps.length - 1} steps follow.`, `开始之前：共 ${steps.length - 1} 步。`)
+      where.textContent = step === 0 ? say(`Before the first of ${steps.length - 1} steps.`, `开始之前：共 ${steps.length - 1} 步。`)
         : say(`Step ${step} of ${steps.length - 1}. Received: `, `第 ${step} 步，共 ${steps.length - 1} 步。收到：`) + (changed.join("; ") || "–");
     }
   }
