@@ -78,7 +78,7 @@ def measure_all(args: argparse.Namespace) -> None:
         return everything.print_plan(ROOT, gpu)
     if failed := everything.measure(ROOT, git_commit(), gpu):
         fail(f"failed: {', '.join(failed)}; see runs/all/, then run the same command", code=3)
-    print("all is measured; python benchmark.py --render writes it into the pages")
+    print("everything is measured; python benchmark.py --render updates the pages")
 
 
 def parse_args() -> argparse.Namespace:

@@ -79,7 +79,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--memory", type=gib_of, metavar="GIB|NAME",
          help=f"memory of one GPU: a number, or one of {', '.join(GPUS)}. Says what fits")
     flag("--spare", type=number(float, 0), metavar="GIB",
-         help="part of --memory to leave free for what is not predicted (default: 1.5, or 7 %% of "
+         help="part of --memory to reserve for what is not predicted (default: 1.5, or 7%% of "
          "--memory if that is more)")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
     flag("--only", metavar="NAME,...", help="only these techniques, for example FSDP,DDP_ZeRO")
@@ -303,7 +303,7 @@ def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
         short = (closest.peak - room) / GIB
         ideas = would_fit(job, args.gpus, room) + ["a smaller --batch-size"]
         fail(
-            f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; the closest, "
+            f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; the closest, "
             f"above, needs {short:.2f} GiB more: try {' or '.join(ideas)}"
         )
 

@@ -102,7 +102,7 @@ def print_ways(args: argparse.Namespace, job, found: list) -> None:
     """Print each combination in a few lines, with its command."""
     print(
         f"{describe(args, list(job.flags))}, global batch {job.batch_size}, GPUs: {args.gpus} of "
-        f"{args.memory:g} GiB, {args.spare:.2g} to spare:"
+        f"{args.memory:g} GiB, {args.spare:.2g} reserved:"
     )
     print("least recomputation, idle time and communication that compute does not hide first;")
     print("peaks are predictions per GPU")
@@ -165,20 +165,20 @@ def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
     good = [found.technique.name for found in predictions if fits(args, found)]
     if good:
         if not args.json and not args.fit:
-            room = f"fits {args.memory:.1f} GiB with {args.spare:.1f} GiB to spare: "
+            room = f"fits {args.memory:.1f} GiB with {args.spare:.1f} GiB reserved: "
             whole = [name.replace(" ", "\0") for name in good]  # in one line each
             text = textwrap.fill(room + ", ".join(whole), WIDTH, break_on_hyphens=False)
             print("\n" + text.replace("\0", " "))
         return
     if args.fit:
         fail(
-            f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
+            f"no batch of two or more fits {args.memory:g} GiB with {args.spare:g} GiB reserved; "
             "use more --gpus, or a smaller model"
         )
     closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
     short = closest.peak / GIB + args.spare - args.memory
     fail(
-        f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB to spare; "
+        f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; "
         f"{closest.technique.name} comes closest, {short:.2f} GiB too large: use more "
         f"--gpus or a smaller --batch-size (--fit finds the largest)"
     )

@@ -89,5 +89,5 @@ def describe_step(result: dict) -> str:
         late = found["straggler"]
         line += f"; rank {late['rank']} is {late['late_ms']:,.0f} ms slower than {others}"
     if found["overlap"] is not None:
-        line += f"; {found['overlap']:.0%} of communication under compute"
+        line += f"; {found['overlap']:.0%} of communication overlaps with compute"
     return line

@@ -37,7 +37,7 @@ def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others
         if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
             other.load_state_dict(snapshot.get(name, {}))
         else:
-            print0(f"{path} has no {name}, which starts from scratch")
+            print0(f"{path} contains no {name} state; {name} is reset")
 
 
 def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> None:
@@ -91,8 +91,8 @@ def read_own(path: Path, snapshot: dict) -> dict:
         return read(own_file(path, RANK)) if RANK > 0 else {}
     if snapshot["apart"]:
         fail(
-            f"--resume {path} was written between two syncs, when each of {ranks} ranks had "
-            f"its own weights; resume with {writer}.py on {ranks} ranks, or from a snapshot at "
+            f"--resume {path} was written between two synchronizations, when each of {ranks} ranks "
+            f"had its own weights; resume with {writer}.py on {ranks} ranks, or from a snapshot at "
             "the end of an epoch"
         )
     mean = snapshot["optimizer"]["state"]

@@ -40,7 +40,7 @@ def check_writable(folder: Path, flag: str) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        fail(f"{flag} cannot be written ({error.strerror}); give another")
+        fail(f"{flag} cannot be written ({error.strerror}); give another path")
 
 
 def import_optional(library: str):
@@ -196,14 +196,14 @@ def add_run_flags(parser: ArgumentParser) -> None:
     flag("-j", "--workers", type=not_negative, metavar="N",
          help="loader processes per rank (default: 0; 4 for an image folder larger than memory)")
     flag("--timeout", type=number(float, 0, above=0), default=1800, metavar="SECONDS",
-         help="longest time that a rank waits for the others, downloads included (default: 1800)")
+         help="timeout of a collective and of a download (default: 1800)")
     flag = parser.add_flags("reproducibility and profiling")
     flag("--seed", type=number(int, 0, 2**32), default=0, metavar="N",
          help="seed of weights, data order and dropout (default: 0)")
     flag("--deterministic", action="store_true", help="bitwise reproducible results; slower")
     flag("--double", action="store_true", help="compute in float64")
     flag("--profile-memory", action="store_true",
-         help="measure the peak memory of tensors on a CPU in the last step; slower (on a GPU it "
+         help="on a CPU, measure the peak memory of tensors in the last step; slower (on a GPU it "
          "is always measured)")
     flag("--trace", type=positive, metavar="N",
          help="write a Chrome trace per rank of the N steps before the last one, to the folder "

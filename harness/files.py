@@ -38,8 +38,8 @@ def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files raise any of a dozen types
         fail(
-            f"{flag} {path} cannot be loaded ({type(error).__name__}: damaged, or with "
-            "objects other than tensors); give another"
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: it is damaged, "
+            "or contains objects other than tensors); give another file"
         )
     if not isinstance(state, dict):
         fail(f"{flag} {path} contains a {type(state).__name__}, not a dict; give another")
@@ -56,4 +56,4 @@ def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
     theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
     wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
     if wrong:
-        fail(f"{complaint}: entries such as {wrong[0]} differ; use the settings of that run")
+        fail(f"{complaint}: {wrong[0]} differs, and maybe others; use that run's settings")

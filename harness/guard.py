@@ -121,7 +121,7 @@ class Guard:
         where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
         advice = "Use a lower --lr"
         if self.mode == "watch":
-            advice = f"To learn where: {command} --on-nan stop"
+            advice = f"To find the first step: {command} --on-nan stop"
         self.end(f"{where} {what}; {go_on}. {advice}")
 
     # -------------------------------------------------------------------------- stop and skip
@@ -178,7 +178,7 @@ class Guard:
         """Stop the run before this step, or skip the step."""
         why = f"step {self.state.step}: {self.first_not_finite()}"
         if self.mode == "stop":
-            self.end(f"{why}; it has changed no weight. Use a lower --lr, or --on-nan skip")
+            self.end(f"{why}; no weight has changed. Use a lower --lr, or --on-nan skip")
         print0(f"{why}; the step is skipped")
         for buffer, good in zip(self.model.buffers(), self.good_buffers, strict=True):
             buffer.copy_(good)  # BatchNorm's statistics contain NaN or Inf
@@ -197,11 +197,11 @@ class Guard:
         everyone = gather_objects(found)
         known = [name for name in everyone if name]
         if not known:  # DeepSpeed's shards have no names
-            return "a gradient is not finite"
+            return "a gradient is NaN or Inf"
         order = (WEIGHT, OUTPUT, LOSS, "the gradient of")
         first = min(known, key=lambda name: next(i for i, o in enumerate(order) if o in name))
         ranks = ", ".join(str(rank) for rank, name in enumerate(everyone) if name == first)
-        return f"{first} is not finite on rank {ranks}"
+        return f"{first} is NaN or Inf on rank {ranks}"
 
     # ------------------------------------------------------------------ steps skipped in a row
 

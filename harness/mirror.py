@@ -55,7 +55,7 @@ class RemoteStore(SnapshotStore):
         try:
             together(self.fetch_own, here=is_first_here())
         except Failed as error:
-            fail(f"--output-dir {error}; try again, or give another")
+            fail(f"--output-dir {error}; try again, or give another URL")
 
     def fetch_own(self) -> None:
         """Download the newest valid snapshot of this run, and the file that tells whether the run
@@ -104,7 +104,7 @@ class RemoteStore(SnapshotStore):
         """Archive the local files. A remote run is never replaced by another one; if the run
         resumes, remote snapshots newer than the resumed one, and the result, are removed."""
         own = self.resumed and self.resumed.resolve().parent == self.folder.resolve()
-        with or_fail("try again, or give another"):
+        with or_fail("try again, or give another URL"):
             there = by_snapshot(files := self.remote.list_files())
             if not own and (there or RESULT in files):
                 fail(
@@ -139,7 +139,7 @@ class RemoteStore(SnapshotStore):
                 arrived = self.remote.list_files(place)
                 for file in names:  # not every protocol reports a truncated copy
                     if arrived.get(file) != (self.output_dir / file).stat().st_size:
-                        raise RemoteError(f"{self.remote.url}/{file} is truncated there")
+                        raise RemoteError(f"{self.remote.url}/{file} was uploaded incompletely")
                 self.remote.upload(self.output_dir, [f"{place}/{SUMS}"])
             self.behind.remove(name)
         there = by_snapshot(self.remote.list_files())
@@ -152,8 +152,8 @@ class RemoteStore(SnapshotStore):
             together(self.upload_results, here=RANK == 0)
         except Failed as error:
             fail(
-                f"{error}; all is in {self.output_dir}: run the same command again, with "
-                "--resume auto, and it is copied",
+                f"{error}; all files are in {self.output_dir}; to upload them, run the same "
+                "command again with --resume auto",
                 code=3,
             )
         print0(f"files copied to {self.remote.url}")

@@ -64,7 +64,7 @@ def check_urls(args: argparse.Namespace) -> None:
         try:
             import_optional("fsspec").get_filesystem_class(protocol)
         except ValueError:  # an unknown protocol
-            fail(f"{flag} {url}: fsspec has no {protocol}://; give a folder, s3://, sftp://, ...")
+            fail(f"{flag} {url}: fsspec has no {protocol}://; use a path, s3://, sftp://, ...")
         except ImportError as error:  # which names the package
             fail(f"{flag} {url}: {error}; pip install -r requirements-ecosystem.txt")
 
@@ -207,7 +207,7 @@ def fetch_files(remote: Remote, place: Path, again: bool) -> None:
     """
     sizes = remote.list_files()
     if not sizes:
-        raise RemoteError(f"{remote.url} cannot be read (nothing is there)")
+        raise RemoteError(f"{remote.url} cannot be read (no such file or folder)")
     if again:
         shutil.rmtree(place, ignore_errors=True)
         place.unlink(missing_ok=True)

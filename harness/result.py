@@ -127,7 +127,7 @@ def describe_end(result: dict) -> str:
     rate, took = result["rate"], result["step_ms"]
     speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
     if differ(took["mean"], took["p50"]):
-        speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} in the mean)"
+        speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} by the mean step)"
     return (
         f"done: loss {result['eval_loss'][-1]:.4f}, accuracy {result['eval_accuracy'][-1]:.2%} of "
         f"{result['eval_samples']:,}, {speed}, peak memory {', '.join(memory)}"

@@ -47,7 +47,7 @@ def stop_if_asked(run: "Run", saved: str | None) -> None:
         return
     run.display.close()
     when = f"by {signal.Signals(run.stop.agreed).name} after step {run.step} of {run.total_steps}"
-    where = f"snapshot {saved}" if saved else "no snapshot of it"
+    where = f"snapshot {saved}" if saved else "no snapshot was written"
     print0(f"stopped {when}: {where}; resume with --resume auto")
     exit_all(128 + run.stop.agreed)
 

@@ -176,9 +176,9 @@ class SnapshotStore:
                 torch.save(state, part / "state.pt")
 
         if failure := write_snapshot(folder, write_all, size):
-            return None, f"{failure}; make room"
+            return None, f"{failure}; free some disk space"
         if failure := self.copy_snapshot(folder):
-            return str(folder), f"{failure}; see to the server"
+            return str(folder), f"{failure}; check the server"
         return self.name_of(folder), None
 
     # What these four do for remote storage is in mirror.py:
@@ -244,8 +244,8 @@ class SnapshotStore:
                 )
         if needed not in snapshot:
             fail(
-                f"--resume {self.resumed} was written by {snapshot['technique']}.py, in another "
-                f"format than {SCRIPT}.py reads; give one of its own, or a model.pt as --weights"
+                f"--resume {self.resumed} was written by {snapshot['technique']}.py in a format "
+                f"that {SCRIPT}.py cannot read; use one of its own, or --weights with a model.pt"
             )
 
     def choose(self, restarted: bool) -> Path | None:
@@ -292,7 +292,7 @@ class SnapshotStore:
             state = load_file(path / "state.pt", "--resume")
             step = state.get("run", {}).get("step", 0)
             if path.name.split("-")[1] != f"{step:08}":  # all files of an older snapshot
-                print0(f"snapshot {path} is damaged and ignored: it is of step {step}")
+                print0(f"snapshot {path} is damaged and ignored: its content is from step {step}")
             elif launch in (None, state.get("launch")):
                 yield path
 

@@ -35,7 +35,7 @@ class PlainUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return self.member_of
         if name not in self.allowed.get(module, ()):
-            raise UntrustedSnapshot(f"it asks for {module}.{name}, which a list of tensors has not")
+            raise UntrustedSnapshot(f"it refers to {module}.{name}, which is no tensor metadata")
         return super().find_class(module, name)
 
     @staticmethod
@@ -56,12 +56,12 @@ def check_sharded(folder: Path) -> None:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if list(folder.glob("__*.metadata")):  # read if the metadata itself cannot be
-        raise UntrustedSnapshot("it has a second list of contents")
+        raise UntrustedSnapshot("it has a second metadata file")
     try:
         with open(folder / ".metadata", "rb") as file:
             contents = PlainUnpickler(file).load().state_dict_metadata
     except (OSError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise UntrustedSnapshot(f"its list of contents cannot be read ({error})") from error
+        raise UntrustedSnapshot(f"its metadata cannot be read ({error})") from error
     for name, kind in contents.items():
         if not isinstance(kind, TensorStorageMetadata):
             raise UntrustedSnapshot(f"{name} in it is not a tensor")

@@ -54,7 +54,7 @@ def load_split(args: argparse.Namespace, split: str) -> Images:
     """The ``eval`` or ``train`` split, as training loaded it."""
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
     if args.dataset not in make:
-        fail("--dataset: unknown which one the weights were trained on; give it")
+        fail("--dataset is needed: the weights do not say which one they were trained on")
     images = make[args.dataset](args, split)
     if len(images.classes) != len(args.classes):
         fail(

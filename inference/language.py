@@ -153,7 +153,7 @@ def windows(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels of the test split, each position once, with a progress bar on a
     terminal."""
     if args.dataset == "auto":
-        fail("--dataset: unknown which one the weights were trained on; give it")
+        fail("--dataset is needed: the weights do not say which one they were trained on")
     _, text, _ = jobs.text.load(args)
     if text.classes != args.classes:
         fail(f"--dataset {args.dataset} and the weights have different characters; give their own")

@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace) -> dict:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # empty, to measure compilation
         workers = start_workers(args, Path(folder))
         if not workers:
-            fail("nothing to measure: none of these runs here")
+            fail("nothing to measure: this machine supports none of these runtimes and precisions")
         sizes = args.batch_sizes
         turns = [(size, w) for size in sizes for _ in range(args.rounds) for w in workers]
         for batch_size, worker in tqdm(turns, "measuring", disable=None):

@@ -60,9 +60,9 @@ def add_flags(parser: ArgumentParser, only_gpt: bool, experts: bool) -> None:
     flag("--eval-samples", type=positive, metavar="N",
          help="use the first N evaluation samples (default: all; 1000 on a CPU)")
     flag("--weights", default="none", metavar="PATH", type=trim_url,
-         help="start from the weights in this model.pt; of a Llama also a folder with config.json "
-         "and *.safetensors" + ("" if only_gpt else
-         ", or from imagenet; for reviews also a folder or a name on huggingface.co")
+         help="initial weights: a model.pt; for a Llama also a folder with config.json and "
+         "*.safetensors" + ("" if only_gpt else
+         "; for images also imagenet; for reviews also a folder or a name on huggingface.co")
          + " (default: none)")
     # fmt: on
     jobs.images.add_flags(parser, shown=not only_gpt)
@@ -95,8 +95,8 @@ def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str])
 def check_is_gpt(args: argparse.Namespace) -> None:
     if data_of(args) is not jobs.text:
         fail(
-            f"--model {args.model}: {SCRIPT}.py splits the blocks of a decoder, and no other "
-            "model; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
+            f"--model {args.model}: {SCRIPT}.py supports only decoders; use "
+            "gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
         )
     if args.experts and SCRIPT != "pytorch_EP":
         fail(f"--experts {args.experts}: {SCRIPT}.py has no mixture of experts; use pytorch_EP.py")

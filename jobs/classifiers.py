@@ -83,7 +83,7 @@ def check_input(args: argparse.Namespace, model: nn.Module) -> None:
         torch.func.functional_call(model, {name: t.to("meta") for name, t in tensors}, images)
     except (RuntimeError, ValueError, AssertionError) as error:
         fail(
-            f"--model {args.model} cannot train on {at_once} images of {size}x{size} at once "
+            f"--model {args.model} cannot train on a batch of {at_once} images of {size}x{size} "
             f"({error}); use a larger --image-size or --batch-size"
         )
 

@@ -172,8 +172,8 @@ def open_image(path: str) -> Iterator[Image.Image]:
         with Image.open(path) as image:
             if image.mode == "F":
                 raise UnreadableImage(
-                    f"cannot read the image {path} (its pixels are floating-point numbers, of "
-                    "unknown range); save it with 8 or 16 bits"
+                    f"cannot read the image {path} (floating-point pixels of unknown range); "
+                    "save it as an 8-bit or 16-bit image"
                 )
             ImageOps.exif_transpose(image, in_place=True)
             yield image

@@ -42,9 +42,9 @@ def fill_defaults(args: argparse.Namespace) -> None:
         fail("--weights imagenet is for images; give a folder or the name of a pretrained encoder")
     if (args.model == "encoder") != has_pretrained(args):
         fail(
-            f"--model {args.model} with --weights {args.weights}: encoder has the shape of "
-            "pretrained weights, and others have their own; use one of encoder-1x4x128 and "
-            "distilbert without pretrained weights, or --weights FOLDER alone"
+            f"--model {args.model} with --weights {args.weights}: only --model encoder "
+            "takes its shape from pretrained weights; use --weights FOLDER alone, or "
+            "encoder-1x4x128 or distilbert without pretrained weights"
         )
 
 

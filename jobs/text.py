@@ -32,8 +32,8 @@ def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
     # fmt: off
     flag = parser.add_flags("language-model options")
     flag("--context", type=positive, metavar="N",
-         help="tokens per sequence (default: the model's own, of a folder in "
-         "--weights at most 2048)")
+         help="tokens per sequence (default: the model's maximum; at most 2048 "
+         "with a folder as --weights)")
     flag("--tokenizer", choices=["chars", "bytes", "hub"],
          help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
          "(default: hub if it has one, else chars)")
@@ -90,7 +90,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
     if args.dropout and isinstance(size, LlamaSize):
         fail(f"--dropout {args.dropout:g}: a Llama has none; leave it out")
     if args.tokenizer == "hub" and not (own and hub.has_tokenizer(decoder.folder_of(args))):
-        fail("--tokenizer hub is the one in the folder --weights; give a folder that has one")
+        fail("--tokenizer hub reads the one in the folder --weights; use a folder that has one")
     if own and not isinstance(size, LlamaSize):
         fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
     if args.lr is None:

@@ -19,7 +19,7 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
     # fmt: off
     flag("--dp-replicate", type=positive, default=1, metavar="N", help="replicas (default: 1)")
     flag("--dp-shard", type=positive, metavar="N",
-         help="ranks that shard a replica (default: all ranks that other dimensions leave)")
+         help="ranks that shard a replica (default: world size / other dimensions)")
     flag("--tp", type=positive, default=1, metavar="N",
          help="ranks that split each weight matrix (default: 1)")
     flag("--sequence-parallel", action="store_true",
@@ -92,9 +92,9 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
     if args.tie:
         fail(f"--tie: with {schedule} one rank has both stages; use another schedule")
     if args.compile:
-        fail(f"--compile frees what {schedule} needs in both parts of backward; use another one")
+        fail(f"--compile does not support {schedule}, whose backward has two parts; use another")
     if args.ac == "selective":
-        fail(f"--ac selective: backward computes once what {schedule} needs in both of its parts; "
+        fail(f"--ac selective does not work with {schedule}, whose backward has two parts; "
              "use --ac full or another schedule")  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_what_a_table_says():
     assert first == "resnet18, images of 32x32, global batch 10:"
     assert heads.split() == "GPUs peak weights grads optim activ fits".split()
     assert len(rows) == 2 and re.search(r"  1 +0\.\d\d +\d+M .* yes$", rows[0])
-    assert fits.startswith("fits 79.1 GiB with 5.5 GiB to spare: SingleGPU, auto_mixed_precision")
+    assert fits.startswith("fits 79.1 GiB with 5.5 GiB reserved: SingleGPU, auto_mixed_precision")
     [ddp] = re.findall(
         r"plain DDP\(model\) [^.]*\.",
         estimate(f"{TEXT} --gpus 2 --only torchrun_DDP,FSDP --memory 24").stdout,
@@ -411,7 +411,7 @@ MISTAKES |= {
     f"{GPT} --recommend --only FSDP": "--recommend combines techniques; leave out --module",
     "--model resnet18 --recommend --memory 24": "--recommend does not support --model",
     f"{GPT} --gpus 2 --memory 0.006 --spare 0.005 --recommend": "nothing fits 0.006 GiB with 0.005 "
-    "GiB to spare; the closest, above, needs",
+    "GiB reserved; the closest, above, needs",
     f"{GPT} --gpus 7 --memory 1 --spare 0 --recommend": "no mesh divides this batch",
     f"{GPT} --gpus 4 --only ND_parallel --tp 4": "6 heads are not divisible by --tp 4",
 }

@@ -298,7 +298,7 @@ def test_no_space(script, n, on_save_error, tmp_path):
         assert str(small / "run" / "snapshots" / "step-00000008-evaluated") in words
         if on_save_error == "stop":
             assert finished.code == 3, str(finished)
-            assert "make room" in words
+            assert "free some disk space" in words
         else:
             assert finished.code == 0, str(finished)
             assert "training continues" in words and (small / "run" / "model.pt").is_file()

@@ -12,29 +12,29 @@ JOB = (
     "--dataset synthetic --train-samples 288 --eval-samples 12 --batch-size 24 --epochs 1 "
     "--model small_resnet --print-freq 5 --snapshot-every 3"
 )
-GRADIENT = "the gradient of conv1.weight is not finite"
+GRADIENT = "the gradient of conv1.weight is NaN or Inf"
 STAGE = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
 SCRIPTS = [  # ranks, and what --on-nan stop names when a gradient is infinite
     ("pytorch_SingleGPU", 1, GRADIENT),
     ("pytorch_torchrun_DDP", 2, GRADIENT),
     ("pytorch_FSDP", 2, GRADIENT),
-    (STAGE(2), 2, "a gradient is not finite"),  # of whose shards DeepSpeed keeps no names
-    ("pytorch_half_precision --dtype bfloat16", 1, "the gradient of the loss is not finite"),
+    (STAGE(2), 2, "a gradient is NaN or Inf"),  # of whose shards DeepSpeed keeps no names
+    ("pytorch_half_precision --dtype bfloat16", 1, "the gradient of the loss is NaN or Inf"),
     ("pytorch_half_precision --dtype bfloat16 --master-weights", 1, GRADIENT),
     ("pytorch_auto_mixed_precision --dtype bfloat16", 1, GRADIENT),
     ("pytorch_DP", 1, GRADIENT),
     ("pytorch_DDP", 2, GRADIENT),
     ("pytorch_DDP_ZeRO --use_zero", 2, GRADIENT),
     (STAGE(0), 2, GRADIENT),
-    (STAGE(1), 2, "a gradient is not finite"),
-    (STAGE(3), 2, "a gradient is not finite"),
+    (STAGE(1), 2, "a gradient is NaN or Inf"),
+    (STAGE(3), 2, "a gradient is NaN or Inf"),
     ("pytorch_DDP_AMP --dtype bfloat16", 2, GRADIENT),
     ("pytorch_gradient_accumulation", 2, GRADIENT),
     ("pytorch_comm_hooks", 2, GRADIENT),
     ("pytorch_activation_checkpointing", 2, GRADIENT),
     ("pytorch_HSDP", 2, GRADIENT),
     ("pytorch_FSDP_offload", 2, GRADIENT),
-    ("pytorch_FSDP_by_hand", 2, "a gradient is not finite"),  # its weights are freed by then
+    ("pytorch_FSDP_by_hand", 2, "a gradient is NaN or Inf"),  # its weights are freed by then
 ]
 BRANCHES = [script for script, *_ in SCRIPTS[:4]]  # of the guard: each of the others takes one
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
@@ -69,7 +69,7 @@ def test_watched(script, ranks, named, tmp_path):
     [line] = finished.errors
     assert "between steps 7 and 9 weights or optimizer became NaN or infinite" in line
     last = tmp_path / "snapshots" / "step-00000006"
-    assert f"the last good snapshot is {last}. To learn where: " in line
+    assert f"the last good snapshot is {last}. To find the first step: " in line
     assert snapshots(tmp_path)[0] == last and all_finite(tmp_path)
     assert not (tmp_path / "model.pt").exists()
     assert line.endswith(f"--resume {last} --on-nan stop")
@@ -99,7 +99,7 @@ def test_the_command_that_is_given_finds_the_step(tmp_path):
     first = launch(command, POISON=poison)
     assert first.code == 1 and "exitcode  : 3 " in first.stderr, str(first)
     [line] = first.errors
-    again = launch(line.partition("To learn where: ")[2], POISON=poison)
+    again = launch(line.partition("To find the first step: ")[2], POISON=poison)
     assert "resumed from" in again.stdout
     [line] = again.errors
     assert f"error: step 7: {GRADIENT} on rank 0; it has changed no weight" in line
@@ -130,7 +130,7 @@ def test_a_bad_batch_is_found_on_its_rank(script, ranks, on_nan, tmp_path):
     """In the first step: BatchNorm's statistics forget it, or they would stay NaN for good."""
     poison = f"input 1 1 {ranks - 1}"
     finished = run(script, ranks, poison, f"--on-nan {on_nan}", tmp_path)
-    said = f"step 1: the model's output is not finite on rank {ranks - 1}; "
+    said = f"step 1: the model's output is NaN or Inf on rank {ranks - 1}; "
     assert said in finished.stdout + finished.stderr, str(finished)
     if on_nan == "skip":
         assert finished.code == 0 and all_finite(tmp_path)
@@ -140,14 +140,14 @@ def test_a_bad_loss_is_found_on_its_rank(tmp_path):
     """Not on the others, whose gradients are averaged with it."""
     finished = run("pytorch_torchrun_DDP", 2, "loss 7 7 1", "--on-nan stop", tmp_path)
     [line] = finished.errors
-    assert "step 7: the gradient of the loss is not finite on rank 1;" in line
+    assert "step 7: the gradient of the loss is NaN or Inf on rank 1;" in line
 
 
 def test_weights_that_an_earlier_step_has_spoilt(tmp_path):
     flags = "--on-nan stop --lr 1e38 --warmup-steps 0 --norm group --model shufflenet_v2_x0_5"
     finished = run("pytorch_SingleGPU", 1, "input 100 100 0", flags, tmp_path)
     [line] = finished.errors
-    assert "error: step 2: the weight " in line and " is not finite on rank 0;" in line
+    assert "error: step 2: the weight " in line and " is NaN or Inf on rank 0;" in line
 
 
 def test_the_end_of_an_epoch_is_looked_at_too(tmp_path):
@@ -219,5 +219,5 @@ def test_the_command_quotes_its_words(tmp_path):
     command = [*shlex.split(f"{command} {JOB}"), "--output-dir", str(output)]
     finished = launch(command, forked=True, POISON="gradient 7 7 0")
     [line] = finished.errors
-    words = shlex.split(line.partition("To learn where: ")[2])
+    words = shlex.split(line.partition("To find the first step: ")[2])
     assert words[-4:] == ["--resume", str(output / "snapshots/step-00000006"), "--on-nan", "stop"]

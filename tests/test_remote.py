@@ -207,7 +207,7 @@ def test_a_copy_that_fails_ends_the_run_if_it_is_to(s3, reins, tmp_path):
     assert finished.code == 3 and "Traceback" not in finished.stderr, str(finished)
     [line] = finished.errors
     assert "step 4: s3://bucket/stops cannot be written" in line
-    assert "see to the server" in line and line.endswith("--resume auto")
+    assert "check the server" in line and line.endswith("--resume auto")
     [kept] = (tmp_path / "runs/remote/s3/bucket/stops/snapshots").iterdir()
     assert not find_damage(kept) and str(kept.relative_to(tmp_path)) in line
 
@@ -384,7 +384,7 @@ def test_the_last_two_stay_and_a_failed_copy_is_made_up_for(on, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr(store.remote, "upload", cut_off)
-        assert "state.pt is truncated there" in write(store, 4)
+        assert "state.pt was uploaded incompletely" in write(store, 4)
         assert 2 in steps(store.remote.list_files()), "a good one is not dropped for it"
     write(store, 5)
     assert steps(store.remote.list_files()) == {5: True, 4: True}

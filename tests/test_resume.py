@@ -183,7 +183,7 @@ def test_float16_goes_on_from_a_snapshot_without_a_scaler(tmp_path):
     [snapshot] = snapshots(tmp_path / "one")
     script = "pytorch_auto_mixed_precision --dtype float16"
     finished = run(f"{start(script, flags=flags)} --output-dir {tmp_path}/two --resume {snapshot}")
-    assert f"{snapshot} has no scaler, which starts from scratch" in finished.stdout
+    assert f"{snapshot} contains no scaler state; scaler is reset" in finished.stdout
 
 
 def test_how_a_step_is_computed_is_the_scripts_to_say():

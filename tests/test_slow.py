@@ -138,7 +138,7 @@ def test_ranks_that_are_alike_are_no_stragglers():
 def test_a_trace_of_each_rank(run_slowly):
     """What communication and compute it says overlap is a share."""
     found = run_slowly("", "--trace 1")
-    assert 0 <= found["overlap"] <= 1 and "of communication under compute" in found["line"]
+    assert 0 <= found["overlap"] <= 1 and "of communication overlaps with compute" in found["line"]
     assert run_slowly("loader")["overlap"] is None
 
 
