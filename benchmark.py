@@ -76,9 +76,9 @@ def measure_all(args: argparse.Namespace) -> None:
     gpu = torch.cuda.is_available()
     if args.plan:
         return everything.print_plan(ROOT, gpu)
-    if failed := everything.measure(ROOT, git_commit(), gpu):
+    if failed := everything.measure(ROOT, git_commit(), gpu, args.only):
         fail(f"failed: {', '.join(failed)}; see runs/all/, then run the same command", code=3)
-    print("everything is measured; python benchmark.py --render updates the pages")
+    print("measured; python benchmark.py --render updates the pages")
 
 
 def parse_args() -> argparse.Namespace:
@@ -92,7 +92,8 @@ def parse_args() -> argparse.Namespace:
     flag("--suite", choices=[*suites, "all"],
          help="measure config/suite_NAME.json, or all that the pages show")
     flag("--plan", action="store_true", help="with --suite all: print how long it takes")
-    flag("--only", nargs="+", metavar="ROW", default=[], help="measure only these rows")
+    flag("--only", nargs="+", metavar="ROW", default=[],
+         help="measure only these rows; with --suite all, only these parts")
     flag("--dry-run", action="store_true", help="print the commands without running them")
     flag("--repeats", type=number(int, 1), metavar="N", help="runs per row (default: the suite's)")
     flag("--output", type=Path, metavar="FILE",
@@ -105,8 +106,8 @@ def parse_args() -> argparse.Namespace:
         fail("give one of --suite, --render and --check (--help lists the flags)")
     if args.plan and args.suite != "all":
         fail("--plan is for --suite all")
-    if args.suite == "all" and (args.only or args.repeats or args.output or args.dry_run):
-        fail("--suite all measures everything; give one suite, or no other flag than --plan")
+    if args.suite == "all" and (args.repeats or args.output or args.dry_run):
+        fail("--suite all takes no other flags than --only and --plan; give one suite")
     if not args.suite and (args.only or args.repeats or args.output or args.dry_run):
         fail("--only, --dry-run, --repeats and --output need --suite")
     return args

@@ -144,8 +144,8 @@ def closer_look(args: argparse.Namespace, total: int, per_epoch: int) -> Look | 
         most = max(0, min(in_last_epoch - 1, settled - 2))
         if args.trace > most:
             fail(
-                f"--trace {args.trace}: only {most} steps of the last epoch can be traced: not "
-                "the warm-up, the next step, which starts the profiler, and the last one; "
+                f"--trace {args.trace}: only {most} steps of the last epoch can be traced, not "
+                "the warm-up, the step after it, which starts the profiler, nor the last step; "
                 + (f"use --trace {most}" if most else "use a longer run")
             )
         return Tracer(args.trace, local_folder(args.output_dir) / "trace")

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from report import stale
@@ -20,19 +21,23 @@ QUIET = 0.25  # cores that other programs may use
 CODE = ("harness", "jobs", "libraries", "inference", "estimator")  # and all scripts
 
 
-def measure(root: Path, commit: str, gpu: bool) -> list[str]:
+def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> list[str]:
     """Run the parts that are not done; returns the names of those that failed.
 
     Args:
         commit: of the code.
         gpu: whether there is one, for the parts that need it.
+        only: these parts; all if it is empty.
 
     Raises:
-        Unusable: the machine is busy.
+        Unusable: the machine is busy, or a part is unknown.
     """
     if (busy := busy_cores()) > QUIET:
         raise Unusable(f"other programs use {busy:.1f} cores: {busiest()}; stop them, or wait")
     parts = list_parts(root, gpu)
+    if unknown := set(only) - set(parts):
+        raise Unusable(f"--only {unknown.pop()}: the parts are {', '.join(parts)}")
+    parts = {name: parts[name] for name in only or parts}
     todo = [name for name in parts if not is_done(root, read(root).get(name))]
     return [name for name in todo if run_part(root, name, parts[name]["commands"], commit)]
 

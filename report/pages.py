@@ -227,8 +227,9 @@ def technique_block(root: Path, name: str, results: dict[str, dict]) -> str:
     parts = []
     for suite in ("by_hand",) if name in DEFINITIONS else suites:
         found = results.get(suite, {"rows": []})
-        rows = [row for row in found["rows"] if row["table"] == suite and row["runs"]]
+        rows = [row for row in found["rows"] if row["runs"]]
         rows = [row for row in rows if row["runs"][0]["technique"] == script]
+        rows = [row for row in rows if row["table"] == rows[0]["table"]]  # the first that has some
         if rows:
             run = rows[0]["runs"][0]
             job = f"{run['model']}, {size_of(run)}, {run['device']}:"

@@ -243,7 +243,7 @@ MISTAKES = {
     "--suite quick --only 'FSDP x64'": "FSDP x64",
     "--suite quick --output /proc/x/y.json": "/proc/x/y.json",
     "--suite quick --repeats 0": "--repeats",
-    "--suite all --only SingleGPU": "--suite all measures everything",
+    "--suite all --repeats 2": "--suite all takes no other flags than --only and --plan",
     "--suite cpu --plan": "--plan is for --suite all",
     "--suite gpu": "--suite cpu",
     "--render --only x": "--only",
@@ -414,6 +414,10 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     everything.print_plan(checkout, gpu=False)
     assert re.search(r"good +\d+\.\d min  done", capsys.readouterr().out)
     changed = "; since then changed: common.py"
+    assert not everything.measure(checkout, "0" * 40, gpu=False, only=["bad"])
+    assert counted.read_text() == "\nsaid\n", "one part alone"
+    with pytest.raises(Unusable, match="--only gone: the parts are good, bad"):
+        everything.measure(checkout, "0" * 40, gpu=False, only=["gone"])
     assert not everything.measure(checkout, "0" * 40, gpu=False)
     assert counted.read_text() == 2 * "\nsaid\n"
 

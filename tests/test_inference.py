@@ -195,7 +195,7 @@ def test_a_picture_is_seen_as_it_was_taken(tmp_path):
     plain = read_image(tmp_path / "plain.png", 8)
     for name in ("turned.png", "moves.gif"):
         assert torch.equal(read_image(tmp_path / name, 8), plain), name
-    with pytest.raises(jobs.images.UnreadableImage, match="floats.tiff .its pixels are floating"):
+    with pytest.raises(jobs.images.UnreadableImage, match="floats.tiff .floating-point pixels"):
         read_image(tmp_path / "floats.tiff", 8)
 
 

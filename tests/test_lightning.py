@@ -137,9 +137,9 @@ def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, code, tmp_path):
     finished = launch(command, forked=True, POISON="gradient 5 5 0")
     said = finished.stdout + finished.stderr
     assert finished.code == code, said
-    assert "step 5: the gradient of conv1.weight is not finite" in said
+    assert "step 5: the gradient of conv1.weight is NaN or Inf" in said
     if code:
-        assert "it has changed no weight" in finished.errors[0]
+        assert "no weight has changed" in finished.errors[0]
     else:
         assert all(t.isfinite().all() for t in read_run(tmp_path)[0].values())
 

@@ -258,7 +258,7 @@ MISTAKES = [("pytorch_SingleGPU", 1, *row) for row in SINGLE] + [
     ),
     ("pytorch_CP", 2, "--attention pytorch", ["--attention pytorch needs a GPU"]),
     ("pytorch_CP", 2, "--attention flash", ["invalid choice: 'flash'"]),
-    ("pytorch_CP", 2, "--model resnet18", ["pytorch_CP.py splits the blocks of a decoder"]),
+    ("pytorch_CP", 2, "--model resnet18", ["pytorch_CP.py supports only decoders"]),
     ("pytorch_CP", 2, "--batch-size 2000", ["--batch-size 2000 is more than", "windows"]),
     ("pytorch_PP", 2, "--microbatches 5", ["use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another"]),
     ("pytorch_PP", 2, "--microbatches 1", ["use 2 or 3 or 4 or 6 or 8 or 12 or 24 or another"]),

@@ -243,17 +243,17 @@ def test_a_server_that_is_gone_in_the_middle_of_a_save(sftp, tmp_path):
 REFUSES = "http://127.0.0.1:9"  # the discard service, which nobody runs
 MISTAKES = [
     ("--output-dir nosuch://x/y", ["--output-dir nosuch://x/y", "no nosuch://", "s3://"]),
-    ("--data-dir nosuch://x/y", ["--data-dir nosuch://x/y", "give a folder"]),
-    ("--weights nosuch://x/y", ["--weights nosuch://x/y", "give a folder"]),
-    ("--resume nosuch://x/y", ["--resume nosuch://x/y", "give a folder"]),
+    ("--data-dir nosuch://x/y", ["--data-dir nosuch://x/y", "use a path"]),
+    ("--weights nosuch://x/y", ["--weights nosuch://x/y", "use a path"]),
+    ("--resume nosuch://x/y", ["--resume nosuch://x/y", "use a path"]),
     ("--output-dir sftp://me:secret@host/x", ["password", "FSSPEC_SFTP_PASSWORD"]),
     ("--output-dir s3://bucket/*", ["--output-dir s3://bucket/*", "one file"]),
     ("--output-dir gs://bucket/x", ["--output-dir gs://bucket/x", "gcsfs", "pip install"]),
     ("--output-dir s3://nowhere/x", ["--output-dir s3://nowhere/x", "bucket does not exist"]),
     ("--output-dir sftp://127.0.0.1:9/x", ["sftp://127.0.0.1:9/x", "cannot be written"]),
-    ("--dataset text --data-dir s3://bucket/no", ["--data-dir s3://bucket/no", "nothing"]),
+    ("--dataset text --data-dir s3://bucket/no", ["--data-dir s3://bucket/no", "no such file"]),
     ("--dataset text --data-dir s3://nowhere/x", ["--data-dir s3://nowhere/x", "give another"]),
-    ("--weights s3://bucket/nothing", ["--weights s3://bucket/nothing", "nothing"]),
+    ("--weights s3://bucket/nothing", ["--weights s3://bucket/nothing", "no such file"]),
     ("--resume s3://bucket/nothing", ["--resume s3://bucket/nothing", "give another"]),
 ]
 

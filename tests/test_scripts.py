@@ -48,7 +48,7 @@ def test_screen(run):
     assert shlex.split(settings) == ["settings:", *shlex.split(JOB), "--output-dir", str(output)]
     assert "250 training and 203 evaluation images, 10 classes" in data
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
-    assert re.match(r"step: [\d,]+ ms( \(.*\))?, data \d+ %, .*, rest \d+ %", step), step
+    assert re.match(r"step: [\d,]+ ms( \(.*\))?, data \d+%, .*, rest \d+%", step), step
     assert last.startswith("done: loss ") and str(output) in last
     assert not finished.our_warnings
     of_launchers = [line for line in finished.stderr.splitlines() if "distributed/run.py" in line]

@@ -61,7 +61,7 @@ def test_a_stall_now_and_then(run_slowly):
     assert took["p50"] < took["mean"] - STALL / 10 and took["p95"] > STALL
     mean, p95 = (f"{took[name]:,.0f} ms" for name in ("mean", "p95"))
     assert f" ms (mean {mean}, 95% within {p95}), data " in found["line"]
-    median, reached = re.search(r"median ([\d,]+) images/s \(([\d,]+) in", found["done"]).groups()
+    median, reached = re.search(r"median ([\d,]+) images/s \(([\d,]+) by", found["done"]).groups()
     median, reached = (int(number.replace(",", "")) for number in (median, reached))
     assert reached == pytest.approx(16e3 / took["mean"], abs=1) and reached < 0.9 * median
 
@@ -154,8 +154,8 @@ def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--trace 13", "--trace 13: this run has 12 steps to trace"),
-        ("--trace 1 --max-steps 3", "this run has 0 steps to trace"),
+        ("--trace 13", "--trace 13: only 12 steps of the last epoch can be traced"),
+        ("--trace 1 --max-steps 3", "only 0 steps of the last epoch can be traced"),
         ("--trace 1 --profile-memory", "leave out one of them"),
         ("--trace 0", "--trace: 0 is out of range"),
     ],
