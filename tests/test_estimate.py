@@ -522,16 +522,19 @@ def test_offload_is_recommended_where_only_activations_fit():
     assert "keeps 6.1 MiB per GPU in CPU memory" in text
 
 
-def test_a_large_model_is_predicted_by_two_small_ones():
+LARGE = ["FSDP", "TP,activation_checkpointing", "ND_parallel --tp 2 --sequence-parallel"]
+
+
+@pytest.mark.parametrize("only", cases([(name,) for name in LARGE], lambda name: name == "FSDP"))
+def test_a_large_model_is_predicted_by_two_small_ones(only):
     """Of 14 blocks by four and six: to the byte of what 14 take."""
-    flags = "--model llama-14x4x64 --context 64 --gpus 4 -b 8 --json --only "
-    for only in ("FSDP,TP,activation_checkpointing", "ND_parallel --tp 2 --sequence-parallel"):
-        rows = json.loads(estimate(flags + only).stdout)
-        few = techniques.few_blocks
-        whole = json.loads(succeed([*PREDICT_WHOLE, *f"{flags}{only}".split()]).stdout)
-        assert few(14) == ([4, 6], 5) and few(8) == ([], 0) and few(15) == ([5, 7], 5)
-        assert [row["kinds"] for row in rows] == [row["kinds"] for row in whole]
-        assert [row["sent"] for row in rows] == [row["sent"] for row in whole]
+    flags = f"--model llama-14x4x64 --context 64 --gpus 4 -b 8 --json --only {only}"
+    rows = json.loads(estimate(flags).stdout)
+    few = techniques.few_blocks
+    whole = json.loads(succeed([*PREDICT_WHOLE, *flags.split()]).stdout)
+    assert few(14) == ([4, 6], 5) and few(8) == ([], 0) and few(15) == ([5, 7], 5)
+    assert [row["kinds"] for row in rows] == [row["kinds"] for row in whole]
+    assert [row["sent"] for row in rows] == [row["sent"] for row in whole]
 
 
 def test_stages_that_may_be_the_fullest():
