@@ -66,7 +66,7 @@ class Way(Technique):
         names |= {"PP": self.pp, "CP": self.cp}
         said = [f"{name} {n}" for name, n in names.items() if n > 1] or ["one GPU"]
         said += [f"activation checkpointing {self.ac}"] if self.ac != "none" else []
-        said += [f"batch in {self.accumulate} parts"] if self.accumulate > 1 else []
+        said += [f"gradient accumulation {self.accumulate}"] if self.accumulate > 1 else []
         return ", ".join(said + (["offload"] if self.offload else []))
 
     def bytes_on_host(self, job: "Job") -> float:

@@ -18,7 +18,7 @@ from report import stale
 from report.results import Unusable
 
 QUIET = 0.25  # cores that other programs may use
-CODE = ("harness", "jobs", "libraries", "inference", "estimator")  # and all scripts
+CODE = (*stale.BELOW, "libraries")  # and the training scripts
 
 
 def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> list[str]:
@@ -38,7 +38,7 @@ def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> lis
     if unknown := set(only) - set(parts):
         raise Unusable(f"--only {unknown.pop()}: the parts are {', '.join(parts)}")
     parts = {name: parts[name] for name in only or parts}
-    todo = [name for name in parts if not is_done(root, read(root).get(name))]
+    todo = [name for name in parts if not is_done(root, name, parts[name])]
     return [name for name in todo if run_part(root, name, parts[name]["commands"], commit)]
 
 
@@ -82,20 +82,23 @@ def read(root: Path) -> dict:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def is_done(root: Path, part: dict | None) -> bool:
-    """Whether a part was measured with the code as it is now."""
-    scripts = [path.name for path in root.glob("*.py")]
-    return bool(part) and not part["code"] and not stale.note(
-        root, part["git_commit"], part["commands"], (*CODE, *scripts)
-    )  # fmt: skip
+def is_done(root: Path, name: str, part: dict) -> bool:
+    """Whether a part was measured with the code as it is now: what all runs use, its suite, and
+    the folders that it names in addition."""
+    found = read(root).get(name)
+    if not found or found["code"]:
+        return False
+    scripts = [path.name for path in root.glob("*_*.py")]
+    code = (*CODE, *scripts, f"config/suite_{name}.json", *part.get("uses", ()))
+    return not stale.note(root, found["git_commit"], part["commands"], code)
 
 
 def print_plan(root: Path, gpu: bool) -> None:
     """Minutes of each part, by its last time or by the results of its suite."""
     whole, unknown, found = 0.0, [], read(root)
-    for name in list_parts(root, gpu):
+    for name, part in list_parts(root, gpu).items():
         seconds = found.get(name, {}).get("seconds") or seconds_of_suite(root, name)
-        if is_done(root, found.get(name)):
+        if is_done(root, name, part):
             print(f"{name:12} {minutes(seconds)}  done")
         elif seconds:
             print(f"{name:12} {minutes(seconds)}")
