@@ -106,6 +106,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["faults-checkpoint"] = tables.outcomes_table(folder / "faults_checkpoint.txt", "fault")
     blocks["saves"] = saves_block(root)
     blocks |= losses_blocks(root)
+    blocks["faults-copies"] = tables.outcomes_table(folder / "faults_copies.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
     blocks["hangs"] = hangs_block(root)
     blocks["bubble"] = bubble_block(root / "results" / "bubble.json")

@@ -76,6 +76,12 @@ def test_the_injector_notices_what_is_wrong(tmp_path):
     assert finished.code == 2 and "pytorch_nothing.py" in finished.stderr
 
 
+@pytest.mark.full
+def test_an_interrupted_copy_is_not_used():
+    finished = succeed("python tests/faults/copies.py --trials 8 --seed 1")
+    assert "8 trials: 8 clean, 0 wrong, 0 hung" in finished.stdout
+
+
 def test_no_damaged_snapshot_is_loaded():
     finished = succeed("python tests/faults/corrupt.py --trials 40 --seed 1", forked=True)
     assert "40 trials: 40 fallback, 0 silent, 0 failed" in finished.stdout
