@@ -197,7 +197,7 @@ def main():
     with whole(buckets):
         if rank == 0:
             common.save_model(args, model.state_dict())
-    gradients = [shard.grad for shard in shards]
+    gradients = [shard.grad for shard in shards if shard.grad is not None]  # None before a step
     run.finish(model, optimizer, parameters=shards, gradients=gradients)
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
     # the others, which are in the middle of a collective, and the error would stay hidden.

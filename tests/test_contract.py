@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import cases, launcher, read_run, snapshots, started, succeed, wait_for
+from conftest import cases, launch, launcher, read_run, snapshots, started, succeed, wait_for
 from test_bytes import KEPT, SENT
 from test_parity import relative_difference
 
@@ -373,6 +373,19 @@ def test_a_stop_within_an_epoch_changes_no_bit(script, n, train, tmp_path):
     succeed(f"{command} --max-steps 4", forked=True)
     finished = succeed(f"{command} --max-steps 9 --resume auto", forked=True)
     assert "at epoch 1, step 5" in finished.stdout
+    weights, _ = read_run(tmp_path)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("script, n", cases(SAME_BITS, lambda s, n: s == "pytorch_FSDP_by_hand"))
+def test_resumed_after_the_last_step_it_only_evaluates(script, n, train, tmp_path):
+    """As after SIGTERM in the last step: this process computes no gradients."""
+    expected, _ = train(script, n, f"--max-steps 9 {WITH_DROPOUT}")
+    flags = f"{JOB} {WITH_DROPOUT} --max-steps 9 --output-dir {tmp_path}"
+    stopped = launch(f"{launcher(script, n, 'tests/stop_at.py')} {flags}", forked=True, STOP_AT="9")
+    assert stopped.code and "by SIGTERM after step 9 of 9" in str(stopped), str(stopped)
+    finished = succeed(f"{launcher(script, n)} {flags} --resume auto", forked=True)
+    assert "resumed from" in finished.stdout
     weights, _ = read_run(tmp_path)
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 

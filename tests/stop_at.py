@@ -1,0 +1,19 @@
+"""Run a script whose ranks are all asked to stop in step $STOP_AT: stop_at.py SCRIPT FLAGS"""
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness.stop import StopRequest  # noqa: E402
+
+
+def vote(self, step):
+    self.agreed = signal.SIGTERM if step == int(os.environ["STOP_AT"]) else 0
+
+
+StopRequest.vote = vote
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
