@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness.stop import StopRequest  # noqa: E402
+sys.argv = sys.argv[1:]
+from harness.stop import StopRequest  # noqa: E402  (harness reads the script's name)
 
 
 def vote(self, step):
@@ -15,5 +16,4 @@ def vote(self, step):
 
 
 StopRequest.vote = vote
-sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
