@@ -4,12 +4,14 @@ import json
 import re
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, cases, launch, launcher, succeed
 from torch import nn
 
+from estimate import job_of, parse_args
 from estimator import (
     gpu_rules,
     network,
@@ -535,6 +537,26 @@ def test_a_large_model_is_predicted_by_two_small_ones(only):
     assert few(14) == ([4, 6], 5) and few(8) == ([], 0) and few(15) == ([5, 7], 5)
     assert [row["kinds"] for row in rows] == [row["kinds"] for row in whole]
     assert [row["sent"] for row in rows] == [row["sent"] for row in whole]
+
+
+def cost(ranks, **dimensions):
+    """Overhead and communication of a GPT of 85 M parameters, at two sequences per H100."""
+    flags = f"--model gpt-12x12x768 --context 1024 -b {2 * ranks} --memory H100 --recommend"
+    with mock.patch("sys.argv", ["estimate.py", *flags.split(), "--gpus", str(ranks)]):
+        args, flags = parse_args()
+        job = job_of(args, flags)
+    way = recommend.Way("ND_parallel", (), ranks=ranks, steps=1, **dimensions)
+    return recommend.cost_of(job, way, args.link)
+
+
+def test_what_compute_hides_costs_nothing():
+    """FSDP's collectives overlap with compute. Those of tensor parallelism do not, and a pipeline
+    is idle. Between equal overheads, less communication decides."""
+    overhead, sent = cost(8, shard=8)
+    assert overhead == 0 < sent
+    assert cost(8, shard=4, tp=2)[0] > 0 and cost(8, shard=4, pp=2, microbatches=4)[0] > 0
+    assert cost(8, shard=4, cp=2)[0] > 0 and cost(8, shard=8, ac="full")[0] > 0
+    assert cost(64, shard=8, replicate=8) < cost(64, shard=4, replicate=8, tp=2)
 
 
 def test_stages_that_may_be_the_fullest():
