@@ -105,6 +105,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks["faults"] = tables.outcomes_table(folder / "faults.txt", "fault")
     blocks["faults-checkpoint"] = tables.outcomes_table(folder / "faults_checkpoint.txt", "fault")
     blocks["saves"] = saves_block(root)
+    blocks["overhead"] = overhead_block(root)
     blocks |= losses_blocks(root)
     blocks["faults-copies"] = tables.outcomes_table(folder / "faults_copies.txt", "fault")
     blocks["corrupt"] = tables.outcomes_table(folder / "corrupt.txt", "damage")
@@ -197,10 +198,28 @@ def saves_block(root: Path) -> str:
         share = f"{middle / at_once:.0%}"
         lines.append([f"`{kind}`", len(seconds), held, share, f"{1e3 * after:,.0f}"])
     head = ["call", "saves", "step waits ms (min–max)", "of `save`", "whole after ms"]
+    return f"{tables.markdown(head, lines)}\n\n{overhead_note(root, 'saves', found)}"
+
+
+def overhead_block(root: Path) -> str:
+    """Steps of a script and of a bare loop, in turns in one process."""
+    found, lines = json.loads((root / "results" / "overhead.json").read_text()), []
+    medians = {loop: statistics.median(seconds) for loop, seconds in found["seconds"].items()}
+    names = {"bare": "bare loop", "script": "`pytorch_SingleGPU.py`"}
+    for loop, name in names.items():
+        steps = len(found["seconds"][loop])
+        share = f"{medians['bare'] / medians[loop]:.3f}"
+        lines.append([name, steps, f"{1e3 * medians[loop]:.1f}", share])
+    head = ["loop", "steps", "median step ms", "of the bare loop"]
+    return f"{tables.markdown(head, lines)}\n\n{overhead_note(root, 'overhead', found)}"
+
+
+def overhead_note(root: Path, name: str, found: dict) -> str:
+    """The line below a table of tests/measure_overhead.py."""
     where = f"{tables.machine_line(found['hardware'], True)}; torch {found['versions']['torch']}; "
-    where += f"`{found['command']}`; [results/saves.json](results/saves.json)"
-    since = stale.note(root, found["git_commit"], ["pytorch_checkpoint.py"])
-    return f"{tables.markdown(head, lines)}\n\n{where}{since}"
+    where += f"`{found['command']}`; [results/{name}.json](results/{name}.json)"
+    scripts = [word for word in found["command"].split() if word.startswith("pytorch_")]
+    return where + stale.note(root, found["git_commit"], scripts)
 
 
 def losses_blocks(root: Path) -> dict[str, str]:

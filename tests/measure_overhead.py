@@ -8,7 +8,7 @@ that the load of the machine affects all of them. The last line always gives bot
 
 loop   alternates the script's steps with those of a bare loop: same model, optimizer and DDP
        options, on tensors that are already on the device, without loader, crops, losses, progress
-       bar or TensorBoard. A ratio of 1.00 means no overhead.
+       bar or TensorBoard. A ratio of 1.00 means no overhead. Also written to results/overhead.json.
 marks  compares steps with and without the breakdown (harness/phases.py), and measures how long the
        breakdown's own calls take.
 saves  alternates synchronous and asynchronous checkpoints of DCP: how long the call takes, from
@@ -41,8 +41,15 @@ from harness.measure import git_commit, hardware, versions  # noqa: E402
 from harness.phases import Phases  # noqa: E402
 
 
-def settled_median(seconds) -> float:
-    return statistics.median(list(seconds)[WARMUP_STEPS:])
+def write_result(name: str, **found) -> None:
+    """Into results/, with the command, the machine and the commit."""
+    n = common.WORLD_SIZE
+    launcher = f"torchrun --nproc_per_node={n}" if n > 1 else "python"
+    found["command"] = f"{launcher} tests/measure_overhead.py {what} "
+    found["command"] += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
+    if common.RANK == 0:
+        (ROOT / "results" / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def compare_with_bare_loop() -> str:
@@ -78,7 +85,9 @@ def compare_with_bare_loop() -> str:
 
     common.Run.batches = interleaved
     runpy.run_path(sys.argv[0], run_name="__main__")
-    script, bare = settled_median(script_seconds), settled_median(bare_seconds)
+    seconds = {"script": script_seconds[WARMUP_STEPS:], "bare": bare_seconds[WARMUP_STEPS:]}
+    write_result("overhead", seconds=seconds)
+    script, bare = map(statistics.median, seconds.values())
     return (
         f"median of {len(bare_seconds) - WARMUP_STEPS} steps: script {script * 1e3:.1f} ms, "
         f"bare {bare * 1e3:.1f} ms, the script runs at {bare / script:.3f} of the bare loop"
@@ -141,12 +150,7 @@ def compare_saves() -> str:
     seconds = {kind: spent[1:] for kind, spent in seconds.items()}  # the first of each warms up
     at_once, in_background = map(statistics.median, seconds.values())
     whole = statistics.median(whole_after[1:])
-    command = f"torchrun --nproc_per_node={common.WORLD_SIZE} tests/measure_overhead.py saves "
-    command += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    found = {"seconds": seconds, "whole_after": whole_after[1:], "command": command}
-    found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
-    if common.RANK == 0:
-        (ROOT / "results" / "saves.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_result("saves", seconds=seconds, whole_after=whole_after[1:])
     return (
         f"median of {len(seconds['save'])} saves: save holds a step for {at_once * 1e3:.1f} ms, "
         f"async_save for {in_background * 1e3:.1f} ms, {in_background / at_once:.3f} of it, and "

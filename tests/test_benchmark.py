@@ -422,8 +422,13 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     assert counted.read_text() == 2 * "\nsaid\n"
 
 
-def test_a_busy_machine_is_not_measured_on(monkeypatch, capsys):
+def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
     monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
+    parts = {"losses": {"untimed": True, "commands": ["true"]}}
+    (checkout / "config/measure_all.json").write_text(json.dumps(parts))
+    assert not everything.measure(checkout, "0" * 40, gpu=False)
+    assert everything.read(checkout)["losses"]["busy_cores"] == 1.3
+    monkeypatch.setattr(everything, "is_done", lambda *_: False)
     monkeypatch.setattr("sys.argv", ["benchmark.py", "--suite", "all"])
     with pytest.raises(SystemExit) as stopped:
         benchmark.main()
