@@ -18,6 +18,7 @@ from report import stale
 from report.results import Unusable
 
 QUIET = 0.25  # cores that other programs may use
+SETTINGS = ("job", "jobs", "steps", "memory", "repeats")  # of a suite
 CODE = (*stale.BELOW, "libraries")  # and the training scripts
 
 
@@ -84,14 +85,22 @@ def read(root: Path) -> dict:
 
 
 def is_done(root: Path, name: str, part: dict) -> bool:
-    """Whether a part was measured with the code as it is now: what all runs use, its suite, and
-    the folders that it names in addition."""
+    """Whether a part was measured with the code as it is now (what all runs use, and the folders
+    that it names in addition), and its suite has no more rows or other flags than it had then."""
     found = read(root).get(name)
     if not found or found["code"]:
         return False
     scripts = [path.name for path in root.glob("*_*.py")]
-    code = (*CODE, *scripts, f"config/suite_{name}.json", *part.get("uses", ()))
-    return not stale.note(root, found["git_commit"], part["commands"], code)
+    code = (*CODE, *scripts, *part.get("uses", ()))
+    if stale.note(root, found["git_commit"], part["commands"], code):
+        return False
+    suite = root / "config" / f"suite_{name}.json"
+    before = stale.git(root, "show", f"{found['git_commit']}:config/{suite.name}")
+    if not suite.is_file() or before is None:
+        return not suite.is_file()
+    now, before = json.loads(suite.read_text()), json.loads(before)
+    same = all(now.get(key) == before.get(key) for key in SETTINGS)
+    return same and all(row in before.get("rows", []) for row in now.get("rows", []))
 
 
 def print_plan(root: Path, gpu: bool) -> None:
