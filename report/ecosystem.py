@@ -2,11 +2,10 @@
 
 import difflib
 import re
-import statistics
 from pathlib import Path
 
 from report import tables
-from report.results import Unusable, speeds_of
+from report.results import Unusable
 from report.theory import RAW
 
 NAMES = ["pytorch_SingleGPU", *dict.fromkeys(RAW.values()), *RAW]
@@ -14,7 +13,7 @@ NAMES = ["pytorch_SingleGPU", *dict.fromkeys(RAW.values()), *RAW]
 
 def ecosystem_table(root: Path, rows: list[dict]) -> str:
     """A row for each script. Speeds are relative: to the bare loop, and to the raw script on as
-    many ranks."""
+    many ranks; in brackets the range over the rounds."""
     measured = [row["runs"] for row in rows if row["runs"]]
     runs = {(run[0]["technique"], run[0]["world_size"]): run for run in measured}
 
@@ -24,8 +23,7 @@ def ecosystem_table(root: Path, rows: list[dict]) -> str:
         threads = [runs[key][0]["threads"] for key in (ours, theirs)]
         if len(set(threads)) > 1:  # no comparison
             raise Unusable(f"{ours} had {threads[0]} threads, {theirs} {threads[1]}")
-        speeds = [statistics.median(speeds_of(runs[key])) for key in (ours, theirs)]
-        return f"{speeds[0] / speeds[1]:.2f}"
+        return tables.relative_speed(runs[ours], runs[theirs])
 
     lines = []
     for name in NAMES:

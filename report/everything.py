@@ -37,7 +37,7 @@ def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> lis
     if unknown := set(only) - set(parts):
         raise Unusable(f"--only {unknown.pop()}: the parts are {', '.join(parts)}")
     parts = {name: parts[name] for name in only or parts}
-    todo = [name for name in parts if not is_done(root, name, parts[name])]
+    todo = to_do(root, parts)
     timed = [name for name in todo if not parts[name].get("untimed")]
     if timed and (busy := busy_cores()) > QUIET:
         raise Unusable(f"other programs use {busy:.1f} cores: {busiest()}; stop them, or wait")
@@ -82,6 +82,10 @@ def run_part(root: Path, name: str, commands: list[str], commit: str) -> int:
 def read(root: Path) -> dict:
     path = root / "results" / "all.json"
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def to_do(root: Path, parts: dict[str, dict]) -> list[str]:
+    return [name for name, part in parts.items() if not is_done(root, name, part)]
 
 
 def is_done(root: Path, name: str, part: dict) -> bool:

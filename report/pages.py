@@ -198,7 +198,7 @@ def saves_block(root: Path) -> str:
         held = f"{1e3 * middle:,.0f} ({1e3 * min(seconds):,.0f}–{1e3 * max(seconds):,.0f})"
         share = f"{middle / at_once:.0%}"
         lines.append([f"`{kind}`", len(seconds), held, share, f"{1e3 * after:,.0f}"])
-    head = ["call", "saves", "step waits ms (min–max)", "of `save`", "whole after ms"]
+    head = ["call", "saves", "step waits ms (min–max)", "relative to `save`", "complete after ms"]
     return f"{tables.markdown(head, lines)}\n\n{overhead_note(root, 'saves', found)}"
 
 

@@ -111,11 +111,21 @@ def amp_table(rows: list[dict]) -> str:
 
 def relative_table(columns: list[str], lines: list[dict], units: list[dict], same: tuple) -> str:
     """Some columns; the last but one is the speed relative to the reference row of its group."""
-    speeds = {tuple(map(unit.get, same)): unit["median"] for unit in units if unit["runs"]}
+    units = {tuple(map(unit.get, same)): unit["runs"] for unit in units if unit["runs"]}
     for line in lines:
-        if line["runs"] and (key := tuple(map(line.get, same))) in speeds:
-            line[columns[-2]] = f"{line['median'] / speeds[key]:.2f}"
+        if line["runs"] and (key := tuple(map(line.get, same))) in units:
+            line[columns[-2]] = relative_speed(line["runs"], units[key])
     return draw_rows(columns, lines)
+
+
+def relative_speed(runs: list[dict], reference: list[dict]) -> str:
+    """The ratio of the medians, and its range over the rounds."""
+    if runs is reference:
+        return "1.00"
+    ours, theirs = speeds_of(runs), speeds_of(reference)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
+    around = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ours) / statistics.median(theirs):.2f}{around}"
 
 
 def draw_rows(columns: list[str], lines: list[dict]) -> str:

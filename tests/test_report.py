@@ -129,10 +129,33 @@ def test_a_proof_with_a_commit_says_what_has_changed(clone):
     assert note.endswith("(results/proof.json); since then changed: pytorch_DP.py")
 
 
+def test_a_part_stays_measured_if_its_suite_has_only_lost_rows(clone):
+    root, git = clone
+    suite = root / "config/suite_cpu.json"
+    suite.parent.mkdir()
+    (root / "results").mkdir()
+    kept = {"job": "--device cpu", "rows": [{"name": "DP"}]}
+    suite.write_text(json.dumps(kept | {"rows": [*kept["rows"], {"name": "DDP"}]}))
+    git("add -A")
+    git("commit -qm z")
+    done = {"cpu": {"code": 0, "git_commit": git("rev-parse HEAD")}}
+    (root / "results/all.json").write_text(json.dumps(done))
+    part = {"cpu": {"commands": ["python benchmark.py --suite cpu"]}}
+    assert everything.to_do(root, part) == []
+    suite.write_text(json.dumps(kept))
+    assert everything.to_do(root, part) == []
+    suite.write_text(json.dumps(kept | {"job": "--device cuda"}))
+    assert everything.to_do(root, part) == ["cpu"]
+    suite.write_text(json.dumps(kept | {"rows": [{"name": "FSDP"}]}))
+    assert everything.to_do(root, part) == ["cpu"]
+    suite.write_text(json.dumps(kept))
+    (root / "common.py").write_text("3")
+    assert everything.to_do(root, part) == ["cpu"]
+
+
 def test_no_page_says_that_code_has_changed_if_none_has():
     """So a suite that was left out of the last measurement is found."""
-    parts = everything.list_parts(ROOT, gpu=False)
-    if changed := [name for name, part in parts.items() if not everything.is_done(ROOT, name, part)]:
+    if changed := everything.to_do(ROOT, everything.list_parts(ROOT, gpu=False)):
         pytest.skip(f"to be measured again: {', '.join(changed)}")
     for path in pages.list_pages(ROOT, chinese=False) + pages.list_pages(ROOT, chinese=True):
         assert not pages.NOTE.search(path.read_text()), path
@@ -162,6 +185,12 @@ def test_predictions_beside_measurements():
     lines = plot["values"]["FSDP"]
     assert lines["measured"] == {1: 1.0, 2: 0.625}
     assert lines["model"] == {1: 1.0, 2: 0.667, 1024: 0.25}
+
+
+def test_relative_speeds_have_a_range():
+    slow, fast = [[{"images_per_second": s} for s in runs] for runs in ((8, 10, 9), (10, 8, 12))]
+    assert tables.relative_speed(slow, fast) == "0.90 (0.75–1.25)"
+    assert tables.relative_speed(slow, slow) == "1.00"
 
 
 def test_speeds_with_other_threads_are_not_compared():

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import distance, launch, launcher, read_run, succeed
+from conftest import cases, launch, launcher, read_run, succeed
 from test_parity import relative_difference
 
 import common
@@ -19,6 +19,10 @@ JOB = (
     "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 )
+
+
+DEEPSPEED = [("adamw", 2), ("sgd", 2), ("sgd", 4)]
+RATES = {"sgd": 0.01, "adamw": 0.0001}  # the first step of AdamW is as long as the rate
 
 
 def settled(flags, device="cpu"):
@@ -33,13 +37,17 @@ def settled(flags, device="cpu"):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_steps_of_deepspeed_in_fp32(stage, train):
+@pytest.mark.parametrize("optimizer, n", cases(DEEPSPEED, lambda optimizer, n: optimizer == "adamw"))
+def test_two_steps_of_deepspeed_in_fp32(optimizer, n, stage, train, measured):
     """It has no float64."""
-    flags = "--max-steps 2 --optimizer adamw --lr 0.0001"
+    flags = f"--max-steps 2 --optimizer {optimizer} --lr {RATES[optimizer]}"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
-    script = f"pytorch_DeepSpeed --deepspeed_config config/zero_stage{stage}_config.json"
-    weights, _ = train(script, 2, flags)
-    assert 0 < distance(weights, expected) < 1e-6
+    name = f"zero_stage{stage}"
+    weights, _ = train(f"pytorch_DeepSpeed --deepspeed_config config/{name}_config.json", n, flags)
+    difference = relative_difference(weights, expected)
+    about = {"script": f"pytorch_DeepSpeed {name}", "ranks": n, "optimizer": optimizer}
+    measured("parity_gpt", **about, value=difference)
+    assert 0 < difference < 1e-5
 
 
 @pytest.mark.parametrize(
