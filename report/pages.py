@@ -292,7 +292,7 @@ def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: b
             lines = lines.removesuffix(stale.UNKNOWN) + (said[0] if said else "")
         lines = translate(lines) if chinese else lines
         lines = re.sub(r"\]\((results|docs)/", rf"]({up}\1/", lines)
-        return f"<!-- {name} -->\n\n{lines}\n\n<!-- end -->"
+        return f"<!-- {name} -->\n" + (f"\n{lines}\n\n" if lines else "") + "<!-- end -->"
 
     text, found = BLOCK.subn(block, text)
     if found != text.count("<!-- end -->"):
