@@ -40,13 +40,13 @@ SCRIPTS = {
     "pytorch_ND_parallel": f"{GPT} --tp 2 --pp 2",
 }
 OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
-SEVEN = r"differs: all_reduce of float32 \[7\] on ranks 0, 2, 3, "
+SEVEN = r"(?=.*differs: .*all_reduce of float32 \[7\] on ranks 0, 2, 3[,;]).*"  # first or last
 FORWARD = r"pytorch_\w+\.py:\d+ (logits = model\(|schedule\.step\()"
 FAULTS = {  # the collective, and the line of rank 1, as regular expressions
-    "skip": (SEVEN + r"\w+ of .* on rank 1;", r"rank 1: .*pytorch_\w+\.py:\d+ (?!optimizer)"),
-    "order": (SEVEN + r"broadcast of float32 \[3\] on rank 1;", rf"rank 1: .*{NEXT}"),
-    "shape": (SEVEN + r"all_reduce of float32 \[8\] on rank 1;", rf"rank 1: .*{OURS}"),
-    "dtype": (SEVEN + r"all_reduce of float64 \[7\] on rank 1;", rf"rank 1: .*{OURS}"),
+    "skip": (SEVEN + r"\w+ of .* on rank 1[,;]", r"rank 1: .*pytorch_\w+\.py:\d+ (?!optimizer)"),
+    "order": (SEVEN + r"broadcast of float32 \[3\] on rank 1[,;]", rf"rank 1: .*{NEXT}"),
+    "shape": (SEVEN + r"all_reduce of float32 \[8\] on rank 1[,;]", rf"rank 1: .*{OURS}"),
+    "dtype": (SEVEN + r"all_reduce of float64 \[7\] on rank 1[,;]", rf"rank 1: .*{OURS}"),
     "loop": (None, r"rank 1 is at .*victim\.py:\d+ (while FAULT|pass)"),
     "stop": (None, rf"rank 1 \(stopped by a signal\) is at {FORWARD}"),
     "kill": (None, r"rank 1: its process has ended"),
