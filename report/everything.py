@@ -100,8 +100,10 @@ def is_done(root: Path, name: str, part: dict) -> bool:
         return False
     suite = root / "config" / f"suite_{name}.json"
     before = stale.git(root, "show", f"{found['git_commit']}:config/{suite.name}")
-    if not suite.is_file() or before is None:
-        return not suite.is_file()
+    if not suite.is_file():
+        return True
+    if before is None:
+        return False
     now, before = json.loads(suite.read_text()), json.loads(before)
     same = all(now.get(key) == before.get(key) for key in SETTINGS)
     return same and all(row in before.get("rows", []) for row in now.get("rows", []))
