@@ -68,6 +68,9 @@ def run_part(root: Path, name: str, commands: list[str], commit: str) -> int:
                 " && ".join(commands), shell=True, cwd=root, env=os.environ | {"PATH": path},
                 stdout=output, stderr=output,
             ).returncode  # fmt: skip
+            if failed := failed_rows(root, name):
+                code = code or 1
+                print(f"failed: {', '.join(failed)}", file=output)
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         raise SystemExit(130) from None
@@ -77,6 +80,13 @@ def run_part(root: Path, name: str, commands: list[str], commit: str) -> int:
         (root / "results" / "all.json").write_text(json.dumps(parts, indent=1) + "\n")
     print(f"{name}: {minutes(seconds)}" + (f", exit code {code}" if code else ""), flush=True)
     return code
+
+
+def failed_rows(root: Path, name: str) -> list[str]:
+    """Rows of a suite's results that have to run again; too little memory is a result."""
+    path = root / "results" / f"{name}.json"
+    rows = json.loads(path.read_text()).get("rows", []) if path.is_file() else []
+    return [row["name"] for row in rows if row.get("failed") not in (None, "out of memory")]
 
 
 def read(root: Path) -> dict:

@@ -58,8 +58,14 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
     columns += ["speed", "step ms (p95)", last] if times else []
     columns += ["memory"]
     columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []
-    columns += [KEPT, "weights", "loss" if text else "accuracy"]
-    return draw_rows(columns, [technique_cells(row) for row in rows])
+    lines = [technique_cells(row) for row in rows]
+    columns += [KEPT]
+    columns += ["weights"] if any(line.get("weights") for line in lines) else []
+    columns += ["loss" if text else "accuracy"]
+    for line in lines:
+        if not line["runs"] and "speed" not in columns:
+            line["technique"] += f" ({line['speed']})"
+    return draw_rows(columns, lines)
 
 
 def front_table(found: dict, proof: dict, names: list[str], predicted: dict) -> str:

@@ -417,6 +417,12 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     changed = "; since then changed: common.py"
     assert not everything.measure(checkout, "0" * 40, gpu=False, only=["bad"])
     assert counted.read_text() == "\nsaid\n", "one part alone"
+    rows = [{"name": "long", "failed": "timed out after 9 s"},
+            {"name": "large", "failed": "out of memory"}]  # fmt: skip
+    (checkout / "results/bad.json").write_text(json.dumps({"rows": rows}))
+    assert everything.measure(checkout, "0" * 40, gpu=False, only=["bad"]) == ["bad"]
+    assert (checkout / "runs/all/bad.log").read_text().endswith("failed: long\n")
+    (checkout / "results/bad.json").unlink()
     with pytest.raises(Unusable, match="--only gone: the parts are good, bad"):
         everything.measure(checkout, "0" * 40, gpu=False, only=["gone"])
     assert not everything.measure(checkout, "0" * 40, gpu=False)
