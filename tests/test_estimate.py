@@ -412,8 +412,8 @@ MISTAKES |= {
     "--recommend": "--recommend needs the --memory of a GPU, for example --memory H100",
     f"{GPT} --recommend --only FSDP": "--recommend combines techniques; leave out --module",
     "--model resnet18 --recommend --memory 24": "--recommend does not support --model",
-    f"{GPT} --gpus 2 --memory 0.006 --spare 0.005 --recommend": "nothing fits 0.006 GiB with 0.005 "
-    "GiB reserved; the closest, above, needs",
+    f"{GPT} --gpus 2 --memory 0.006 --spare 0.00599 --recommend": "nothing fits 0.006 GiB "
+    "with 0.00599 GiB reserved; the closest, above, needs",
     f"{GPT} --gpus 7 --memory 1 --spare 0 --recommend": "no mesh divides this batch",
     f"{GPT} --gpus 4 --only ND_parallel --tp 4": "6 heads are not divisible by --tp 4",
 }
