@@ -43,8 +43,9 @@ def note(
     changed = []
     for line in listed.decode().splitlines():
         about, path = line.split("\t")
-        counts = path.endswith((".py", ".json", ".yml")) and {path, path.split("/")[0]} & measured
-        if counts and is_changed(root, path, blob=about.split()[2]):
+        folder = path.split("/")[0]
+        counts = path.endswith((".py", ".json", ".yml")) and {path, folder} & measured
+        if counts and folder != "results" and is_changed(root, path, blob=about.split()[2]):
             changed.append(path)
     said = "; measured on uncommitted changes" if dirty else ""
     if len(changed) > SHOWN:

@@ -84,7 +84,8 @@ def clone(tmp_path):
         command = ["git", "-C", tmp_path, *f"{name} {words}".split()]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    for path in ("common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "docs/a.py"):
+    names = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "docs/a.py"
+    for path in (*names, "results/a.json"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(
             '"""What."""\n\n\ndef f():\n    """How."""\n    return 1  # why\n'
@@ -98,11 +99,13 @@ def clone(tmp_path):
 def test_changed_code_makes_a_result_stale(clone):
     """But not comments and docstrings, nor other files; and to commit it alters nothing."""
     root, git = clone
-    commit, commands = git("rev-parse HEAD"), ["torchrun pytorch_DDP.py --device cpu"]
+    commands = ["torchrun pytorch_DDP.py --device cpu --output results/a.json"]
+    commit = git("rev-parse HEAD")
     old = (root / "common.py").read_text()
     (root / "common.py").write_text(old.replace("What", "That").replace("# why", "# since"))
     (root / "harness/new.py").write_text("import os\n")
     (root / "pytorch_DP.py").unlink()
+    (root / "results/a.json").write_text("")
     assert stale.note(root, commit, commands) == ""
     (root / "common.py").write_text(old.replace("1", "2"))
     (root / "harness/run.py").unlink()
@@ -133,7 +136,6 @@ def test_a_part_stays_measured_if_its_suite_has_only_lost_rows(clone):
     root, git = clone
     suite = root / "config/suite_cpu.json"
     suite.parent.mkdir()
-    (root / "results").mkdir()
     kept = {"job": "--device cpu", "rows": [{"name": "DP"}]}
     suite.write_text(json.dumps(kept | {"rows": [*kept["rows"], {"name": "DDP"}]}))
     git("add -A")
