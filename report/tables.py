@@ -56,12 +56,10 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
     columns = ["technique", "ranks", "precision"]
     last = "first step s" if text else "epoch s"  # text has no meaningful epoch
     columns += ["speed", "step ms (p95)", last] if times else []
-    columns += ["memory"]
-    columns += ["GPU %"] if any(run["device"] != "cpu" for run in runs) else []
+    columns += ["memory", "GPU %"] if any(run["device"] != "cpu" for run in runs) else ["memory"]
     lines = [technique_cells(row) for row in rows]
-    columns += [KEPT]
-    columns += ["weights"] if any(line.get("weights") for line in lines) else []
-    columns += ["loss" if text else "accuracy"]
+    compared = ["weights"] if any(line.get("weights") for line in lines) else []
+    columns += [KEPT, *compared, "loss" if text else "accuracy"]
     for line in lines:
         if not line["runs"] and "speed" not in columns:
             line["technique"] += f" ({line['speed']})"
