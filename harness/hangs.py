@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import json
 import linecache
+import math
 import os
 import pickle
 import signal
@@ -67,12 +68,13 @@ class Watch:
             self.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.before_abort)
             ctypes.CDLL(None).signal(signal.SIGABRT, self.on_abort)
             atexit.register(ctypes.CDLL(None).signal, signal.SIGABRT, None)  # no Python by then
-        atexit.register(self.over.set)
 
     def start(self) -> None:
         """Start to listen to the other ranks, all of which have joined by now. If the last run in
         this folder could not report why it ended, rank 0 does."""
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener.start()
+        atexit.register(self.stop_listening)
         if threading.current_thread() is threading.main_thread() and sys.platform == "linux":
             signal.signal(signal.SIGCONT, self.after_stop)
         if RANK == 0:
@@ -114,15 +116,28 @@ class Watch:
         try:
             store = connect()
             store.set(f"process {RANK}", json.dumps([socket.gethostname(), os.getpid()]))
-            while not store.check(["failed"]):
-                if self.over.wait(1):
-                    return
+            if not self.appears(store, "failed"):
+                return
             self.tell(store, main_frames(), "")
-            store.wait(["printed"], timedelta(seconds=2 * ANSWER))
+            if not self.appears(store, "printed", 2 * ANSWER):
+                return
         except STORE_ENDED:
             return
-        time.sleep(LINGER)
-        os._exit(1)  # otherwise the launcher would kill it half a minute later
+        if not self.over.wait(LINGER):
+            os._exit(1)  # otherwise the launcher would kill it half a minute later
+
+    def appears(self, store: dist.Store, key: str, seconds: float = math.inf) -> bool:
+        """Whether a key is in the store before the process ends and the seconds have passed."""
+        until = time.monotonic() + seconds
+        while not store.check([key]):
+            if self.over.wait(1) or time.monotonic() > until:
+                return False
+        return True
+
+    def stop_listening(self) -> None:
+        """Wait for the thread: if Python ends while it is in a call to the store, it aborts."""
+        self.over.set()
+        self.listener.join(ANSWER)
 
     def report(self, frames: Frames, why: str) -> None:
         """Collect the reports of all ranks, and print the diagnosis unless another rank does."""

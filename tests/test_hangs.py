@@ -37,6 +37,26 @@ def test_under_its_launcher(tmp_path):
     assert line.partition("error: ")[2] in (tmp_path / "run/flight_recorder/report.txt").read_text()
 
 
+ALWAYS_ASKING = """
+import os, pathlib, time
+import torch.distributed as dist
+from harness import hangs
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+watch = hangs.Watch(pathlib.Path("script.py"), pathlib.Path("flight_recorder"))
+watch.over.wait = lambda seconds: watch.over.is_set()
+watch.start()
+time.sleep(0.2)
+"""
+
+
+def test_a_process_may_end_while_it_listens(tmp_path):
+    """Python aborts if it ends while a thread is in a call to the store."""
+    script = tmp_path / "ends.py"
+    script.write_text(ALWAYS_ASKING)
+    succeed(f"{sys.executable} {script}", PYTHONPATH=str(ROOT))
+
+
 def entry(number, kind, sizes, line, over):
     """As nccl's watchdog records it."""
     frames = [{"name": "main", "filename": str(ROOT / "pytorch_torchrun_DDP.py"), "line": line}]
