@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 BELOW = ("common.py", "jobs", "harness")  # every script
+UNMEASURED = ("harness/hangs.py", "harness/diagnosis.py")  # act once a collective has failed
 SHOWN = 6  # files; if there are more, the note says how many
 UNKNOWN = "; since then: unknown"  # keep the note that is on the page
 
@@ -26,7 +27,8 @@ def note(
         commit: of the result, as in ``git describe --dirty``.
         commands: that were measured. They name the scripts and files in config/ that count, in
             addition to the code that all scripts use.
-        below: files and folders that all scripts use.
+        below: files and folders that all scripts use; those of :data:`UNMEASURED` count only if
+            they are named themselves.
 
     Returns:
         :data:`UNKNOWN` without a clone, or with one that lacks the commit, such as a shallow one.
@@ -45,7 +47,8 @@ def note(
         about, path = line.split("\t")
         folder = path.split("/")[0]
         counts = path.endswith((".py", ".json", ".yml")) and {path, folder} & measured
-        if counts and folder != "results" and is_changed(root, path, blob=about.split()[2]):
+        ignored = folder == "results" or path in UNMEASURED and path not in measured
+        if counts and not ignored and is_changed(root, path, blob=about.split()[2]):
             changed.append(path)
     said = "; measured on uncommitted changes" if dirty else ""
     if len(changed) > SHOWN:
