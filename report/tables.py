@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import textwrap
 from pathlib import Path
 
 from report.results import Unusable, devices_of, middle, name_of, of_all, speeds_of, unit_of
@@ -426,9 +427,7 @@ def silent_examples_table(rows: list[dict]) -> str:
     return markdown(["mistake", "effect", "off by", "measured on", "run"], lines)
 
 
-TRIAL = re.compile(
-    r"trial +\d+: (?P<kind>\w+) .*?(?P<end>clean|wrong|hung|fallback|silent|failed)\b"
-)
+TRIAL = re.compile(r"trial +\d+: (\w+) .*?(clean|wrong|hung|fallback|silent|failed)\b")
 
 
 def outcomes_table(path: Path, what: str) -> str:
@@ -436,15 +435,16 @@ def outcomes_table(path: Path, what: str) -> str:
     if not path.is_file():
         return "not measured yet"
     command, where, *trials, summary = path.read_text().splitlines()
+    command = command.removeprefix("$ ")
     found = [TRIAL.match(line) for line in trials]
     if not all(found) or not summary.startswith(f"{len(found)} trials: "):
-        again = command.removeprefix("$ ")
-        raise Unusable(f"{path} was modified; run {again} again")
+        raise Unusable(f"{path} was modified; run {command} again")
     outcomes = ["clean", "wrong", "hung"] if what == "fault" else ["fallback", "silent", "failed"]
     lines = []
-    for kind in [*sorted({match["kind"] for match in found}), "all"]:
-        ends = [match["end"] for match in found if kind in (match["kind"], "all")]
+    for kind in [*sorted({match[1] for match in found}), "all"]:
+        ends = [match[2] for match in found if kind in (match[1], "all")]
         lines.append([kind, len(ends), *map(ends.count, outcomes)])
     table = markdown([what, "trials", *outcomes], lines)
     link = f"[results/{path.name}](results/{path.name})"
-    return f"{table}\n\n`{command.removeprefix('$ ')}`: {summary} ({where}; {link})"
+    run, where = (textwrap.shorten(text, 240, placeholder=" …") for text in (command, where))
+    return f"{table}\n\n`{run}`: {summary} ({where}; {link})"
