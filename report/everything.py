@@ -20,6 +20,7 @@ from report.results import Unusable
 QUIET = 0.25  # cores that other programs may use
 SETTINGS = ("job", "jobs", "steps", "memory", "repeats")  # of a suite
 CODE = (*stale.BELOW, "libraries")  # and the training scripts
+FAILED, STOPPED = 1, 130  # exit codes
 
 
 def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> list[str]:
@@ -41,7 +42,7 @@ def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> lis
     timed = [name for name in todo if not parts[name].get("untimed")]
     if timed and (busy := busy_cores()) > QUIET:
         raise Unusable(f"other programs use {busy:.1f} cores: {busiest()}; stop them, or wait")
-    return [name for name in todo if run_part(root, name, parts[name]["commands"], commit)]
+    return [name for name in todo if run_part(root, name, parts[name], commit)]
 
 
 def list_parts(root: Path, gpu: bool) -> dict[str, dict]:
@@ -49,18 +50,25 @@ def list_parts(root: Path, gpu: bool) -> dict[str, dict]:
     return {name: part for name, part in parts.items() if gpu or not part.get("needs_gpu")}
 
 
-def run_part(root: Path, name: str, commands: list[str], commit: str) -> int:
-    """Run a part, with its output in runs/all/NAME.log. Returns its exit code."""
+def run_part(root: Path, name: str, part: dict, commit: str) -> int:
+    """Run a part, with its output in runs/all/NAME.log. Returns its exit code.
+
+    If the last attempt failed with the same code as now, a part that has commands for ``again``
+    runs those instead.
+    """
     log = root / "runs" / "all" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    before = read(root).get(name, {})
-    before = before if before.get("code") and before["git_commit"] == commit else {}
+    before, commands = read(root).get(name, {}), part["commands"]
+    if before.get("code") != FAILED or not is_current(root, name, part, before):
+        before = {}
+    elif "again" in part:
+        commands, commit = part["again"], before["git_commit"]
     about = {
-        "commands": commands, "git_commit": commit, "busy_cores": round(busy_cores(), 2),
+        "commands": part["commands"], "git_commit": commit, "busy_cores": round(busy_cores(), 2),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }  # fmt: skip
     print(f"{name}: started; tail -f {log.relative_to(root)}", flush=True)
-    started, code = time.monotonic(), 1
+    started, code = time.monotonic(), STOPPED
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     try:
         with log.open("w") as output:
@@ -69,11 +77,11 @@ def run_part(root: Path, name: str, commands: list[str], commit: str) -> int:
                 stdout=output, stderr=output,
             ).returncode  # fmt: skip
             if failed := failed_rows(root, name):
-                code = code or 1
+                code = code or FAILED
                 print(f"failed: {', '.join(failed)}", file=output)
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(STOPPED) from None
     finally:
         seconds = round(before.get("seconds", 0) + time.monotonic() - started)
         parts = read(root) | {name: about | {"seconds": seconds, "code": code}}
@@ -99,11 +107,13 @@ def to_do(root: Path, parts: dict[str, dict]) -> list[str]:
 
 
 def is_done(root: Path, name: str, part: dict) -> bool:
+    found = read(root).get(name)
+    return bool(found) and not found["code"] and is_current(root, name, part, found)
+
+
+def is_current(root: Path, name: str, part: dict, found: dict) -> bool:
     """Whether a part was measured with the code as it is now (what all runs use, and the folders
     that it names in addition), and its suite has no more rows or other flags than it had then."""
-    found = read(root).get(name)
-    if not found or found["code"]:
-        return False
     scripts = [path.name for path in root.glob("*_*.py")]
     code = (*CODE, *scripts, *part.get("uses", ()))
     if stale.note(root, found["git_commit"], part["commands"], code):
