@@ -432,17 +432,17 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
 def test_a_part_that_failed_goes_on(checkout, monkeypatch):
     """With the same code; its commit is that of the first attempt."""
     part = {"commands": ["echo all >> ran; exit 1"], "again": ["echo again >> ran"]}
-    (checkout / "config/measure_all.json").write_text(json.dumps({"proof": part}))
+    (checkout / "config/measure_all.json").write_text(json.dumps({"long": part}))
     monkeypatch.setattr(everything, "busy_cores", lambda: 0.1)
     monkeypatch.setattr(everything.stale, "note", lambda root, commit, *_: changed)
     changed = ""
-    assert everything.measure(checkout, "0" * 40, gpu=False) == ["proof"]
+    assert everything.measure(checkout, "0" * 40, gpu=False) == ["long"]
     changed = "; since then changed: common.py"
-    assert everything.measure(checkout, "1" * 40, gpu=False) == ["proof"]
+    assert everything.measure(checkout, "1" * 40, gpu=False) == ["long"]
     changed = ""
     assert not everything.measure(checkout, "2" * 40, gpu=False)
     assert (checkout / "ran").read_text().split() == ["all", "all", "again"]
-    assert everything.read(checkout)["proof"]["git_commit"] == "1" * 40
+    assert everything.read(checkout)["long"]["git_commit"] == "1" * 40
 
 
 def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
