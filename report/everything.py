@@ -53,15 +53,15 @@ def list_parts(root: Path, gpu: bool) -> dict[str, dict]:
 def run_part(root: Path, name: str, part: dict, commit: str) -> int:
     """Run a part, with its output in runs/all/NAME.log. Returns its exit code.
 
-    If the last attempt failed with the same code as now, a part that has commands for ``again``
-    runs those instead.
+    If the last attempt failed (but was not stopped) with the same code as now, a part that has
+    commands for ``again`` runs those instead.
     """
     log = root / "runs" / "all" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     before, commands = read(root).get(name, {}), part["commands"]
-    if before.get("code") != FAILED or not is_current(root, name, part, before):
+    if not before.get("code") or not is_current(root, name, part, before):
         before = {}
-    elif "again" in part:
+    elif before["code"] == FAILED and "again" in part:
         commands, commit = part["again"], before["git_commit"]
     about = {
         "commands": part["commands"], "git_commit": commit, "busy_cores": round(busy_cores(), 2),

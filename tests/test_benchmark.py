@@ -443,6 +443,11 @@ def test_a_part_that_failed_goes_on(checkout, monkeypatch):
     assert not everything.measure(checkout, "2" * 40, gpu=False)
     assert (checkout / "ran").read_text().split() == ["all", "all", "again"]
     assert everything.read(checkout)["long"]["git_commit"] == "1" * 40
+    stopped = {"code": everything.STOPPED, "git_commit": "3" * 40, "seconds": 60}
+    (checkout / "results/all.json").write_text(json.dumps({"long": stopped}))
+    assert everything.measure(checkout, "3" * 40, gpu=False) == ["long"]
+    assert (checkout / "ran").read_text().endswith("again\nall\n"), "not all have run yet"
+    assert everything.read(checkout)["long"]["seconds"] >= 60
 
 
 def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
