@@ -127,7 +127,7 @@ class Watch:
             os._exit(1)  # otherwise the launcher would kill it half a minute later
 
     def appears(self, store: dist.Store, key: str, seconds: float = math.inf) -> bool:
-        """Whether a key is in the store before the process ends and the seconds have passed."""
+        """Whether a key is in the store within the seconds, and before the process ends."""
         until = time.monotonic() + seconds
         while not store.check([key]):
             if self.over.wait(1) or time.monotonic() > until:

@@ -47,7 +47,7 @@ def note(
         about, path = line.split("\t")
         folder = path.split("/")[0]
         counts = path.endswith((".py", ".json", ".yml")) and {path, folder} & measured
-        ignored = folder == "results" or path in UNMEASURED and path not in measured
+        ignored = folder == "results" or (path in UNMEASURED and path not in measured)
         if counts and not ignored and is_changed(root, path, blob=about.split()[2]):
             changed.append(path)
     said = "; measured on uncommitted changes" if dirty else ""

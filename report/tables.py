@@ -446,5 +446,5 @@ def outcomes_table(path: Path, what: str) -> str:
         lines.append([kind, len(ends), *map(ends.count, outcomes)])
     table = markdown([what, "trials", *outcomes], lines)
     link = f"[results/{path.name}](results/{path.name})"
-    run, where = (textwrap.shorten(text, 240, placeholder=" …") for text in (command, where))
+    run, where = (textwrap.shorten(text, 360, placeholder=" …") for text in (command, where))
     return f"{table}\n\n`{run}`: {summary} ({where}; {link})"
