@@ -41,7 +41,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from harness.command_line import ArgumentParser, check_writable, fail, number
+from harness.cli import ArgumentParser, check_writable, fail, number
 from harness.gpus import power_limits, summarize, watch_gpus
 from harness.measure import git_commit, hardware, versions
 from report import everything, pages, tables

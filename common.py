@@ -30,36 +30,39 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 import jobs.choice
-from harness import command_line, hangs, loaders, process, ranks, remote
-from harness.command_line import ArgumentParser, check_writable, fail, import_optional, number
+from hangs import watch as hangs
+from harness import cli, data
+from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
+from harness.data import TaskData
 from harness.files import load_file, save_file
 from harness.measure import device_name, whole
-from harness.ranks import (
-    LAUNCHED,
-    LOCAL_WORLD_SIZE,
-    RANK,
-    SCRIPT,
-    WORLD_SIZE,
+from harness.run import Run, stop_if_asked, total_steps
+from harness.world import (
+    die_with_launcher,
+    keep_no_free_memory,
+    listen_on_loopback,
     make_store,
     print0,
+    sees_one_gpu,
+    this_script,
+    world,
 )
-from harness.remote import local_folder
-from harness.rows import gather_state, shard_state_on_load
-from harness.run import Run, stop_if_asked, total_steps
-from harness.task_data import TaskData
 from jobs import attention
 from jobs.choice import init_weights
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
 from libraries.accelerate_launch import check_launch
+from libraries.flat import gather_state, shard_state_on_load
+from remote import storage as remote
+from remote.storage import local_folder
 
 # What the scripts use, in the order of use; some of it is imported.
 # fmt: off
 __all__ = [
     "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
     "check_launch", "fail", "announce", "print0", "get_device", "get_dtype", "seed_everything",
-    "make_store", "LOCAL_WORLD_SIZE", "size_of", "check_tensor_parallel", "make_datasets",
+    "make_store", "world", "size_of", "check_tensor_parallel", "make_datasets",
     "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of", "attention",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
@@ -81,10 +84,10 @@ def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> Argument
         only_gpt: the technique supports only GPTs and Llamas.
         experts: the help shows the flags of a mixture of experts.
     """
-    parser = command_line.make_parser(doc)
-    command_line.add_training_flags(parser)
+    parser = cli.make_parser(doc)
+    cli.add_training_flags(parser)
     jobs.choice.add_flags(parser, only_gpt, experts)
-    command_line.add_run_flags(parser)
+    cli.add_run_flags(parser)
     parser.set_defaults(model="gpt" if only_gpt else None)
     return parser
 
@@ -92,7 +95,7 @@ def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> Argument
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, fill in defaults that depend on the device, and check all flags."""
     args = parser.parse_args()
-    command_line.check_flags(args)
+    cli.check_flags(args)
     remote.check_urls(args)
     if parser.get_default("model") == "gpt":
         jobs.choice.check_is_gpt(args)
@@ -107,44 +110,46 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def prepare_process(args: argparse.Namespace) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype."""
-    process.die_with_launcher()
-    if WORLD_SIZE == LOCAL_WORLD_SIZE:
-        process.listen_on_loopback()
+    die_with_launcher()
+    if world().size == world().local_size:
+        listen_on_loopback()
     hangs.prepare(Path(sys.argv[0]).absolute(), local_folder(args.output_dir))
     if args.profile_memory and args.device == "cpu":
-        process.keep_no_free_memory()
-    if RANK == 0:
+        keep_no_free_memory()
+    if world().rank == 0:
         folder = local_folder(args.output_dir)
-        command_line.check_writable(folder, f"--output-dir {folder}")
+        cli.check_writable(folder, f"--output-dir {folder}")
         remote.check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)
 
 
-def announce(args: argparse.Namespace, device: torch.device, readers: int = WORLD_SIZE) -> None:
+def announce(args: argparse.Namespace, device: torch.device, readers: int | None = None) -> None:
     """Print script, device and settings; then check the model's name, before loading data.
 
     Args:
         readers: number of parts of the global batch. If there are fewer than ranks, several ranks
             process the same part.
     """
+    ranks = world().size
+    readers = readers or ranks
     if args.batch_size % readers:
         near = max(args.batch_size // readers, 1) * readers
         batch = f"--batch-size {args.batch_size} is the global batch"
         fail(f"{batch} and is not divisible by {readers} ranks; use --batch-size {near}")
-    if WORLD_SIZE > 1 and not dist.is_initialized():
+    if ranks > 1 and not dist.is_initialized():
         fail(
-            f"{SCRIPT}.py is one process but was started as {WORLD_SIZE} ranks; start it with "
-            f"python {SCRIPT}.py, or use pytorch_torchrun_DDP.py"
+            f"{this_script()}.py is one process but was started as {ranks} ranks; start it "
+            f"with python {this_script()}.py, or use pytorch_torchrun_DDP.py"
         )
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
-    each = "per rank" if readers == WORLD_SIZE else f"for {WORLD_SIZE // readers} ranks together"
+    each = "per rank" if readers == ranks else f"for {ranks // readers} ranks together"
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
     print0(
-        f"{SCRIPT}: {WORLD_SIZE} x {device_name(device)}{backend}, {args.model} "
+        f"{this_script()}: {ranks} x {device_name(device)}{backend}, {args.model} "
         f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch}"
     )
-    print0(f"settings: {command_line.given_flags() or 'defaults'}")
+    print0(f"settings: {cli.given_flags() or 'defaults'}")
     jobs.choice.models_of(args).check_model_name(args.model)
 
 
@@ -157,22 +162,22 @@ def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.de
     Args:
         local_rank: ``None`` if it was not passed as a flag: launchers also set LOCAL_RANK.
     """
-    if local_rank is None and not LAUNCHED:
+    if local_rank is None and not world().launched:
         fail(
             "started without its launcher; use "
-            f"python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 {SCRIPT}.py"
+            f"python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 {this_script()}.py"
         )
     local_rank = int(os.environ["LOCAL_RANK"]) if local_rank is None else local_rank
     # Launchers set OMP_NUM_THREADS=1 for several ranks. Any other value is the user's own.
-    if LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if world().local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // LOCAL_WORLD_SIZE))
+        torch.set_num_threads(max(1, cores // world().local_size))
     if args.device == "cpu":
         return torch.device("cpu")
-    gpus, needed = torch.cuda.device_count(), 1 if ranks.sees_one_gpu() else LOCAL_WORLD_SIZE
+    gpus, needed = torch.cuda.device_count(), 1 if sees_one_gpu() else world().local_size
     if max(local_rank + 1, needed) > gpus:
         fail(
-            f"{LOCAL_WORLD_SIZE} ranks need as many GPUs, and this machine has {gpus}; "
+            f"{world().local_size} ranks need as many GPUs, and this machine has {gpus}; "
             f"use --nproc_per_node={gpus}, or --device cpu"
         )
     torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN's convolutions
@@ -237,17 +242,17 @@ def make_loader(
         fail(f"--batch-size {args.batch_size} is more than the {few}; use a smaller one")
     workers = dataset.workers if args.workers is None else args.workers
     if workers:
-        atexit.register(loaders.kill_loaders)
+        atexit.register(data.kill_loaders)
     elif args.device == "cuda":
         dataset.keep_on_gpu()
     return DataLoader(
         dataset,
-        batch_sampler=loaders.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
-        collate_fn=loaders.hand_on,  # the dataset returns whole batches
+        batch_sampler=data.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
+        collate_fn=data.hand_on,  # the dataset returns whole batches
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",
-        worker_init_fn=loaders.ignore_signals,
+        worker_init_fn=data.ignore_signals,
         generator=torch.Generator(),  # draws a seed per epoch, without affecting dropout
     )
 
@@ -367,9 +372,9 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
-    seen, (share, of) = 0, loaders.share_of(loader)
+    seen, (share, of) = 0, data.share_of(loader)
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    for batch in loaders.batches_of(loader):
+    for batch in data.batches_of(loader):
         images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)
         logits = whole(model(images)).double()
         numbers = share + of * torch.arange(seen, seen + len(labels), device=device)
@@ -380,7 +385,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
         seen += len(labels)
     if dist.is_initialized():
         dist.all_reduce(sums)
-        sums /= WORLD_SIZE // of  # ranks that have the same batch
+        sums /= world().size // of  # ranks that have the same batch
     loss, correct, samples = sums.tolist()
     expected = loader.dataset.count_labels()
     if samples != expected:

@@ -32,7 +32,7 @@ from estimator.tables import (
     print_ways,
     say_what_fits,
 )
-from harness.command_line import check_writable, fail, make_parser, number
+from harness.cli import check_writable, fail, make_parser, number
 from report import plots
 
 # GiB as CUDA reports them, less than nvidia-smi's: from error messages in GitHub issues,

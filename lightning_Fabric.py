@@ -43,8 +43,8 @@ def make_fabric(args, world_size):
         fabric = lightning.Fabric(
             accelerator=args.device,
             strategy=strategy,
-            devices=common.LOCAL_WORLD_SIZE,
-            num_nodes=world_size // common.LOCAL_WORLD_SIZE,
+            devices=common.world().local_size,
+            num_nodes=world_size // common.world().local_size,
             precision="64-true" if args.double else "32-true",
         )
     except ValueError as error:  # Fabric: another flag of `fabric run` conflicts

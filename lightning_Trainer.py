@@ -175,8 +175,8 @@ def make_trainer(args, epochs):
         strategy = strategies.DDPStrategy(gradient_as_bucket_view=True)
     return lightning.Trainer(
         accelerator=args.device,
-        devices=common.LOCAL_WORLD_SIZE,
-        num_nodes=dist.get_world_size() // common.LOCAL_WORLD_SIZE,
+        devices=common.world().local_size,
+        num_nodes=dist.get_world_size() // common.world().local_size,
         strategy=strategy,
         precision="64-true" if args.double and args.strategy == "ddp" else "32-true",
         max_epochs=epochs,  # Trainer: defaults to 1000

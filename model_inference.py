@@ -220,7 +220,7 @@ def predict(args: argparse.Namespace) -> int:
                 if len(paths) == 1:
                     common.fail(error)
                 unreadable.append(str(path))
-                tqdm.write(f"{common.SCRIPT}: {error}", file=sys.stderr)
+                tqdm.write(f"{common.this_script()}: {error}", file=sys.stderr)
         if not read:
             continue
         probabilities = runner(torch.cat(images)).softmax(1)
@@ -237,7 +237,7 @@ def predict(args: argparse.Namespace) -> int:
     if not answers:
         common.fail(f"--input {args.input}: none of its images can be read; give another")
     if unreadable:
-        print(f"{common.SCRIPT}: {len(unreadable)} of {len(paths)} images cannot be read",
+        print(f"{common.this_script()}: {len(unreadable)} of {len(paths)} images cannot be read",
               file=sys.stderr)  # fmt: skip
     return 1 if unreadable else 0
 

@@ -39,7 +39,7 @@ def main():
         help="dtype of compute and of the gathered weights (default: float32)",
     )  # fmt: skip
     parser.add_argument(
-        "--shard", type=common.number(int, 1), default=common.LOCAL_WORLD_SIZE, metavar="S",
+        "--shard", type=common.number(int, 1), default=common.world().local_size, metavar="S",
         help="ranks that shard one replica (default: all ranks of a machine)",
     )  # fmt: skip
     args = common.parse_args(parser)

@@ -11,7 +11,7 @@ Keep        python timeline.py runs/pytorch_torchrun_DDP/trace --slim results/tr
 import argparse
 from pathlib import Path
 
-from harness.command_line import ArgumentParser, check_writable, fail
+from harness.cli import ArgumentParser, check_writable, fail
 from report import timeline_picture
 from report.results import Unusable
 

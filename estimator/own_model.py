@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from harness.command_line import fail
+from harness.cli import fail
 
 ROOT = Path(__file__).resolve().parents[1]
 

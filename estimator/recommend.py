@@ -13,7 +13,7 @@ from functools import partial
 
 from estimator import network, techniques
 from estimator.techniques import Prediction, Technique
-from harness.command_line import fail
+from harness.cli import fail
 from libraries.pipelining import default_microbatches
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one

@@ -7,7 +7,7 @@ import textwrap
 
 from tqdm import tqdm
 
-from harness.command_line import fail
+from harness.cli import fail
 
 GIB = 2**30
 WIDTH = 100  # of the output

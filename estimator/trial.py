@@ -21,6 +21,7 @@ from torch._subclasses import fake_tensor
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, let_losses_pass
+from harness.world import world
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,7 +210,7 @@ def run_script(
     """
     prepare(ranks, as_on_a_gpu, rank)
     import common
-    from harness import command_line
+    from harness import cli
     from jobs import decoder
     from libraries import deepspeed_engine
 
@@ -229,8 +230,7 @@ def run_script(
     if ranks is not None:
         common.make_store = lambda args: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
-    command_line.check_writable = lambda folder, flag: None  # nothing is written
-    command_line.LOCAL_RANK = 0  # each parallel process is a separate run
+    cli.check_writable = lambda folder, flag: None  # nothing is written
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
@@ -281,6 +281,4 @@ def become_rank(rank: int, ranks: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ["MASTER_PORT"] = "29500"
-    ours = {"common", "harness", "jobs", "libraries"}
-    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
-        del sys.modules[name]
+    world.cache_clear()

@@ -4,7 +4,7 @@ import numpy as np
 
 from harness.clock import StepClock
 from harness.phases import PHASES
-from harness.ranks import gather_objects
+from harness.world import gather_objects
 
 LATE = 0.1  # of a step: a rank this much later, in three of four steps, is a straggler
 

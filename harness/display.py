@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from harness.ranks import RANK, print0
+from harness.world import print0, world
 
 
 class Display:
@@ -15,7 +15,7 @@ class Display:
 
     def open(self, first_step: int) -> None:
         """Open TensorBoard's file; points of earlier runs after the first step are purged."""
-        if RANK == 0:
+        if world().rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 
             self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
@@ -29,11 +29,11 @@ class Display:
             unit=self.unit,
             unit_scale=True,
             leave=False,
-            disable=None if RANK == 0 else True,  # None: shown if there is a terminal
+            disable=None if world().rank == 0 else True,  # None: shown if there is a terminal
         )
 
     def step(self, step: int, loss: float, **values: float) -> None:
-        if RANK == 0:
+        if world().rank == 0:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self.add_scalars("step", step, loss=loss, **values)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.command_line import fail
+from harness.cli import fail
 
 
 def sync(path: Path) -> None:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.command_line import fail
+from harness.cli import fail
 from harness.measure import launch_command, local, optimizer_tensors
-from harness.ranks import gather_objects, max_over_ranks, print0
 from harness.run_state import RunState
+from harness.world import gather_objects, max_over_ranks, print0
 
 MAX_SKIPPED = 25  # consecutive steps that may be skipped before the run ends
 WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the loss"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.ranks import launcher_words
+from harness.world import launcher_words
 
 
 def device_name(device: torch.device) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.breakdown import break_down, differ, spread
+from harness.cli import settings
 from harness.clock import StepClock
-from harness.command_line import settings
+from harness.data import TaskData
 from harness.measure import (
     count_bytes,
     device_name,
@@ -22,9 +23,8 @@ from harness.measure import (
     optimizer_tensors,
     versions,
 )
-from harness.ranks import SCRIPT, WORLD_SIZE, gather_objects, max_over_ranks
 from harness.run_state import RunState
-from harness.task_data import TaskData
+from harness.world import gather_objects, max_over_ranks, this_script, world
 
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
@@ -84,11 +84,11 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
     precision = precision_of(args, model)
     as_run = argparse.Namespace(**vars(args) | {"dataset": data.name})
     return {
-        "technique": SCRIPT,
+        "technique": this_script(),
         "command": launch_command(),
         "settings": shlex.join(settings(as_run)),
-        "world_size": WORLD_SIZE,
-        "devices": WORLD_SIZE * len(clock.devices),
+        "world_size": world().size,
+        "devices": world().size * len(clock.devices),
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "model": args.model,
@@ -137,7 +137,7 @@ def describe_end(result: dict) -> str:
 def hparams(args: argparse.Namespace, result: dict) -> tuple[dict, dict]:
     """One entry per run, with its metrics, so that TensorBoard can compare runs."""
     flags = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
-    flags |= {"technique": SCRIPT, "world_size": WORLD_SIZE, "dataset": result["dataset"]}
+    flags |= {"technique": this_script(), "world_size": world().size, "dataset": result["dataset"]}
     flags.pop("local_rank", None)
     metrics = {
         "final/accuracy": result["eval_accuracy"][-1],

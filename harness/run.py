@@ -13,19 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from harness import breakdown, checkpoint, hangs, result
+from hangs import watch as hangs
+from harness import breakdown, result, state
+from harness.cli import fail
 from harness.clock import StepClock
-from harness.command_line import fail
+from harness.data import batches_of, share_of
 from harness.display import Display
 from harness.guard import Guard
-from harness.loaders import batches_of, share_of
 from harness.meter import LossMeter
-from harness.mirror import open_snapshots
-from harness.ranks import RANK, WORLD_SIZE, exit_all, print0, wait_for_gloo
+from harness.profile import closer_look
 from harness.run_state import RunState
 from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
-from harness.trace import closer_look
+from harness.world import exit_all, print0, wait_for_gloo, world
+from remote.mirror import open_snapshots
 
 # Flags in which a snapshot and the run that resumes from it must agree, with those of the task:
 IDENTITY = ("model", "train_samples", "batch_size", "optimizer", "lr", "momentum", "weight_decay")
@@ -102,9 +103,9 @@ class Run:
         """
         snapshot = self.store.find("model")
         if snapshot:
-            checkpoint.load_plain(self.store.resumed, snapshot, model, optimizer, **others)
+            state.load_plain(self.store.resumed, snapshot, model, optimizer, **others)
             if isinstance(model, DistributedDataParallel) and self.args.deterministic:
-                checkpoint.rebuild_buckets(model, self.train_set.example(2).to(self.device))
+                state.rebuild_buckets(model, self.train_set.example(2).to(self.device))
         self.start(model, optimizer, scheduler, snapshot, scaler=others.get("scaler"))
 
     def save_snapshot(self, model: nn.Module, optimizer, scheduler, apart=None, **others) -> None:
@@ -115,22 +116,22 @@ class Run:
         Args:
             apart: if each rank has its own optimizer state: whether the weights differ, too.
         """
-        parts = {"model": checkpoint.plain(model), "optimizer": optimizer, "scheduler": scheduler}
+        parts = {"model": state.plain(model), "optimizer": optimizer, "scheduler": scheduler}
         if apart is None:
             return self.write_snapshot(**parts, **others)
-        write, size = checkpoint.own_files(parts["model"], optimizer)
+        write, size = state.own_files(parts["model"], optimizer)
         self.write_snapshot(write, size, apart=apart, **parts, **others)
 
     def load_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """:meth:`load_snapshot` of a sharded model: each rank reads its shards."""
         snapshot = self.store.find("param_groups")
         if snapshot:
-            checkpoint.load_sharded(self.store.resumed, snapshot, model, optimizer)
+            state.load_sharded(self.store.resumed, snapshot, model, optimizer)
         self.start(model, optimizer, scheduler, snapshot)
 
     def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
         """:meth:`save_snapshot` of a sharded model: each rank writes its shards."""
-        write, size, parts = checkpoint.sharded_parts(model, optimizer)
+        write, size, parts = state.sharded_parts(model, optimizer)
         self.write_snapshot(write, size, scheduler=scheduler, **parts)
 
     def write_snapshot(self, write_files: Callable | None = None, size: int = 0, **parts) -> None:
@@ -189,9 +190,9 @@ class Run:
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.guard.attach(checkpoint.plain(model), optimizer, **skips_by)
+        self.guard.attach(state.plain(model), optimizer, **skips_by)
         self.clock.phases.attach(skips_by.get("engine", model), optimizer, len(self.clock.devices))
-        if RANK == 0:
+        if world().rank == 0:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
         self.stop.listen()
@@ -205,7 +206,7 @@ class Run:
         end = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         loader.batch_sampler.begin = begin
         share = share_of(loader)
-        copies = WORLD_SIZE // share[1]  # ranks that have the same batch
+        copies = world().size // share[1]  # ranks that have the same batch
         self.meter.begin()
         title = f"epoch {epoch + 1}/{self.epochs}"
         self.display.start_epoch(title, begin * self.args.batch_size, end * self.args.batch_size)
@@ -273,7 +274,7 @@ class Run:
             held: see :func:`result.count_state_bytes`.
         """
         figures = result.gather_figures(self.clock, model, optimizer, held)
-        if RANK == 0:
+        if world().rank == 0:
             found = result.describe(self.args, self.train_set, self.state, self.clock, model)
             found |= figures
             result.write_result(found, self.store.output_dir)

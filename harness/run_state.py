@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from harness.ranks import RANK, WORLD_SIZE, gather_objects
+from harness.world import gather_objects, world
 
 METRICS = ("train_loss", "eval_loss", "eval_accuracy", "seconds")
 OF_A_RANK = ("loss_sum", "samples")  # each rank has its own; all others are the same on every rank
@@ -74,13 +74,13 @@ class RunState:
         ranks, device = state["ranks"], self.loss_sum.device
         for name in state.keys() - {"ranks"}:
             setattr(self, name, state[name])
-        if len(ranks) == WORLD_SIZE:
-            own = ranks[RANK]
+        if len(ranks) == world().size:
+            own = ranks[world().rank]
             torch.set_rng_state(own["rng"]["cpu"])
             if "cuda" in own["rng"] and device.type == "cuda":
                 torch.cuda.set_rng_state(own["rng"]["cuda"], device)
         else:
-            mine = ranks if RANK == 0 else []
+            mine = ranks if world().rank == 0 else []
             own = {name: sum(rank[name] for rank in mine) for name in OF_A_RANK}
         self.loss_sum, self.samples = self.loss_sum + own["loss_sum"], own["samples"]
         epochs = (self.step - (self.step > self.evaluated)) // steps_per_epoch

@@ -12,22 +12,20 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from harness.command_line import fail
+from harness.cli import fail
 from harness.files import load_file, sync
 from harness.measure import count_bytes
-from harness.ranks import (
-    RANK,
-    RESTARTS,
-    SCRIPT,
-    WORLD_SIZE,
+from harness.world import (
     Failed,
     gather_objects,
     launch_id,
     max_over_ranks,
     print0,
+    this_script,
     together,
+    world,
 )
-from harness.remote import fetch_input, local_folder
+from remote.storage import fetch_input, local_folder
 
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 
@@ -85,16 +83,16 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
     """
     part = folder.with_name(f".{folder.name}.part")
     try:
-        together(make_room, part, needed, here=RANK == 0)
+        together(make_room, part, needed, here=world().rank == 0)
         together(write, part)
-        [names, *_] = together(list_files, part, here=RANK == 0)
-        sums = together(bring_to_disk, part, names[RANK::WORLD_SIZE])
-        together(seal_and_rename, part, folder, sums, here=RANK == 0)
+        [names, *_] = together(list_files, part, here=world().rank == 0)
+        sums = together(bring_to_disk, part, names[world().rank :: world().size])
+        together(seal_and_rename, part, folder, sums, here=world().rank == 0)
     except Failed as error:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder.parent).free:,}"
-        if RANK == 0:
+        if world().rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         return f"{folder} could not be written ({error}; {needed:,} bytes needed, {free} free)"
     return None
@@ -145,7 +143,7 @@ class SnapshotStore:
     def __init__(self, args: argparse.Namespace, identity: dict):
         self.args, self.output_dir = args, local_folder(args.output_dir)
         self.folder = self.output_dir / "snapshots"
-        self.about = {"technique": SCRIPT, "launch": launch_id(), "job": identity}
+        self.about = {"technique": this_script(), "launch": launch_id(), "job": identity}
         self.resumed = None  # the path of the one that this run resumes from
 
     def save(
@@ -164,7 +162,7 @@ class SnapshotStore:
             there was one.
         """
         folder, state = self.folder / name, dict(self.about)
-        if RANK == 0:
+        if world().rank == 0:
             for part, value in parts.items():
                 state[part] = value.state_dict() if hasattr(value, "state_dict") else value
             size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
@@ -172,7 +170,7 @@ class SnapshotStore:
         def write_all(part: Path) -> None:
             if write_files:  # first: if it communicates, all ranks must call it
                 write_files(part)
-            if RANK == 0:
+            if world().rank == 0:
                 torch.save(state, part / "state.pt")
 
         if failure := write_snapshot(folder, write_all, size):
@@ -202,7 +200,8 @@ class SnapshotStore:
 
     def has_result(self) -> bool:
         """Whether a run has finished in this folder. All ranks call it."""
-        return max_over_ranks([RANK == 0 and (self.output_dir / "result.json").exists()])[0] > 0
+        found = world().rank == 0 and (self.output_dir / "result.json").exists()
+        return max_over_ranks([found])[0] > 0
 
     def find(self, needed: str) -> dict | None:
         """The content of ``state.pt`` of the snapshot to resume from, identical on every rank; its
@@ -212,10 +211,10 @@ class SnapshotStore:
             needed: an entry that the snapshots of this script contain.
         """
         fetch_input(self.args.resume, "--resume")  # by all ranks; below it is already local
-        restarted = max_over_ranks([RESTARTS])[0] > 0  # each machine counts its own
+        restarted = max_over_ranks([world().restarts])[0] > 0  # each machine counts its own
         if restarted or self.args.resume == "auto":
             self.fetch()
-        [self.resumed, *_] = gather_objects(self.choose(restarted) if RANK == 0 else None)
+        [self.resumed, *_] = gather_objects(self.choose(restarted) if world().rank == 0 else None)
         if self.resumed is None:
             return None
         if not self.resumed.exists():
@@ -245,7 +244,8 @@ class SnapshotStore:
         if needed not in snapshot:
             fail(
                 f"--resume {self.resumed} was written by {snapshot['technique']}.py in a format "
-                f"that {SCRIPT}.py cannot read; use one of its own, or --weights with a model.pt"
+                f"that {this_script()}.py cannot read; use one of its own, or --weights with a "
+                "model.pt"
             )
 
     def choose(self, restarted: bool) -> Path | None:

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness.ranks import LAUNCHED, WORLD_SIZE
+from harness.world import world
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 VOTE_EVERY = 0.5  # seconds, about; a slower step has a vote every time
@@ -30,9 +30,9 @@ class StopRequest:
 
     def note(self, signum: int, frame) -> None:
         self.signum = signum
-        if WORLD_SIZE == 1:
+        if world().size == 1:
             self.agreed = signum
-        if not LAUNCHED:  # a second Ctrl-C ends the run at once
+        if not world().launched:  # a second Ctrl-C ends the run at once
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def vote(self, step: int) -> None:
@@ -43,7 +43,7 @@ class StopRequest:
             signum, pace = votes.numpy()
             self.agreed = self.agreed or int(signum)
             self.next_vote = self.voted[0] + max(1, int(VOTE_EVERY / pace))
-        if WORLD_SIZE > 1 and step >= self.next_vote:
+        if world().size > 1 and step >= self.next_vote:
             (last, then), now = self.voted, time.perf_counter()
             pace = (now - then) / max(1, step - last)  # seconds of a step
             self.voted, self.next_vote = (step, now), step + 2  # unless this vote changes it

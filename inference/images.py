@@ -11,8 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import jobs.images
-from harness.command_line import fail
-from harness.ranks import SCRIPT
+from harness.cli import fail
+from harness.world import this_script
 from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, synthetic
 
 
@@ -30,7 +30,7 @@ def find_images(path: Path) -> list[Path]:
     if not found:
         fail(f"--input {path}: no image in it ({' '.join(known)}); give another")
     if others := sorted({p.suffix or p.name for p in files} - {p.suffix for p in found}):
-        print(f"{SCRIPT}: ignored, not images: {' '.join(others)}", file=sys.stderr)
+        print(f"{this_script()}: ignored, not images: {' '.join(others)}", file=sys.stderr)
     return found
 
 

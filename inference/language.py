@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import jobs.text
-from harness.command_line import fail
+from harness.cli import fail
 from harness.files import load_file
 from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
 from inference.trained import make_metadata

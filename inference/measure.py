@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.command_line import fail
+from harness.cli import fail
 from harness.measure import (
     device_name,
     git_commit,

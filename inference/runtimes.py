@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.command_line import fail
+from harness.cli import fail
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Operations on shapes; on images and features, a GPU computes these itself.

@@ -5,7 +5,7 @@ import json
 import shlex
 
 from common import argument_parser
-from harness.command_line import fail
+from harness.cli import fail
 from jobs.decoder import is_decoder
 
 # Settings of the run that define the weights and the test data

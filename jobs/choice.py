@@ -18,8 +18,8 @@ import jobs.encoder
 import jobs.images
 import jobs.reviews
 import jobs.text
-from harness.command_line import ArgumentParser, fail, place, positive, trim_url
-from harness.ranks import RANK, SCRIPT
+from harness.cli import ArgumentParser, fail, place, positive, trim_url
+from harness.world import this_script, world
 
 DATASETS = {
     jobs.images: ["auto", "cifar10", "folder", "synthetic"],
@@ -87,7 +87,7 @@ def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str])
     models = models_of(args)
     if one_by_one := getattr(models, "init_weights", None):
         return one_by_one(args, model, classes)
-    weights = models.make_model(args, classes).state_dict() if RANK == 0 else {}
+    weights = models.make_model(args, classes).state_dict() if world().rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
@@ -95,11 +95,14 @@ def init_weights(args: argparse.Namespace, model: nn.Module, classes: list[str])
 def check_is_gpt(args: argparse.Namespace) -> None:
     if data_of(args) is not jobs.text:
         fail(
-            f"--model {args.model}: {SCRIPT}.py supports only decoders; use "
+            f"--model {args.model}: {this_script()}.py supports only decoders; use "
             "gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
         )
-    if args.experts and SCRIPT != "pytorch_EP":
-        fail(f"--experts {args.experts}: {SCRIPT}.py has no mixture of experts; use pytorch_EP.py")
+    if args.experts and this_script() != "pytorch_EP":
+        fail(
+            f"--experts {args.experts}: {this_script()}.py has no mixture of experts; use "
+            "pytorch_EP.py"
+        )
 
 
 def fill_defaults(args: argparse.Namespace) -> None:

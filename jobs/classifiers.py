@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from harness.command_line import fail
+from harness.cli import fail
 from harness.files import check_weights, load_file
-from harness.ranks import WORLD_SIZE, is_first_here, max_over_ranks
-from harness.remote import fetch_input
+from harness.world import is_first_here, max_over_ranks, world
+from remote.storage import fetch_input
 
 # torchvision is imported where it is used, as in jobs/images.py.
 
@@ -76,7 +76,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 def check_input(args: argparse.Namespace, model: nn.Module) -> None:
     """Run the shape of a batch through the model, without computing anything."""
     size = args.image_size
-    at_once = args.batch_size // WORLD_SIZE // getattr(args, "accumulate", 1)
+    at_once = args.batch_size // world().size // getattr(args, "accumulate", 1)
     images = torch.empty(min(at_once, 2), 3, size, size, device="meta")
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     try:

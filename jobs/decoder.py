@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.command_line import fail
+from harness.cli import fail
 from harness.files import check_weights, load_file
-from harness.remote import fetch_input
 from jobs import gpt, llama, llama_folder
 from jobs.gpt import GPT, Decoder, Size
 from jobs.llama import Llama, LlamaSize
 from libraries import hub
+from remote.storage import fetch_input
 
 SIZES = gpt.SIZES | llama.SIZES
 NAMES = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"

@@ -5,7 +5,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 
-from harness.ranks import is_first_here, max_over_ranks
+from harness.world import is_first_here, max_over_ranks
 
 
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:

@@ -8,10 +8,10 @@ import re
 import torch
 from torch import Tensor, nn
 
-from harness.command_line import fail, import_optional
+from harness.cli import fail, import_optional
 from harness.files import check_weights, load_file
-from harness.remote import fetch_input
 from jobs import reviews
+from remote.storage import fetch_input
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
 SIZES = {"encoder": None, "encoder-1x4x128": (1, 4, 128), "distilbert": (6, 12, 768)}

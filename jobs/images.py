@@ -14,12 +14,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.command_line import ArgumentParser, fail, positive
-from harness.loaders import Unreadable
-from harness.ranks import LOCAL_WORLD_SIZE, RANK, print0
-from harness.remote import fetch_input
-from harness.task_data import TaskData
+from harness.cli import ArgumentParser, fail, positive
+from harness.data import TaskData, Unreadable
+from harness.world import print0, world
 from jobs.download import fetch
+from remote.storage import fetch_input
 
 # torchvision is imported where it is used: four ranks on two cores need seconds to import it, and
 # a run should print its first line before that.
@@ -286,10 +285,10 @@ def folder(args: argparse.Namespace, split: str) -> Images:
                 short_sides.append(min(image.size))
         # Large images are stored at the size of the model's input, small ones unchanged.
         side = min(args.image_size, max(short_sides))
-        if len(paths) * 3 * side**2 * LOCAL_WORLD_SIZE > IN_MEMORY_BYTES:
+        if len(paths) * 3 * side**2 * world().local_size > IN_MEMORY_BYTES:
             return ImagesOnDisk(paths, labels, source.classes, args.image_size, side)
         images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
-        hidden = None if RANK == 0 else True  # None: shown if there is a terminal
+        hidden = None if world().rank == 0 else True  # None: shown if there is a terminal
         for i, path in enumerate(tqdm(paths, f"reading {roots[0]}", leave=False, disable=hidden)):
             images[i] = read_image(path, side)
     except UnreadableImage as error:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.command_line import fail, import_optional
-from harness.ranks import print0
-from harness.remote import fetch_input
-from harness.task_data import TaskData
+from harness.cli import fail, import_optional
+from harness.data import TaskData
+from harness.world import print0
 from jobs.download import why_unreachable
+from remote.storage import fetch_input
 
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.command_line import ArgumentParser, fail, number, positive
-from harness.ranks import print0
-from harness.remote import fetch_input
-from harness.task_data import TaskData
+from harness.cli import ArgumentParser, fail, number, positive
+from harness.data import TaskData
+from harness.world import print0
 from jobs import decoder, gpt
 from jobs.download import fetch
 from jobs.llama import LlamaSize
 from libraries import hub
+from remote.storage import fetch_input
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU

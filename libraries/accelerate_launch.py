@@ -2,8 +2,8 @@
 
 import os
 
-from harness.command_line import fail
-from harness.ranks import SCRIPT
+from harness.cli import fail
+from harness.world import this_script
 
 KINDS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 SETTINGS = {  # environment variable of the launcher, its name in the file, and the expected value
@@ -23,12 +23,12 @@ def check_launch(needed: str | None = None) -> None:
         needed: FSDP or DEEPSPEED.
     """
     found = [kind for name, kind in KINDS.items() if os.environ.get(name, "").lower() == "true"]
-    ours = f"config/{SCRIPT}.yml"
+    ours = f"config/{this_script()}.yml"
     if found != ([needed] if needed else []):
         theirs = f"a file with distributed_type {found[0]}" if found else "no file of its kind"
         fail(
-            f"{SCRIPT}.py was started with {theirs}; use accelerate launch --config_file {ours} "
-            f"{SCRIPT}.py"
+            f"{this_script()}.py was started with {theirs}; use accelerate launch --config_file "
+            f"{ours} {this_script()}.py"
         )
     settings = SETTINGS | ({"FSDP_VERSION": ("fsdp_version", "2")} if needed == "FSDP" else {})
     for variable, (name, value) in settings.items():
@@ -36,5 +36,5 @@ def check_launch(needed: str | None = None) -> None:
         if theirs.lower() != value:
             fail(
                 f"{name} is {theirs} in the file of accelerate launch, or {variable} in the "
-                f"environment, and {SCRIPT}.py needs {value}; set it as in {ours}"
+                f"environment, and {this_script()}.py needs {value}; set it as in {ours}"
             )

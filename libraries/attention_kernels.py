@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.command_line import fail
+from harness.cli import fail
 
 aten = torch.ops.aten
 

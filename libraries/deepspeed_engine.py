@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness.command_line import fail
+from harness.cli import fail
 from harness.measure import count_bytes, optimizer_tensors
-from harness.ranks import RANK, WORLD_SIZE, print0
 from harness.trust import UntrustedSnapshot
+from harness.world import print0, world
 
 # ---------------------------------------------------------------------------------- configuration
 
@@ -41,14 +41,15 @@ def read_config(args: argparse.Namespace) -> dict:
         fail(f"--deepspeed_config {path} contains a {type(config).__name__}, not an object")
     sizes = {
         "train_batch_size": args.batch_size,
-        "train_micro_batch_size_per_gpu": args.batch_size // WORLD_SIZE,
+        "train_micro_batch_size_per_gpu": args.batch_size // world().size,
         "gradient_accumulation_steps": 1,
     }
     for name, ours in sizes.items():
         if config.get(name, "auto") not in ("auto", ours):
             fail(
                 f"--deepspeed_config {path} has {name} {config[name]}, and --batch-size "
-                f"{args.batch_size} on {WORLD_SIZE} ranks makes it {ours}; leave it out of the file"
+                f"{args.batch_size} on {world().size} ranks makes it {ours}; leave it out of the "
+                "file"
             )
     for entry, flags in REPLACED.items():
         if entry in config:
@@ -123,13 +124,13 @@ def save_snapshot(run, engine) -> None:
     def write(folder: Path) -> None:
         with raise_at_the_end(engine.checkpoint_engine, "save"):
             engine.save_checkpoint(folder, "zero", save_latest=False)
-        if RANK == 0:
+        if world().rank == 0:
             (folder / "latest").write_text("zero")  # for zero_to_fp32.py
 
     optimizer = engine.basic_optimizer
     tensors = optimizer_tensors(optimizer)
     tensors += [p for group in optimizer.param_groups for p in group["params"]]
-    size = count_bytes(engine.parameters()) + WORLD_SIZE * count_bytes(tensors)
+    size = count_bytes(engine.parameters()) + world().size * count_bytes(tensors)
     run.write_snapshot(write, size, scheduler=engine.lr_scheduler)
 
 
@@ -189,6 +190,6 @@ def gather_weights(engine) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         # gathers the fp32 copy, one tensor at a time; stage 0 has none
         whole = safe_get_full_fp32_param(parameter)
-        if whole is not None and RANK == 0:
+        if whole is not None and world().rank == 0:
             weights[name] = whole.cpu()
     return weights

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from harness.command_line import fail, import_optional
+from harness.cli import fail, import_optional
 
 TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these, and related files:
 SETTINGS = ["tokenizer_config.json", "special_tokens_map.json"]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from harness.command_line import ArgumentParser, fail, number
+from harness.cli import ArgumentParser, fail, number
 from libraries.pipelining import IN_A_V, SCHEDULES
 
 

@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch.distributed import pipelining
 
-from harness.command_line import fail
+from harness.cli import fail
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,  # all forward, then all backward (Huang et al. 2019)

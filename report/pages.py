@@ -141,7 +141,7 @@ def suite_blocks(root: Path, name: str, found: dict, proof: dict, predicted: dic
 def proof_note(root: Path, proof: dict, name: str) -> str:
     """The line below a table of the proof."""
     scripts = [f"{row['script'].split()[0]}.py" for row in proof[name]]
-    below = ["tests/silent/ranks.py"] if name == "silent_examples" else stale.BELOW
+    below = ["examples/silent/ranks.py"] if name == "silent_examples" else stale.BELOW
     since = stale.note(root, proof["commits"][name], scripts, below)
     about = f"torch {proof['versions']['torch']}; [results/proof.json](results/proof.json)"
     return f"\n\n{about}{since}"
@@ -167,7 +167,7 @@ def sweep_block(root: Path, found: dict) -> str:
 
 
 def hangs_block(root: Path) -> str:
-    """The results of tests/faults/hang.py."""
+    """The results of measure/faults/hang.py."""
     found = json.loads((root / "results" / "hangs.json").read_text())
     scripts = {f"{row['script']}.py" for row in found["rows"]}
     about = f"torch {found['torch']}; [results/hangs.json](results/hangs.json)"
@@ -216,7 +216,7 @@ def overhead_block(root: Path) -> str:
 
 
 def overhead_note(root: Path, name: str, found: dict) -> str:
-    """The line below a table of tests/measure_overhead.py."""
+    """The line below a table of measure/overhead.py."""
     where = f"{tables.machine_line(found['hardware'], True)}; torch {found['versions']['torch']}; "
     where += f"`{found['command']}`; [results/{name}.json](results/{name}.json)"
     scripts = [word for word in found["command"].split() if word.startswith("pytorch_")]

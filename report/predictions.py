@@ -26,7 +26,7 @@ def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
     drawn = dict.fromkeys(("estimate", "scaling"), f"not measured yet: `{AGAIN}`")
     if not found:
         return drawn
-    since = stale.note(root, found["git_commit"], ["estimator/published.py estimator"])
+    since = stale.note(root, found["git_commit"], ["measure/estimates/published.py estimator"])
     about = f"torch {found['versions']['torch']}; [results/estimate.json](results/estimate.json)"
     drawn["estimate"] = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
     drawn["scaling"] = "not measured yet: `python benchmark.py --suite scaling`"

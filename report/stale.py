@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 BELOW = ("common.py", "jobs", "harness")  # every script
-UNMEASURED = ("harness/hangs.py", "harness/diagnosis.py")  # act once a collective has failed
+UNMEASURED = ("hangs/watch.py", "hangs/diagnosis.py")  # act once a collective has failed
 SHOWN = 6  # files; if there are more, the note says how many
 UNKNOWN = "; since then: unknown"  # keep the note that is on the page
 

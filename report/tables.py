@@ -399,7 +399,7 @@ def silent_table(rows: list[dict]) -> str:
     return markdown(["mistake", "script", "off by"], lines)
 
 
-HANGS = {  # what rank 1 does, in tests/faults/hang.py
+HANGS = {  # what rank 1 does, in measure/faults/hang.py
     "skip": "skips a collective", "order": "calls two collectives in another order",
     "shape": "passes a tensor of another shape", "dtype": "passes another dtype",
     "loop": "is in an endless loop", "stop": "is stopped (SIGSTOP)",
@@ -431,7 +431,7 @@ TRIAL = re.compile(r"trial +\d+: (\w+) .*?(clean|wrong|hung|fallback|silent|fail
 
 
 def outcomes_table(path: Path, what: str) -> str:
-    """Trials by kind and outcome, from the output of tests/faults/*.py, with its last line."""
+    """Trials by kind and outcome, from the output of measure/faults/*.py, with its last line."""
     if not path.is_file():
         return "not measured yet"
     command, where, *trials, summary = path.read_text().splitlines()

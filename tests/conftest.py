@@ -336,8 +336,23 @@ def train(request, tmp_path_factory):
 
 
 @pytest.fixture
+def become(monkeypatch):
+    """A function that makes this process a rank, as a launcher would by its environment."""
+    from harness.world import world
+
+    def become_rank(rank=0, size=1, local_size=None):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for name, value in zip(names, (rank, rank, size, local_size or size), strict=True):
+            monkeypatch.setenv(name, str(value))
+        world.cache_clear()
+
+    yield become_rank
+    world.cache_clear()
+
+
+@pytest.fixture
 def measured(record_property):
-    """Notes what a test measured, for the README's tables: tests/collect_proof.py takes it from
+    """Notes what a test measured, for the README's tables: measure/collect_proof.py takes it from
     there."""
     return lambda table, **values: record_property(table, json.dumps(values))
 

@@ -31,7 +31,7 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launc
 
 import common  # noqa: E402
 from estimator.sent import Message, message_of  # noqa: E402
-from harness.ranks import gather_objects  # noqa: E402
+from harness.world import gather_objects  # noqa: E402
 
 
 class CountSent(TorchDispatchMode):

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 script = next(word for word in sys.argv if word.startswith("pytorch_"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
-from harness import ranks, run  # noqa: E402
+from harness import run  # noqa: E402
+from harness.world import world  # noqa: E402
 
 # `tolist` of a CPU tensor is not dispatched: hence the methods, besides the dispatcher's own.
 METHODS = ["item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__"]
@@ -63,7 +64,7 @@ def counted_batches(run, loader, epoch, *dtype):
         step = None
         if run.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    path = run.args.output_dir / f"waits-{ranks.RANK}.json"
+    path = run.args.output_dir / f"waits-{world().rank}.json"
     path.write_text(json.dumps(waits, indent=2) + "\n")
 
 

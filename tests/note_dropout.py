@@ -17,7 +17,7 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-from harness.ranks import RANK  # noqa: E402
+from harness.world import world  # noqa: E402
 
 forward = nn.Dropout.forward
 
@@ -27,7 +27,7 @@ def noted(layer, x: torch.Tensor) -> torch.Tensor:
     if layer.training:
         local = dropped.to_local() if isinstance(dropped, DTensor) else dropped
         mask = (local == 0).cpu().numpy().tobytes()
-        sys.stdout.write(f"mask {RANK} {hashlib.md5(mask).hexdigest()}\n")
+        sys.stdout.write(f"mask {world().rank} {hashlib.md5(mask).hexdigest()}\n")
         sys.stdout.flush()
     return dropped
 

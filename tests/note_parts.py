@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 script = next(word for word in sys.argv if word.startswith("pytorch_"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
-from harness import ranks, run  # noqa: E402
+from harness import run  # noqa: E402
+from harness.world import world  # noqa: E402
 
 steps, batches = [], run.Run.batches
 
@@ -46,7 +47,7 @@ def noted_batches(run, *args):
         dist.barrier()  # all ranks begin a step together
         steps.append([])
         yield batch
-    path = run.args.output_dir / f"parts-{ranks.RANK}.json"
+    path = run.args.output_dir / f"parts-{world().rank}.json"
     path.write_text(json.dumps(steps) + "\n")
 
 

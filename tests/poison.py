@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 script = next(word for word in sys.argv if word.startswith(("pytorch_", "lightning_")))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
-from harness import ranks, run  # noqa: E402
+from harness import run  # noqa: E402
+from harness.world import world  # noqa: E402
 
 WHAT, FIRST, LAST, RANK = os.environ["POISON"].split()
 batches, cross_entropy = run.Run.batches, F.cross_entropy
@@ -30,7 +31,7 @@ poisoned = False  # the present step
 def poisoned_batches(run, loader, epoch, *dtype):
     global poisoned
     for images, labels in batches(run, loader, epoch, *dtype):
-        poisoned = int(FIRST) <= run.step <= int(LAST) and ranks.RANK == int(RANK)
+        poisoned = int(FIRST) <= run.step <= int(LAST) and world().rank == int(RANK)
         yield images * float("nan") if poisoned and WHAT == "input" else images, labels
         poisoned = False
 

@@ -152,7 +152,7 @@ def test_a_file_that_is_not_for_it(script, ranks, file, words, tmp_path):
 
 def test_what_accelerate_does_by_default():
     """The numbers are of two ranks, and batches of 4 or, of five samples, 2."""
-    command = "torchrun --standalone --nproc_per_node=2 tests/accelerate_defaults.py"
+    command = "torchrun --standalone --nproc_per_node=2 measure/accelerate_defaults.py"
     defaults = json.loads(succeed(command, forked=True).lines[-1])
     # a step takes two batches, where rank 0 has the first and not, as by DistributedSampler, every
     # other sample; and it is two steps of the schedule

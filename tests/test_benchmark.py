@@ -210,7 +210,7 @@ def test_what_tests_measured_is_collected(checkout):
     )
     succeed("python -m pytest -o addopts= --junitxml=measured.xml test_record.py", cwd=checkout)
     path.unlink()
-    succeed("python tests/collect_proof.py measured.xml", cwd=checkout)
+    succeed("python measure/collect_proof.py measured.xml", cwd=checkout)
     collected = json.loads(path.read_text())
     for table in collect_proof.TABLES:
         assert collected[table] == proof[table]
@@ -356,7 +356,7 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
 @pytest.mark.parametrize("loop", ["bare", "pytorch_train"])
 def test_a_suite_keeps_what_peers_measure(loop, tmp_path):
     flags = "--train-samples 32 --batch-size 8 --max-steps 4 --model shufflenet_v2_x0_5 -j 1"
-    command = f"python tests/peers.py --loop {loop} --dataset synthetic {flags}"
+    command = f"python measure/peers.py --loop {loop} --dataset synthetic {flags}"
     succeed(f"{command} --output-dir {tmp_path}", forked=True)
     result = json.loads((tmp_path / "result.json").read_text())
     of_text = "context samples_per_second tokens_per_second first_step_seconds reviews_per_second"

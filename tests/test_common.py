@@ -119,9 +119,9 @@ def test_defaults_depend_on_device_and_dataset(monkeypatch, tmp_path):
     assert (args.batch_size, args.epochs, args.train_samples) == (128, 5, None)
 
 
-def test_reference_job_is_written_down(monkeypatch, tmp_path):
+def test_reference_job_is_written_down(monkeypatch, tmp_path, become):
     monkeypatch.setattr(sys, "argv", ["x.py", "@config/reference.args", "--epochs", "2"])
-    monkeypatch.setattr(common, "RANK", 1)
+    become(rank=1, size=2)
     args = common.parse_args(common.argument_parser(""))
     assert (args.model, args.image_size, args.batch_size) == ("resnet50", 224, 128)
     assert (args.dataset, args.epochs) == ("cifar10", 2), "a later flag wins"

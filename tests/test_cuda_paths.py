@@ -11,8 +11,9 @@ from conftest import ONE_PROCESS, cases, launch, succeed
 from fake_gpu import GIB, FakeCuda
 
 import common
-from harness import clock, ranks, result
-from harness.task_data import TaskData
+import harness.world
+from harness import clock, result
+from harness.data import TaskData
 from jobs import classifiers, images
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
@@ -357,10 +358,8 @@ def arguments(**changes):
 
 
 @pytest.fixture
-def four_ranks(monkeypatch, cuda):
-    monkeypatch.setattr(common, "LOCAL_WORLD_SIZE", 4)
-    monkeypatch.setattr(common, "WORLD_SIZE", 4)
-    monkeypatch.setattr(common, "LAUNCHED", True)
+def four_ranks(monkeypatch, cuda, become):
+    become(size=4)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(common.os, "sched_getaffinity", lambda _: range(10), raising=False)
     called = []
@@ -377,9 +376,11 @@ def test_get_device(four_ranks):
 
 def test_get_device_where_each_rank_sees_one_gpu(four_ranks, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(ranks, "launcher_words", lambda: ["torchrun", "--virtual-local-rank"])
+    monkeypatch.setattr(
+        harness.world, "launcher_words", lambda: ["torchrun", "--virtual-local-rank"]
+    )
     assert common.get_device(arguments(), 0) == torch.device("cuda:0")
-    monkeypatch.setattr(ranks, "launcher_words", lambda: ["torchrun"])
+    words.remove("--virtual-local-rank")
     with pytest.raises(SystemExit, match="2"):
         common.get_device(arguments(), 0)
     [line] = capsys.readouterr().err.splitlines()

@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
 import common
-from harness import loaders
+from harness import data
 from jobs import images as job
 
 JOB = (
@@ -31,7 +31,7 @@ JOB = (
 def no_loader_is_waited_for():
     """Its processes ignore signals, so a loader that Python frees later would wait for them."""
     yield
-    loaders.kill_loaders()
+    data.kill_loaders()
 
 
 def arguments(**changes):
@@ -168,7 +168,7 @@ def test_an_unreadable_image_met_while_training(workers, image_folder, monkeypat
     on_disk = job.folder(args, "train")
     on_disk.images[20] = __file__
     with pytest.raises(SystemExit) as exit:
-        list(loaders.batches_of(common.make_loader(args, on_disk, 8)))
+        list(data.batches_of(common.make_loader(args, on_disk, 8)))
     assert exit.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"error: cannot read the image {__file__} (UnidentifiedImageError)" in line
@@ -268,7 +268,7 @@ from jobs.images import fetch_cifar10
 class Slow:
     base_folder, url = "cifar-10-batches-py", "http://localhost/cifar"
     def __init__(self, root, download):
-        assert download and common.RANK == 0
+        assert download and common.world().rank == 0
         time.sleep(2)
         (root / self.base_folder).mkdir(parents=True)
 
@@ -276,7 +276,7 @@ torchvision.datasets.CIFAR10 = Slow
 urllib.request.urlopen = lambda request, timeout: io.BytesIO()
 dist.init_process_group("gloo")
 found = fetch_cifar10(Path(sys.argv[1]))
-sys.stdout.write(f"rank {common.RANK}: {found}\\n")  # at once: both ranks get here together
+sys.stdout.write(f"rank {common.world().rank}: {found}\\n")  # at once: both ranks get here together
 sys.stdout.flush()
 dist.destroy_process_group()
 """

@@ -21,11 +21,11 @@ from estimator import (
     recommend,
     techniques,
 )
-from estimator.allocator import MIB, Allocator
 from estimator.fit import LargestBatch
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, load_function
 from estimator.sent import Message
+from measure.estimates.allocator import MIB, Allocator
 
 IMAGES = "--model resnet18 --batch-size 32"
 TEXT = "--model gpt-4x4x64 --context 64 --batch-size 16"
@@ -132,7 +132,7 @@ def test_the_page_shows_what_is_printed():
 def test_published_figures_are_met(name):
     """Of the table this repository began from: within 3 %, of a batch of one within 50 MB, and
     below, as they have workspaces besides. The committed figures are those predicted now."""
-    code = f"from estimator.published import *; print(predict_published({name!r}))"
+    code = f"from measure.estimates.published import *; print(predict_published({name!r}))"
     predicted = int(succeed([sys.executable, "-c", code]).stdout)
     size = 1e9 * published.PUBLISHED[name][0]
     assert 0 < size - predicted < (50e6 if "batch 1" in name else 0.03 * size)
@@ -147,7 +147,8 @@ def test_published_figures_are_met(name):
 def test_figures_published_elsewhere_are_met(name):
     """Of PyTorch's recipe to the million; of DeepSpeed's example all but 64 MiB, as much as two
     workspaces are, to what it rounds. Both pages show what is predicted now."""
-    code = f"from estimator.published_elsewhere import *; print(*predict_elsewhere({name!r}))"
+    code = "from measure.estimates.published_elsewhere import *; "
+    code += f"print(*predict_elsewhere({name!r}))"
     predicted = succeed([sys.executable, "-c", code]).stdout.splitlines()[-1].split()
     _, unit, figures, options = published_elsewhere.ELSEWHERE[name]
     sizes = [int(size) / unit for size in predicted]

@@ -249,7 +249,7 @@ def listening(process):
 def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
     """It does not wait for them, nor the launcher for it."""
     fault = {"kind": "exception", "rank": 1, "step": 3, "phase": "forward"}
-    command = f"{launcher('pytorch_torchrun_DDP', 2, 'tests/faults/victim.py')} {SMALL}"
+    command = f"{launcher('pytorch_torchrun_DDP', 2, 'measure/faults/victim.py')} {SMALL}"
     finished = launch(
         f"{command} --workers 1 --output-dir {tmp_path}/run",
         timeout=60,
@@ -313,10 +313,10 @@ sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import small_resnet
 script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
-from harness import ranks
+from harness.world import world
 save = torch.save
 def save_or_fail(state, path, *args, **kwargs):
-    if ranks.RANK == {rank} and "{name}" in str(path) and "step-00000002" in str(path):
+    if world().rank == {rank} and "{name}" in str(path) and "step-00000002" in str(path):
         raise OSError(122, "Disk quota exceeded")
     return save(state, path, *args, **kwargs)
 torch.save = save_or_fail

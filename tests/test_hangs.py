@@ -1,4 +1,4 @@
-"""Ranks that wait for another rank in vain: the diagnosis. See tests/faults/hang.py."""
+"""Ranks that wait for another rank in vain: the diagnosis. See measure/faults/hang.py."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ def test_rank_collective_and_line_are_named(script, fault):
 def test_under_its_launcher(tmp_path):
     """Which holds the store. It does not have to wait for the stopped rank, which ends itself."""
     fault = {"kind": "stop", "rank": 1, "step": 3, "phase": "forward", "events": f"{tmp_path}/e"}
-    command = launcher("pytorch_torchrun_DDP", 2, "tests/faults/victim.py")
+    command = launcher("pytorch_torchrun_DDP", 2, "measure/faults/victim.py")
     command += f" {JOB} --model small_resnet --timeout 5 --output-dir {tmp_path}/run"
     finished = launch(command, timeout=60, FAULT=json.dumps(fault))
     assert finished.code == 1
@@ -40,7 +40,7 @@ def test_under_its_launcher(tmp_path):
 ALWAYS_ASKING = """
 import os, pathlib, time
 import torch.distributed as dist
-from harness import hangs
+from hangs import watch as hangs
 store = dist.TCPStore("127.0.0.1", 0, is_master=True)
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
 watch = hangs.Watch(pathlib.Path("script.py"), pathlib.Path("flight_recorder"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import launch
 
-from harness import clock, phases, ranks, stop, trace
+from harness import clock, phases, profile, stop, world
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
@@ -96,15 +96,15 @@ def test_what_tensors_take_on_a_cpu():
     kept = torch.zeros(4 * mib, dtype=torch.uint8)
     data = torch.utils.data.TensorDataset(torch.zeros(64 * mib, dtype=torch.uint8))
     data.images = data.tensors[0]
-    before = trace.bytes_of_tensors()
+    before = profile.bytes_of_tensors()
     assert kept.nbytes <= before < data.images.nbytes
-    profile = trace.AllocatorProfile()
-    profile.start()
+    look = profile.AllocatorProfile()
+    look.start()
     most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
     del most
     grown = torch.zeros(2 * mib, dtype=torch.uint8)
-    assert profile.peak_bytes() == before + 24 * mib
-    assert trace.bytes_of_tensors() == before + grown.nbytes
+    assert look.peak_bytes() == before + 24 * mib
+    assert profile.bytes_of_tensors() == before + grown.nbytes
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,11 @@ def test_ranks_that_srun_or_mpirun_leaves_unclear(env, words, tmp_path):
     assert all(word in line for word in words.split(", "))
 
 
-def test_mpirun_says_how_many_ranks_are_here(monkeypatch):
-    monkeypatch.setattr(ranks, "WORLD_SIZE", 8)
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    assert ranks.count_local_ranks() is None
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
-    assert ranks.count_local_ranks() == 4
-    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert ranks.count_local_ranks() == 8
+def test_mpirun_says_how_many_ranks_are_here():
+    env = {"WORLD_SIZE": "8", "MASTER_ADDR": "node1"}
+    assert world.count_local_ranks(env) is None
+    assert world.count_local_ranks(env | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == 4
+    assert world.count_local_ranks(env | {"MASTER_ADDR": "127.0.0.1"}) == 8
 
 
 # ----------------------------------------------------------------------------------------- votes
@@ -158,9 +152,9 @@ class Ranks:
 
 
 @pytest.mark.parametrize("seconds, last", [(0.001, 2002), (0.1, 22), (0.6, 6), (5, 6)])
-def test_votes_come_about_twice_a_second(seconds, last, monkeypatch):
+def test_votes_come_about_twice_a_second(seconds, last, monkeypatch, become):
     """And are read one step later; a slow step has a vote each."""
-    monkeypatch.setattr(stop, "WORLD_SIZE", 2)
+    become(size=2)
     monkeypatch.setattr(stop, "dist", Ranks())
     now = 0.0
     monkeypatch.setattr(stop.time, "perf_counter", lambda: now)

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import common
-from harness import command_line
+from harness import cli
 
 SCRIPTS = [
     path.stem
@@ -65,10 +65,10 @@ def test_settings_are_what_was_given(monkeypatch, tmp_path):
     (tmp_path / "job.args").write_text("--epochs 2  # few\n--lr 0.1\n")
     given = [f"@{tmp_path}/job.args", "--local_rank=1", "--data-dir", "a folder"]
     monkeypatch.setattr(sys, "argv", ["x.py", *given])
-    assert command_line.given_flags() == "--epochs 2 --lr 0.1 --data-dir 'a folder'"
+    assert cli.given_flags() == "--epochs 2 --lr 0.1 --data-dir 'a folder'"
     monkeypatch.setattr(sys, "argv", ["x.py", "--epochs", "2"])
     args = common.parse_args(common.argument_parser(""))
-    words = command_line.settings(args)
+    words = cli.settings(args)
     assert words[words.index("--epochs") + 1] == "2" and "--batch-size" in words
 
 

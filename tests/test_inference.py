@@ -76,7 +76,7 @@ def infer(flags):
         by_hand=f"python model_inference.py {flags}",
         code=code,
         stdout=stdout.getvalue(),
-        stderr=stderr.getvalue().replace(f"{common.SCRIPT}: ", "model_inference: "),
+        stderr=stderr.getvalue().replace(f"{common.this_script()}: ", "model_inference: "),
         seconds=0,
     )
 

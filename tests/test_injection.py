@@ -68,20 +68,20 @@ def test_the_injector_notices_what_is_wrong(tmp_path):
     assert loads in text
     begins = "run.start(model.module, optimizer, scheduler, None)"
     broken.write_text(text.replace(loads, begins))
-    command = "python tests/faults/inject.py --trials 1 --seed 3 --kinds kill --forked"
+    command = "python measure/faults/inject.py --trials 1 --seed 3 --kinds kill --forked"
     finished = launch([*command.split(), "--script", broken])
     assert finished.code == 1, str(finished)
     assert "1 trials: 0 clean, 1 wrong, 0 hung" in finished.stdout
-    finished = launch("python tests/faults/inject.py --script pytorch_nothing.py", forked=True)
+    finished = launch("python measure/faults/inject.py --script pytorch_nothing.py", forked=True)
     assert finished.code == 2 and "pytorch_nothing.py" in finished.stderr
 
 
 @pytest.mark.full
 def test_an_interrupted_copy_is_not_used():
-    finished = succeed("python tests/faults/copies.py --trials 8 --seed 1")
+    finished = succeed("python measure/faults/copies.py --trials 8 --seed 1")
     assert "8 trials: 8 clean, 0 wrong, 0 hung" in finished.stdout
 
 
 def test_no_damaged_snapshot_is_loaded():
-    finished = succeed("python tests/faults/corrupt.py --trials 40 --seed 1", forked=True)
+    finished = succeed("python measure/faults/corrupt.py --trials 40 --seed 1", forked=True)
     assert "40 trials: 40 fallback, 0 silent, 0 failed" in finished.stdout

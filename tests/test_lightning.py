@@ -25,7 +25,7 @@ from test_parity import relative_difference
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from harness.loaders import Batches
+from harness.data import Batches
 
 lightning = pytest.importorskip("lightning")
 

@@ -375,7 +375,8 @@ def test_a_mistake_that_one_rank_alone_makes_is_reported_too(tmp_path):
     """Local rank 0 does not speak for it, so it speaks itself before long."""
     script = tmp_path / "alone.py"
     script.write_text(
-        "import time, common\ncommon.fail('only here') if common.RANK == 1 else time.sleep(50)\n"
+        "import time, common\n"
+        "common.fail('only here') if common.world().rank == 1 else time.sleep(50)\n"
     )
     command = f"torchrun --standalone --nproc_per_node=2 {script}"
     finished = launch(command, timeout=60, PYTHONPATH=str(ROOT))
@@ -389,9 +390,9 @@ def test_single_process_script_under_a_launcher(tmp_path):
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_more_ranks_than_gpus(local_rank, monkeypatch, capsys):
+def test_more_ranks_than_gpus(local_rank, monkeypatch, capsys, become):
     """Found by every rank at once, before any waits for another."""
-    monkeypatch.setattr(common, "LOCAL_WORLD_SIZE", 2)
+    become(size=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit) as exit:
         common.get_device(argparse.Namespace(device="cuda"), local_rank)

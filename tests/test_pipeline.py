@@ -131,11 +131,12 @@ import os, runpy, signal, sys
 sys.path.insert(0, {root!r})
 script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
-from harness import ranks, run
+from harness import run
+from harness.world import world
 batches = run.Run.batches
 def batches_and_a_signal(run, *args):
     for batch in batches(run, *args):
-        if run.step == 3 and ranks.RANK == 1:
+        if run.step == 3 and world().rank == 1:
             os.kill(os.getpid(), signal.{name})
         yield batch
 run.Run.batches = batches_and_a_signal

@@ -64,7 +64,7 @@ ELSEWHERE = {  # commands, by what runs them
     "test_resume.py": ["torchrun --standalone --max-restarts=3"],
     "test_reviews.py": ["python pytorch_SingleGPU.py --dataset reviews --data-dir PATH"],
     "test_a_script_is_its_parent_and_a_technique": ["diff pytorch_"],
-    "test_silent_examples.py": ["python tests/silent/"],
+    "test_silent_examples.py": ["python examples/silent/"],
     "test_slow.py": ["torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace"],
     "test_text.py": ["python pytorch_SingleGPU.py --model gpt-nano"],
     "test_timeline.py": ["python timeline.py"],
@@ -168,7 +168,7 @@ def test_the_flags_of_each_command(command, monkeypatch):
     words = shlex.split(command)
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     monkeypatch.setattr(sys, "argv", words[at:])
-    monkeypatch.setattr(choice, "SCRIPT", words[at].removesuffix(".py"))
+    monkeypatch.setattr(choice, "this_script", lambda: words[at].removesuffix(".py"))
     monkeypatch.chdir(ROOT)
     with pytest.raises(Parsed):
         runpy.run_path(words[at], run_name="__main__")

@@ -29,10 +29,11 @@ from conftest import (
 )
 
 import common
-from harness import mirror, remote
-from harness.mirror import RemoteStore
-from harness.remote import Remote, RemoteError
 from harness.snapshots import SUMS, find_damage
+from remote import mirror
+from remote import storage as remote
+from remote.mirror import RemoteStore
+from remote.storage import Remote, RemoteError
 
 JOB = (
     "--model gpt-1x2x16 --context 16 --dataset synthetic --train-samples 96 --eval-samples 12 "

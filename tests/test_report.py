@@ -84,7 +84,7 @@ def clone(tmp_path):
         command = ["git", "-C", tmp_path, *f"{name} {words}".split()]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    names = "common.py", "harness/run.py", "harness/hangs.py", "pytorch_DDP.py", "pytorch_DP.py"
+    names = "common.py", "harness/run.py", "hangs/watch.py", "pytorch_DDP.py", "pytorch_DP.py"
     for path in (*names, "docs/a.py", "results/a.json"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(
@@ -106,9 +106,9 @@ def test_changed_code_makes_a_result_stale(clone):
     (root / "harness/new.py").write_text("import os\n")
     (root / "pytorch_DP.py").unlink()
     (root / "results/a.json").write_text("")
-    (root / "harness/hangs.py").unlink()
+    (root / "hangs/watch.py").unlink()
     assert stale.note(root, commit, commands) == ""
-    assert stale.note(root, commit, commands, ["harness/hangs.py"]).endswith(": harness/hangs.py")
+    assert stale.note(root, commit, commands, ["hangs/watch.py"]).endswith(": hangs/watch.py")
     (root / "common.py").write_text(old.replace("1", "2"))
     (root / "harness/run.py").unlink()
     said = "; since then changed: common.py, harness/run.py"

@@ -11,7 +11,7 @@ from conftest import launcher, snapshots, started, state, succeed, wait_for
 from small_resnet import small_resnet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from harness import checkpoint
+from harness.state import load_plain
 from jobs.classifiers import use_group_norm
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"
@@ -191,7 +191,7 @@ def test_how_a_step_is_computed_is_the_scripts_to_say():
     model = torch.nn.Linear(2, 2)
     plain, fused = (torch.optim.SGD(model.parameters(), 0.1, fused=f) for f in (False, True))
     snapshot = {"model": model.state_dict(), "optimizer": plain.state_dict()}
-    checkpoint.load_plain(Path("snapshot"), snapshot, model, fused)
+    load_plain(Path("snapshot"), snapshot, model, fused)
     assert fused.param_groups[0]["fused"] is True
 
 

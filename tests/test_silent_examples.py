@@ -1,4 +1,4 @@
-"""The examples in tests/silent/: right is right, and wrong is far off. docs/silent_mistakes.md
+"""The examples in examples/silent/: right is right, and wrong is far off. docs/silent_mistakes.md
 shows their lines."""
 
 import re
@@ -50,13 +50,13 @@ INEXACT = {"same_dropout": 0.05, "batchnorm_statistics": 1e-3}
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_right_and_wrong(name, measured):
-    finished = succeed(f"python tests/silent/{name}.py", forked=True)
+    finished = succeed(f"python examples/silent/{name}.py", forked=True)
     (kind, _, of, right), *wrongs = LINE.findall(finished.stdout)
     assert kind == "right" and float(right) < INEXACT.get(name, 1e-11)
     assert [mistake for _, mistake, _, _ in wrongs] == list(EXAMPLES[name])
     for _, mistake, _, wrong in wrongs:
         words, effect = EXAMPLES[name][mistake]
-        row = {"script": f"tests/silent/{name}", "mistake": words, "effect": effect, "of": of}
+        row = {"script": f"examples/silent/{name}", "mistake": words, "effect": effect, "of": of}
         measured("silent_examples", **row, right=float(right), value=float(wrong))
         assert float(wrong) > 0.01
 
@@ -64,9 +64,9 @@ def test_right_and_wrong(name, measured):
 def test_the_page_shows_their_lines():
     """Each code block names its file, and every line of it stands there; no example is left out."""
     page = (ROOT / "docs/silent_mistakes.md").read_text()
-    blocks = re.findall(r"^```python\n# tests/silent/(\w+)\.py\n(.*?)^```", page, re.M | re.S)
+    blocks = re.findall(r"^```python\n# examples/silent/(\w+)\.py\n(.*?)^```", page, re.M | re.S)
     assert sorted(name for name, _ in blocks) == sorted(EXAMPLES)
-    assert {p.stem for p in (ROOT / "tests/silent").glob("*.py")} == {*EXAMPLES, "two_ranks"}
+    assert {p.stem for p in (ROOT / "examples/silent").glob("*.py")} == {*EXAMPLES, "two_ranks"}
     for name, block in blocks:
-        lines = {line.strip() for line in (ROOT / f"tests/silent/{name}.py").open()}
+        lines = {line.strip() for line in (ROOT / f"examples/silent/{name}.py").open()}
         assert {line.strip() for line in block.splitlines()} - {""} <= lines, name

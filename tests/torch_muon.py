@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import common  # noqa: E402
-from harness.ranks import RANK  # noqa: E402
+from harness.world import world  # noqa: E402
 
 source = inspect.getsource(_muon._zeropower_via_newtonschulz)
 for cast in ("grad.to(dtype=torch.bfloat16, copy=True)", "grad.bfloat16()"):  # the latter: 2.11
@@ -75,7 +75,7 @@ def make_scheduler(args, optimizer, *rest):
     def counted(*arguments, **options):
         with CountFlops() as counter:
             result = step(*arguments, **options)
-        sys.stdout.write(f"flops {RANK} {counter.flops}\n")
+        sys.stdout.write(f"flops {world().rank} {counter.flops}\n")
         return result
 
     optimizer.step = counted

@@ -43,7 +43,7 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 import small_resnet  # noqa: E402, F401  a model to choose
 
 from harness import snapshots, stop  # noqa: E402
-from harness.ranks import RANK, RESTARTS  # noqa: E402
+from harness.world import world  # noqa: E402
 from jobs import images, text  # noqa: E402
 
 FAULT = json.loads(os.environ["FAULT"])
@@ -51,7 +51,7 @@ COLLECTIVES = "skip", "order", "shape", "dtype"
 step = 0  # of this start, the first is 1
 place = 0, 0  # the same, as epoch and step
 stop.VOTE_EVERY = 0  # the job ends sooner than half a second from a signal
-armed = RESTARTS == 0 and RANK == FAULT["rank"]
+armed = world().restarts == 0 and world().rank == FAULT["rank"]
 
 
 class InjectedFault(Exception):
@@ -61,7 +61,7 @@ class InjectedFault(Exception):
 def note(event, at=None):
     epoch, index = at or place
     with open(FAULT["events"], "a") as file:
-        file.write(f"{time.time():.3f} {event} {RESTARTS} {epoch} {index}\n")
+        file.write(f"{time.time():.3f} {event} {world().restarts} {epoch} {index}\n")
 
 
 def happen(phase):
@@ -143,14 +143,14 @@ nn.modules.module.register_module_forward_hook(in_backward)
 
 
 def after_first_step(*_):
-    if step == 1 and RANK == 0:
+    if step == 1 and world().rank == 0:
         note("step")
 
 
 def before_optimizer(*_):
     happen("optimizer")
     if FAULT["kind"] in COLLECTIVES and step == FAULT["step"]:
-        call_collectives(FAULT["kind"], RANK == FAULT["rank"])
+        call_collectives(FAULT["kind"], world().rank == FAULT["rank"])
 
 
 register_optimizer_step_pre_hook(before_optimizer)
@@ -165,10 +165,10 @@ def write_in_halves(writer, plan, planner):
     results = write_data(writer, plan, planner)
     if Path(writer.path).parent.name != "snapshots":  # it is a part of one of the harness's
         return results
-    if RANK > 0 and written:
+    if world().rank > 0 and written:
         happen("after rename")
     written += 1
-    for path in Path(writer.path).glob(f"__{RANK}_*.distcp"):
+    for path in Path(writer.path).glob(f"__{world().rank}_*.distcp"):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         happen("during write")
@@ -186,7 +186,7 @@ def rename_and_note(files, path, new_path):
 
 
 FileSystemWriter.write_data, filesystem.FileSystem.rename = write_in_halves, rename_and_note
-if RANK == 0:
+if world().rank == 0:
     note("start")
     save = torch.save
 

@@ -1,6 +1,6 @@
 """Other ways to write the loop of pytorch_SingleGPU.py, which benchmark.py compares with it.
 
-    python tests/peers.py --loop pytorch_train --dataset synthetic --max-steps 24
+    python measure/peers.py --loop pytorch_train --dataset synthetic --max-steps 24
 
 bare           only forward, backward and step, on batches that are on the device: the upper limit
 pytorch_train  as in the page that this repository began from: PIL images, transformed one by one in

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from harness.ranks import LOCAL_RANK, RANK, RESTARTS, SCRIPT, why_ranks_are_unclear
+from harness.world import this_script, why_ranks_are_unclear, world
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -26,9 +26,9 @@ def fail(message: object, code: int = 2) -> NoReturn:
     stops the others while they wait; a rank that is still alive after the wait prints its own.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the signal by which the launcher stops ranks
-    if LOCAL_RANK:
-        time.sleep(2 + LOCAL_RANK)
-    print(f"{SCRIPT}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    if world().local_rank:
+        time.sleep(2 + world().local_rank)
+    print(f"{this_script()}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -86,7 +86,7 @@ class ArgumentParser(argparse.ArgumentParser):
         fail(f"{message} (--help lists the flags)")
 
     def print_help(self, file=None) -> None:
-        if RANK == 0:
+        if world().rank == 0:
             super().print_help(file)
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
@@ -178,9 +178,9 @@ def add_run_flags(parser: ArgumentParser) -> None:
     """Add the flags for output, hardware, and reproducibility and profiling."""
     # fmt: off
     flag = parser.add_flags("output")
-    flag("--output-dir", type=place, default=Path("runs", SCRIPT), metavar="DIR",
+    flag("--output-dir", type=place, default=Path("runs", this_script()), metavar="DIR",
          help="folder for everything that the run writes. This and --resume, --data-dir and "
-         f"--weights may be URLs, such as s3://bucket/run (default: runs/{SCRIPT})")
+         f"--weights may be URLs, such as s3://bucket/run (default: runs/{this_script()})")
     flag("--resume", metavar="auto|none|PATH", default="none", type=trim_url,
          help="resume from this snapshot; auto: from the newest valid one in --output-dir, if any "
          "(default: none, but a run that its launcher restarts resumes)")
@@ -225,7 +225,7 @@ def check_flags(args: argparse.Namespace) -> None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.trace and args.profile_memory:
         fail("--trace and --profile-memory both profile the last step; leave out one of them")
-    first = RESTARTS == 0  # after a restart, the run resumes from its own snapshots
+    first = world().restarts == 0  # after a restart, the run resumes from its own snapshots
     here = args.resume not in ("auto", "none") and "://" not in args.resume
     if first and here and not Path(args.resume).exists():
         fail(f"--resume {args.resume}: no such folder; give auto, none or a snapshot's folder")

@@ -1,9 +1,9 @@
 """Measure the overhead of a training script's own code, in interleaved steps of one process, so
 that the load of the machine affects all of them. The last line always gives both medians.
 
-    python tests/measure_overhead.py loop pytorch_SingleGPU.py --max-steps 60
-    torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py marks pytorch_DDP.py ...
-    torchrun --standalone --nproc_per_node=2 tests/measure_overhead.py saves \\
+    python measure/overhead.py loop pytorch_SingleGPU.py --max-steps 60
+    torchrun --standalone --nproc_per_node=2 measure/overhead.py marks pytorch_DDP.py ...
+    torchrun --standalone --nproc_per_node=2 measure/overhead.py saves \\
         pytorch_checkpoint.py --async-save --snapshot-every 5 --model gpt-6x6x384 ...
 
 loop   alternates the script's steps with those of a bare loop: same model, optimizer and DDP
@@ -43,12 +43,12 @@ from harness.phases import Phases  # noqa: E402
 
 def write_result(name: str, **found) -> None:
     """Into results/, with the command, the machine and the commit."""
-    n = common.WORLD_SIZE
+    n = common.world().size
     launcher = f"torchrun --nproc_per_node={n}" if n > 1 else "python"
-    found["command"] = f"{launcher} tests/measure_overhead.py {what} "
+    found["command"] = f"{launcher} measure/overhead.py {what} "
     found["command"] += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
-    if common.RANK == 0:
+    if common.world().rank == 0:
         (ROOT / "results" / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -67,7 +67,7 @@ def compare_with_bare_loop() -> str:
             )
             model.broadcast_buffers = False
         optimizer = common.make_optimizer(args, model)
-        batch = run.train_set.__getitems__(list(range(args.batch_size // common.WORLD_SIZE)))
+        batch = run.train_set.__getitems__(list(range(args.batch_size // common.world().size)))
         images, labels = run.train_set.prepare(batch, run.device, args.seed, 0, 0)
 
         clock = StepClock([run.device])

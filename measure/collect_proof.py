@@ -1,7 +1,7 @@
 """Put what the tests measured into results/proof.json, for benchmark.py --render.
 
 python -m pytest -m '' --junitxml=measured.xml
-python tests/collect_proof.py measured.xml [more.xml ...]
+python measure/collect_proof.py measured.xml [more.xml ...]
 """
 
 import json

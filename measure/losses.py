@@ -1,7 +1,7 @@
 """Compare the evaluation loss of a technique with that of the one it replaces, for three seeds.
 
-    python tests/measure_losses.py muon [flags, such as --data-dir]
-    python tests/measure_losses.py float8
+    python measure/losses.py muon [flags, such as --data-dir]
+    python measure/losses.py float8
 
 muon    pytorch_Muon.py against AdamW, after 600 steps of nanoGPT's recipe
         (config/shakespeare.args), at three learning rates each, as the best one may differ.

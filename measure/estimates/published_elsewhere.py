@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.checkpoint import checkpoint
 
 from estimator import fakes, trial
-from estimator.allocator import allocated_at
 from estimator.live_bytes import LiveBytes
+from measure.estimates.allocator import allocated_at
 
 SMALL = {"layers": 12, "width": 1024, "heads": 16, "batch_size": 4}  # 254 million parameters
 LARGE = {"layers": 32, "width": 4096, "heads": 32, "batch_size": 1}  # 6.86 billion

@@ -1,6 +1,6 @@
 """Measure the bubble of a pipeline: the share of a step in which a rank computes nothing.
 
-    python tests/measure_bubble.py
+    python measure/bubble.py
 
 Trains with each schedule of pytorch_PP.py on two ranks, and writes results/bubble.json: the shares,
 averaged over the ranks, by the formula; as counted in the schedule's order, where backward takes

@@ -10,10 +10,10 @@ import os
 import shutil
 import uuid
 
-from harness.command_line import fail
-from harness.ranks import RANK, Failed, is_first_here, print0, together
-from harness.remote import Remote, RemoteError, is_url, or_fail
+from harness.cli import fail
 from harness.snapshots import SUMS, SnapshotStore, find_damage, list_files, list_snapshots
+from harness.world import Failed, is_first_here, print0, together, world
+from remote.storage import Remote, RemoteError, is_url, or_fail
 
 RUN_ID, RESULT = "run_id", "result.json"
 
@@ -123,7 +123,7 @@ class RemoteStore(SnapshotStore):
     def copy_snapshot(self, folder) -> str | None:
         self.behind.append(folder.name)
         try:
-            together(self.upload_snapshots, here=RANK == 0)
+            together(self.upload_snapshots, here=world().rank == 0)
         except Failed as error:
             return f"{error}; the snapshot is kept in {folder}"
         return None
@@ -149,7 +149,7 @@ class RemoteStore(SnapshotStore):
 
     def copy_results(self) -> None:
         try:
-            together(self.upload_results, here=RANK == 0)
+            together(self.upload_results, here=world().rank == 0)
         except Failed as error:
             fail(
                 f"{error}; all files are in {self.output_dir}; to upload them, run the same "

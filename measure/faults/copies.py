@@ -1,6 +1,6 @@
 """Kill a process while it uploads a snapshot, again and again, and see what the others find.
 
-    python tests/faults/copies.py --trials 200 --seed 7
+    python measure/faults/copies.py --trials 200 --seed 7
 
 A trial has an S3 server on this machine, with one complete snapshot. A process uploads the next one
 and is killed after a random time. Then another machine (an empty folder) downloads what a run with
@@ -35,8 +35,8 @@ import file_servers  # noqa: E402
 import s3fs  # noqa: E402
 
 from harness.measure import git_commit  # noqa: E402
-from harness.mirror import RemoteStore, by_snapshot, complete  # noqa: E402
 from harness.snapshots import find_damage, write_snapshot  # noqa: E402
+from remote.mirror import RemoteStore, by_snapshot, complete  # noqa: E402
 
 FILES, BYTES = ("state.pt", "shards/__0_0.distcp", "shards/__1_0.distcp"), 2**22
 BEGUN = os.pipe()  # of a process that begins to upload
@@ -64,7 +64,7 @@ def main():
 
 
 def run_trials(args, folder):
-    print(f"$ python tests/faults/copies.py {shlex.join(sys.argv[1:])}")
+    print(f"$ python measure/faults/copies.py {shlex.join(sys.argv[1:])}")
     print(f"commit {git_commit()}, torch {torch.__version__}; S3 by moto, on loopback", flush=True)
     rng, ended = random.Random(args.seed), []
     assert in_process(folder, lambda: s3fs.S3FileSystem().mkdir("bucket")) == 0

@@ -30,9 +30,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from harness.diagnosis import call_of, describe, diagnose
-from harness.ranks import RANK, RESTARTS, WORLD_SIZE, print0
+from hangs.diagnosis import call_of, describe, diagnose
 from harness.trust import PlainUnpickler
+from harness.world import print0, world
 
 WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
 WORDS += ("Broken pipe",)  # in errors of gloo, NCCL and the store: another rank is late or gone
@@ -77,7 +77,7 @@ class Watch:
         atexit.register(self.stop_listening)
         if threading.current_thread() is threading.main_thread() and sys.platform == "linux":
             signal.signal(signal.SIGCONT, self.after_stop)
-        if RANK == 0:
+        if world().rank == 0:
             self.explain_last_run()
 
     def explain_last_run(self) -> None:
@@ -115,7 +115,7 @@ class Watch:
     def listen(self) -> None:
         try:
             store = connect()
-            store.set(f"process {RANK}", json.dumps([socket.gethostname(), os.getpid()]))
+            store.set(f"process {world().rank}", json.dumps([socket.gethostname(), os.getpid()]))
             if not self.appears(store, "failed"):
                 return
             self.tell(store, main_frames(), "")
@@ -146,8 +146,8 @@ class Watch:
             store.set("failed", "")
             self.tell(store, frames, why)
             accounts, silent = collect(store)
-            if store.compare_set("printer", "", str(RANK)) == str(RANK).encode():
-                report = self.write_report(accounts, silent, WORLD_SIZE)
+            if store.compare_set("printer", "", str(world().rank)) == str(world().rank).encode():
+                report = self.write_report(accounts, silent, world().size)
                 print(f"{self.script.stem}: error: {report}", file=sys.stderr, flush=True)
                 store.set("printed", "")
             store.wait(["printed"], timedelta(seconds=ANSWER))
@@ -160,14 +160,14 @@ class Watch:
             return
         recorded = read_recorder()
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{PREFIX}{RANK}").write_bytes(pickle.dumps(recorded))
-        if stopped := store.check([f"stopped {RANK}"]) and bool(self.stopped_at):
+        (self.folder / f"{PREFIX}{world().rank}").write_bytes(pickle.dumps(recorded))
+        if stopped := store.check([f"stopped {world().rank}"]) and bool(self.stopped_at):
             frames, entries = self.stopped_at, recorded["entries"]
             recorded["entries"] = [e for e in entries if e["time_created_ns"] < self.continued]
         places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
         account = self.account(recorded, why, awaited_message(frames), self.name_places(places))
         account["stopped"] = stopped
-        store.set(f"account {RANK}", json.dumps(account))
+        store.set(f"account {world().rank}", json.dumps(account))
 
     def account(self, recorded: dict, why: str, message: dict | None, place: str = "") -> dict:
         """This rank's account for :func:`diagnose`."""
@@ -199,7 +199,7 @@ class Watch:
     def write_report(self, accounts: dict, silent: dict, world: int) -> str:
         """Write the diagnosis of the ranks' accounts, and remove files of an earlier run."""
         for path in self.folder.glob(f"{PREFIX}*"):
-            if accounts and RANK in accounts and path.stat().st_mtime < BEGIN:
+            if accounts and world().rank in accounts and path.stat().st_mtime < BEGIN:
                 path.unlink()
         first, *others = diagnose(accounts, silent, world)
         report = "\n  ".join([f"{first}; recorded in {self.folder}", *others])
@@ -213,7 +213,7 @@ watch: Watch | None = None  # of this process
 def prepare(script: Path, output_dir: Path) -> None:
     """Start to record collectives, and explain them if they fail."""
     global watch
-    if WORLD_SIZE > 1:
+    if world().size > 1:
         watch = Watch(script, output_dir / "flight_recorder")
 
 
@@ -264,14 +264,14 @@ def connect() -> dist.Store:
     """A separate connection to the launcher's store: one that waits blocks every thread on it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, timeout=timedelta(seconds=ANSWER))
-    return dist.PrefixStore(f"hang {RESTARTS}", store)
+    return dist.PrefixStore(f"hang {world().restarts}", store)
 
 
 def collect(store: dist.Store) -> tuple[dict[int, dict], dict[int, str]]:
     """What each rank reports, and why a rank does not report. A stopped process is continued, so
     that it reports where it was; the run has failed in any case."""
     accounts, silent, until = {}, {}, time.monotonic() + ANSWER
-    while (waited := set(range(WORLD_SIZE)) - {*accounts, *silent}) and time.monotonic() < until:
+    while (waited := set(range(world().size)) - {*accounts, *silent}) and time.monotonic() < until:
         for rank in waited:
             state, process = state_of(store, rank)
             if store.check([f"account {rank}"]):

@@ -1,6 +1,6 @@
 """Break a training run again and again, and see whether it ends as if nothing had happened.
 
-    python tests/faults/inject.py --trials 200 --seed 7 --script pytorch_torchrun_DDP.py
+    python measure/faults/inject.py --trials 200 --seed 7 --script pytorch_torchrun_DDP.py
 
 A trial is a small deterministic job on some ranks under ``torchrun --standalone --max-restarts 3``,
 in which one fault happens: of a random kind, on a random rank, at a random step and phase (see
@@ -91,7 +91,7 @@ def main():
 
 
 def run_trials(args, folder):
-    print(f"$ python tests/faults/inject.py {shlex.join(sys.argv[1:])}")
+    print(f"$ python measure/faults/inject.py {shlex.join(sys.argv[1:])}")
     where = f"commit {git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{where}; {', '.join(args.script)}: {JOB}", flush=True)
     expected = {script: weights_without_fault(args, folder / "whole", script)
@@ -191,11 +191,11 @@ def run(args, output, fault):
     output.mkdir()
     events = output / "events"
     events.touch()
-    agent = "python tests/faults/agent.py" if args.forked else "torchrun"
+    agent = "python measure/faults/agent.py" if args.forked else "torchrun"
     script, _, flags = fault["script"].partition(" ")  # its flags come last, and so they count
     command = (
         f"{agent} --standalone --max-restarts 3 --nproc_per_node={args.ranks} "
-        f"tests/faults/victim.py {script} {JOB} {flags} --output-dir {output}"
+        f"measure/faults/victim.py {script} {JOB} {flags} --output-dir {output}"
     )
     env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(fault | {"events": str(events)})}
     env["TMPDIR"] = str(output)  # where torchrun leaves a folder

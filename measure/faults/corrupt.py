@@ -1,6 +1,6 @@
 """Damage the newest snapshot of a run again and again, and see what a resume makes of it.
 
-    python tests/faults/corrupt.py --trials 500 --seed 7
+    python measure/faults/corrupt.py --trials 500 --seed 7
 
 A small job is trained until it has two snapshots. In a trial the newer one is damaged in one of
 five ways, at a place drawn at random, and then chosen from as ``--resume auto`` does:
@@ -63,7 +63,7 @@ def main():
 
 
 def run_trials(args, folder):
-    print(f"$ python tests/faults/corrupt.py {shlex.join(sys.argv[1:])}")
+    print(f"$ python measure/faults/corrupt.py {shlex.join(sys.argv[1:])}")
     where = f"commit {git_commit()}, torch {torch.__version__}"
     print(f"{where}; pytorch_SingleGPU.py {JOB}", flush=True)
     command = f"{sys.executable} pytorch_SingleGPU.py {JOB} --output-dir {folder}/whole"

@@ -1,8 +1,8 @@
 """Make runs hang or abort, and see whether their last lines name the rank, the collective and the
 line.
 
-    python tests/faults/hang.py --output results/hangs.json
-    python tests/faults/hang.py --scripts pytorch_FSDP --faults skip stop
+    python measure/faults/hang.py --output results/hangs.json
+    python measure/faults/hang.py --scripts pytorch_FSDP --faults skip stop
 
 Each is a small run on four ranks, of which one, rank 1, does what FAULTS says in the third step
 (see victim.py). PyTorch's own tool has to read what the ranks have recorded. Exit code: 0 if all
@@ -83,7 +83,7 @@ def try_one(server, script, fault):
     try:
         phase = "data" if fault == "sleep" else "forward"
         order = {"kind": fault, "rank": 1, "step": 3, "phase": phase, "events": f"{folder}/events"}
-        command = f"torchrun --nproc_per_node=4 tests/faults/victim.py {script}.py"
+        command = f"torchrun --nproc_per_node=4 measure/faults/victim.py {script}.py"
         command += f" {JOB} {SCRIPTS[script]} --output-dir {folder}/run"
         env = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": json.dumps(order)}
         with open(folder / "log", "w+") as log:

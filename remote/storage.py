@@ -12,8 +12,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from harness.command_line import fail, import_optional, trim_url
-from harness.ranks import Failed, is_first_here, print0, together
+from harness.cli import fail, import_optional, trim_url
+from harness.world import Failed, is_first_here, print0, together
 
 ANSWER = 15  # seconds for the first answer of a server
 SILENCE = 60  # seconds without any data, later

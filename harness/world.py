@@ -1,9 +1,15 @@
-"""Rank and world size from the launcher, and what all ranks do together."""
+"""World: rank and world size from the launcher; what all ranks do together; process setup."""
 
 import contextlib
+import ctypes
+import functools
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -12,41 +18,69 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401  here and not later: see wait_for_gloo()
 
-SCRIPT = Path(sys.argv[0]).stem  # the name of the technique: pytorch_DDP, pytorch_FSDP, ...
 PARENT = os.getppid()  # the launcher, if there is one
 LAUNCHERS = {"torchrun", "deepspeed", "accelerate", "fabric"}  # programs
 
-# Set by every launcher (torchrun, torch.distributed.launch, deepspeed), not by plain `python`.
-RANK = int(os.environ.get("RANK", 0))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-LAUNCHED = "LOCAL_RANK" in os.environ
-RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run, as the launcher describes them to a process.
+
+    Args:
+        local_size: number of ranks on this machine.
+        launched: by torchrun, torch.distributed.launch or deepspeed; not by plain ``python``.
+        restarts: number of times that the launcher has restarted the run.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    launched: bool
+    restarts: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "World":
+        """Read the variables that every launcher sets."""
+        rank, local_rank, restarts = (
+            int(env.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        )
+        size, local_size = int(env.get("WORLD_SIZE", 1)), count_local_ranks(env)
+        return cls(rank, local_rank, size, local_size or size, "LOCAL_RANK" in env, restarts)
 
 
-def count_local_ranks() -> int | None:
+def count_local_ranks(env: Mapping[str, str]) -> int | None:
     """Number of ranks on this machine; ``None`` if unknown."""
     names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]  # torchrun's, deepspeed's
     names += ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]  # mpirun's: Open MPI, MPICH
     for name in names:
-        if os.environ.get(name):
-            return int(os.environ[name])
-    here = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
-    return WORLD_SIZE if WORLD_SIZE == 1 or here else None
+        if env.get(name):
+            return int(env[name])
+    here = env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+    size = int(env.get("WORLD_SIZE", 1))
+    return size if size == 1 or here else None
 
 
-LOCAL_WORLD_SIZE = count_local_ranks() or WORLD_SIZE
+@functools.cache
+def world() -> World:
+    """The ranks of this run, read on first use."""
+    return World.from_env(os.environ)
+
+
+def this_script() -> str:
+    """The name of the technique: pytorch_DDP, pytorch_FSDP, ..."""
+    return Path(sys.argv[0]).stem
 
 
 def why_ranks_are_unclear() -> str | None:
     """Which variable a launcher such as srun or mpirun did not set; ``None`` if all are set."""
-    if LAUNCHED and count_local_ranks() is None:
+    if world().launched and count_local_ranks(os.environ) is None:
         return (
-            f"WORLD_SIZE is {WORLD_SIZE}, and LOCAL_WORLD_SIZE, the number of ranks on this "
+            f"WORLD_SIZE is {world().size}, and LOCAL_WORLD_SIZE, the number of ranks on this "
             "machine, is not set; export it (under srun: LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE)"
         )
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        if not LAUNCHED and int(os.environ.get(name, 1)) > 1:
+        if not world().launched and int(os.environ.get(name, 1)) > 1:
             return (
                 f"{name} is {os.environ[name]}, but RANK and LOCAL_RANK are not set; start one "
                 "torchrun per machine, as docs/multi_node.md shows"
@@ -56,7 +90,7 @@ def why_ranks_are_unclear() -> str | None:
 
 def print0(message: str) -> None:
     """Print a line, on rank 0 only."""
-    if RANK == 0:
+    if world().rank == 0:
         print(message, flush=True)
 
 
@@ -70,11 +104,11 @@ def make_store(args) -> dist.Store:
     a dead rank, and hang. So each attempt has its own key prefix. On several machines, whose agents
     count attempts separately, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is needed instead.
     """
-    if not LAUNCHED:
+    if not world().launched:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))
-    if LOCAL_WORLD_SIZE == WORLD_SIZE:
-        store = dist.PrefixStore(f"attempt {RESTARTS}", store)
+    if world().local_size == world().size:
+        store = dist.PrefixStore(f"attempt {world().restarts}", store)
     return store
 
 
@@ -152,7 +186,7 @@ def parent_of(process: int) -> int:
 def launcher_words() -> list[str]:
     """The command line of the launcher: torchrun, torch.distributed.launch, deepspeed, accelerate
     or fabric; empty without one, or where there is no /proc."""
-    words = command_of(PARENT) if LAUNCHED else []
+    words = command_of(PARENT) if world().launched else []
     if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
         words = command_of(parent_of(PARENT))
     if len(words) > 1 and Path(words[1]).name in LAUNCHERS:  # a program, after its Python
@@ -176,7 +210,7 @@ def sees_one_gpu() -> bool:
 
 def is_first_here() -> bool:
     """Whether this is the rank that downloads for its machine."""
-    return LOCAL_RANK == 0 and not (sees_one_gpu() and RANK % LOCAL_WORLD_SIZE)
+    return world().local_rank == 0 and not (sees_one_gpu() and world().rank % world().local_size)
 
 
 def launch_id() -> str:
@@ -188,3 +222,51 @@ def launch_id() -> str:
     with contextlib.suppress(OSError):  # Linux only; a container gives the same number every time
         started = Path(f"/proc/{PARENT}/stat").read_text().rpartition(")")[2].split()[19]
     return f"process {PARENT} {started}"
+
+
+# ---------------------------------------------------------------------------------- process setup
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher dies, even of SIGKILL (Linux only).
+
+    Otherwise the ranks would continue, or wait for each other, without supervision.
+    """
+    if not world().launched or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    orphan = os.getppid() != PARENT  # the launcher died before this call
+    if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # or before PyTorch was imported
+        orphan = not any("torch" in word for word in command_of(1))
+    if orphan:
+        raise SystemExit(1)
+    if "deepspeed.launcher.launch" in command_of(PARENT):
+        threading.Thread(target=stop_with_runner, daemon=True).start()
+
+
+def stop_with_runner() -> None:
+    """Ask this rank to stop if ``deepspeed`` has exited: it starts a process that starts the ranks,
+    and on one machine does not forward signals to that process."""
+    runner = parent_of(PARENT)
+    while parent_of(PARENT) == runner:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def listen_on_loopback() -> None:
+    """Let ranks that share a machine listen on loopback only, unless the user chose an interface.
+
+    This affects the connections between ranks. The store for the rendezvous is torchrun's and
+    listens on all interfaces.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def keep_no_free_memory() -> None:
+    """Let the C library return freed blocks to the system at once, so that the resident set is the
+    memory in use. A step may take twice as long."""
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).mallopt(-3, 65536)  # bytes; M_MMAP_THRESHOLD of malloc.h

@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import Dataset
 
 from harness import trace_rows
+from harness.cli import fail
 from harness.clock import WARMUP_STEPS
-from harness.command_line import fail
-from harness.ranks import RANK
-from harness.remote import local_folder
+from harness.world import world
+from remote.storage import local_folder
 
 
 class Look:
@@ -72,7 +72,7 @@ class Tracer(Look):
         options = {"activities": activities, "record_shapes": True}  # from which bytes are computed
         super().__init__(steps + 2, schedule=when, **options)
         self.steps, self.ended = steps, 0
-        self.path = folder / f"rank{RANK}.pt.trace.json.gz"
+        self.path = folder / f"rank{world().rank}.pt.trace.json.gz"
 
     def tick(self, clock) -> None:
         """End a step. In traced steps, phases are ranges."""
@@ -86,7 +86,7 @@ class Tracer(Look):
 
     def write(self) -> None:
         trace = self.read()
-        rows = trace_rows.make_rows(trace["traceEvents"], RANK)
+        rows = trace_rows.make_rows(trace["traceEvents"], world().rank)
         self.found = trace_rows.sum_up(rows, self.steps)
         trace["traceEvents"] += rows
         self.path.parent.mkdir(parents=True, exist_ok=True)

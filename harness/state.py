@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness import trust
-from harness.command_line import fail
+from harness.cli import fail
 from harness.files import load_file
 from harness.measure import count_bytes
-from harness.ranks import RANK, SCRIPT, WORLD_SIZE, gather_objects, print0
+from harness.world import gather_objects, print0, this_script, world
 
 # --------------------------------------------------------------------------------- a plain model
 
@@ -73,10 +73,10 @@ def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
     tensors = (t for t in tree_leaves(own) if torch.is_tensor(t))
 
     def write_own(folder: Path) -> None:
-        if RANK > 0:
-            torch.save(own, own_file(folder, RANK))
+        if world().rank > 0:
+            torch.save(own, own_file(folder, world().rank))
 
-    return write_own, (WORLD_SIZE - 1) * count_bytes(tensors)
+    return write_own, (world().size - 1) * count_bytes(tensors)
 
 
 def read_own(path: Path, snapshot: dict) -> dict:
@@ -87,8 +87,8 @@ def read_own(path: Path, snapshot: dict) -> dict:
     """
     writer, ranks = snapshot["technique"], len(snapshot["run"]["ranks"])
     read = partial(load_file, flag="--resume")
-    if (SCRIPT, WORLD_SIZE) == (writer, ranks):
-        return read(own_file(path, RANK)) if RANK > 0 else {}
+    if (this_script(), world().size) == (writer, ranks):
+        return read(own_file(path, world().rank)) if world().rank > 0 else {}
     if snapshot["apart"]:
         fail(
             f"--resume {path} was written between two synchronizations, when each of {ranks} ranks "
@@ -148,7 +148,7 @@ def sharded_parts(model: nn.Module, optimizer):
         except dcp.CheckpointException as error:  # wraps the errors of all ranks
             raise next(iter(error.failures.values()))[0] from None
 
-    size = count_bytes(tree_leaves(shards)) * WORLD_SIZE
+    size = count_bytes(tree_leaves(shards)) * world().size
     groups = [group for rank in gather_objects(state["param_groups"]) for group in rank]
     different = {tuple(group["params"]): group for group in groups}  # differ by pipeline stage
     return write, size, {"param_groups": list(different.values())}

@@ -1,0 +1,1 @@
+"""Who hangs where: reports the ranks, collectives and lines of a run that waits forever."""

@@ -1,0 +1,1 @@
+"""Programs that produce evidence: the files in results/."""
