@@ -376,9 +376,8 @@ def test_get_device(four_ranks):
 
 def test_get_device_where_each_rank_sees_one_gpu(four_ranks, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        harness.world, "launcher_words", lambda: ["torchrun", "--virtual-local-rank"]
-    )
+    words = ["torchrun", "--virtual-local-rank"]
+    monkeypatch.setattr(harness.world, "launcher_words", lambda: words)
     assert common.get_device(arguments(), 0) == torch.device("cuda:0")
     words.remove("--virtual-local-rank")
     with pytest.raises(SystemExit, match="2"):

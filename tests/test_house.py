@@ -7,7 +7,17 @@ import pytest
 from conftest import ROOT
 
 LESSONS = sorted(ROOT.glob("pytorch_*.py"))
-ROOMS = ["harness", "hangs", "remote", "libraries", "jobs", "report", "inference", "estimator", "website"]
+ROOMS = [
+    "harness",
+    "hangs",
+    "remote",
+    "libraries",
+    "jobs",
+    "report",
+    "inference",
+    "estimator",
+    "website",
+]
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from fork_server import become_script  # noqa: E402
 
 

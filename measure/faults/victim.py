@@ -36,7 +36,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[2:0:-1])  # the root, and tests/
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
 
