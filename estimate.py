@@ -14,6 +14,7 @@ Other flags are those of the training scripts: --optimizer adamw, --norm group, 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -229,22 +230,22 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
 
 def search(args: argparse.Namespace, chosen: list, predict, at_once: int) -> list:
     """The prediction for each technique's largest batch that fits; of batch 0 if none does."""
-    from estimator import techniques
-    from estimator.fit import LargestBatch
+    from estimator import fit, techniques
 
-    memory = (args.memory - args.spare) * GIB
-    searches = [LargestBatch(memory, technique.unit) for technique in chosen]
     found = [techniques.Prediction(technique, 0) for technique in chosen]
-    while wanted := {i: b for i, search in enumerate(searches) if (b := search.next())}:
-        tasks = [partial(predict, chosen[i], batch) for i, batch in wanted.items()]
-        for i, prediction in zip(wanted, techniques.side_by_side(tasks, at_once), strict=True):
-            if prediction.mistake or prediction.error:
+    searches = [fit.trials(room_of(args)) for _ in chosen]
+    wanted = {i: next(search) for i, search in enumerate(searches)}
+    while wanted:
+        tasks = [partial(predict, chosen[i], chosen[i].unit * n) for i, n in wanted.items()]
+        predictions = zip(wanted, techniques.side_by_side(tasks, at_once), strict=True)
+        wanted = {}
+        for i, prediction in predictions:
+            failed = prediction.mistake or prediction.error
+            if failed or prediction.peak <= room_of(args):
                 found[i] = prediction
-                searches[i].give_up()
-                continue
-            searches[i].tell(wanted[i], prediction.peak)
-            if wanted[i] == searches[i].best:
-                found[i] = prediction
+            if not failed:
+                with contextlib.suppress(StopIteration):  # it is found
+                    wanted[i] = searches[i].send(prediction.peak)
     return found
 
 

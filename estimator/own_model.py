@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from harness.cli import fail
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT, PYTHON = Path(__file__).resolve().parents[1], Path(inspect.__file__).parent
+ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "remote")
+NOT_OWN = [Path(torch.__file__).parent, *(ROOT / room for room in ROOMS)]
 
 
 class OwnModel:
@@ -183,36 +185,32 @@ def is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and not starred
 
 
-def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of a traceback from the user's first to the user's last line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [i for i, frame in enumerate(frames) if is_own(frame.filename)]
-    return list(frames)[own[0] : own[-1] + 1] if own else []
+def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames from the user's first to the user's last line."""
+    own = [i for i, frame in enumerate(stack) if is_own(frame.filename)]
+    return stack[own[0] : own[-1] + 1] if own else []
 
 
 def is_own(filename: str) -> bool:
     """Whether a file is the user's: not this project's, PyTorch's or Python's."""
-    path, parts = Path(filename), Path(filename).parts
-    if (given := sys.modules.get("module_to_estimate")) and filename == given.__file__:
+    given, path = sys.modules.get("module_to_estimate"), Path(filename)
+    if given and filename == given.__file__:
         return True
-    if path.is_relative_to(Path(torch.__file__).parent) or filename.startswith("<"):
+    if filename.startswith("<") or path.parent == ROOT:
         return False
-    if path.is_relative_to(Path(inspect.__file__).parent) and "site-packages" not in parts:
-        return False
-    ours = [ROOT / name for name in ("estimator", "harness", "jobs", "libraries")]
-    return path.parent != ROOT and not any(path.is_relative_to(folder) for folder in ours)
+    is_pythons = path.is_relative_to(PYTHON) and "site-packages" not in path.parts
+    return not is_pythons and not any(path.is_relative_to(folder) for folder in NOT_OWN)
 
 
 def own_traceback(error: BaseException) -> str:
     """The traceback: it ends at the user's line for an error there; for our bugs it is complete."""
-    frames = own_frames(error)
-    if not frames:
-        return "".join(traceback.format_exception(error))
-    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
-    return "Traceback (most recent call last):\n" + "".join(lines)
+    shown = traceback.TracebackException.from_exception(error)
+    if frames := own_frames(shown.stack):
+        shown.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format(chain=not frames))
 
 
 def place_of(error: BaseException) -> str:
     """File and line of the data-dependent operation."""
-    frames = own_frames(error)
+    frames = own_frames(traceback.extract_tb(error.__traceback__))
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""

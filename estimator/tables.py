@@ -36,12 +36,26 @@ def gpus_of(technique) -> int:
 
 
 def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list:
+    """Print a row for each technique, without columns that contain only 0."""
     shown = collect(predictions)
     several = any(gpus_of(found.technique) > 1 for found in shown)
     each = f" = {args.gpus} x {args.batch_size // args.gpus}" if several else ""
-    print_heading(args, flags, f"global batch {args.batch_size}{each}", shown)
-    names = [[f"{found.technique.name:{NAME}}", str(gpus_of(found.technique))] for found in shown]
-    print_rows(args, ["".ljust(NAME), "GPUs"], names, shown)
+    print(f"{describe(args, flags)}, {inputs_of(shown)}global batch {args.batch_size}{each}:")
+    print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step\n")
+    rows = [cells_of(args, found) for found in shown]
+    widths = {"peak": 5, **dict.fromkeys(COLUMNS, 5), "sent": 6, "fits": 4}
+    titles = [t for t in widths if t == "peak" or {row.get(t, "") for row in rows} - {"", "0"}]
+    widths = {title: max(widths[title], len(title)) for title in titles}
+    print("".ljust(NAME), "GPUs", *(title.rjust(width) for title, width in widths.items()))
+    for found, row in zip(shown, rows, strict=True):
+        cells = [row[title].rjust(width) for title, width in widths.items()] if row else []
+        name = f"{found.technique.name:{NAME}} {gpus_of(found.technique):4}"
+        print(name, *(cells or [found.mistake]))
+    print_what_plain_ddp_adds(shown)
+    return shown
+
+
+def print_what_plain_ddp_adds(shown: list) -> None:
     ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
     if ddp and (size := size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"])) != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
@@ -49,7 +63,6 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
             "\nDDP's rows have gradient_as_bucket_view=True: a plain DDP(model) holds its gradients"
         )
         print(f"twice, which is {size} more.")
-    return shown
 
 
 def collect(predictions) -> list:
@@ -57,28 +70,20 @@ def collect(predictions) -> list:
     return list(tqdm(predictions, desc="predicted", unit="", leave=False, disable=None))
 
 
-def print_heading(args: argparse.Namespace, flags: list[str], batch: str, shown: list) -> None:
-    inputs = next((f"{found.inputs}, " for found in shown if found.inputs), "")
-    print(f"{describe(args, flags)}, {inputs}{batch}:")
-    print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step\n")
+def inputs_of(shown: list) -> str:
+    return next((f"{found.inputs}, " for found in shown if found.inputs), "")
 
 
-def print_rows(args: argparse.Namespace, heads: list, names: list, shown: list) -> None:
-    """Print a table, without columns that contain only 0."""
-    columns = list(zip(*(figures_of(args, found) for found in shown), strict=True))
-    titles = ["peak", *COLUMNS, "sent"] + (["fits"] if args.memory else [])
-    good = [found for found in shown if not found.mistake]
-    kept = [i for i, title in enumerate(titles) if {*columns[i]} - {"", "0"} or title == "peak"]
-    print(*heads, *(f"{titles[i]:>{width_of(titles[i])}}" for i in kept))
-    for name, found in zip(names, shown, strict=True):
-        name = [cell.rjust(len(head)) for cell, head in zip(name, heads, strict=True)]
-        figures = figures_of(args, found)
-        cells = [f"{figures[i]:>{width_of(titles[i])}}" for i in kept] if found in good else []
-        print(*name, *(cells or [found.mistake]))
-
-
-def width_of(title: str) -> int:
-    return max(5 + (title == "sent"), len(title))
+def cells_of(args: argparse.Namespace, found) -> dict[str, str]:
+    """The cells of a row, by title; none if the technique reported an error."""
+    if found.mistake:
+        return {}
+    sizes = {"peak": found.peak}
+    sizes |= {title: sum(found.kinds[k] for k in kinds) for title, kinds in COLUMNS.items()}
+    cells = {title: size_of(size) for title, size in sizes.items()}
+    cells["peak"] = cells["peak"].replace("0", "<1M") if cells["peak"] == "0" else cells["peak"]
+    cells["sent"] = f"{found.sent / 1e6:,.0f}"
+    return cells | ({"fits": "yes" if fits(args, found) else "no"} if args.memory else {})
 
 
 def size_of(size: int) -> str:
@@ -86,16 +91,6 @@ def size_of(size: int) -> str:
     if size < 0.1 * GIB:
         return f"{size / 2**20:.0f}M" if size > 2**19 else "0"
     return f"{size / GIB:.2f}"[:5].rstrip(".")
-
-
-def figures_of(args: argparse.Namespace, found) -> list[str]:
-    """The cells of a row, starting with the peak."""
-    if found.mistake:
-        return [""] * (len(COLUMNS) + 2 + bool(args.memory))
-    parts = [sum(found.kinds[kind] for kind in kinds) for kinds in COLUMNS.values()]
-    cells = [size_of(size) for size in (found.peak, *parts)] + [f"{found.sent / 1e6:,.0f}"]
-    cells[0] = "<1M" if cells[0] == "0" else cells[0]
-    return cells + (["yes" if fits(args, found) else "no"] if args.memory else [])
 
 
 def print_ways(args: argparse.Namespace, job, found: list) -> None:
@@ -128,8 +123,7 @@ def in_words(size: int) -> str:
 
 def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
     shown = collect(predictions)
-    inputs = next((f"{found.inputs}, " for found in shown if found.inputs), "")
-    where = f"{inputs}{args.gpus} GPUs of {args.memory:.1f} GiB"
+    where = f"{inputs_of(shown)}{args.gpus} GPUs of {args.memory:.1f} GiB"
     print(f"{describe(args, flags)}, {where}: the largest global batch\n")
     print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
     for found in shown:

@@ -9,6 +9,8 @@ shares, by the clock, and by the time that each part of the work had a core, as 
 and communication took no time. The clock needs an idle machine with a core for each rank.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -131,6 +133,31 @@ def count_idle(schedule: str, ranks: int, microbatches: int) -> list[Fraction]:
     """Of each rank, in the schedule's order and in UNITS."""
     order = order_of(schedule, ranks, microbatches)
     return idle_shares(order, lambda part: Fraction(UNITS[part[0]]))
+
+
+def timetable(schedule: str, ranks: int, microbatches: int) -> dict:
+    """When each rank computes what, in UNITS: of each part its kind, stage, micro-batch, begin and
+    length; and the bubble, as counted and by the formula."""
+    order = order_of(schedule, ranks, microbatches)
+    ends = end_times(order, lambda part: UNITS[part[0]])
+    length = max(ends.values())
+    rows = [[[*part, ends[part] - UNITS[part[0]], UNITS[part[0]]] for part in row] for row in order]
+    busy = sum(part[-1] for row in rows for part in row)
+    shares = {
+        "bubble": 1 - busy / length / ranks,
+        "formula": float(formula(schedule, ranks, microbatches)),
+    }
+    sizes = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "length": length}
+    return sizes | shares | {"rows": rows}
+
+
+def timetables() -> list[dict]:
+    """Of each schedule that PyTorch has, where it supports the sizes."""
+    found = []
+    for sizes in itertools.product(SCHEDULES, (2, 4, 8), (4, 8, 16)):
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+            found.append(timetable(*sizes))
+    return found
 
 
 def read_steps(folder: Path) -> list[tuple]:

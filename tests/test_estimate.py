@@ -12,19 +12,11 @@ from conftest import ROOT, cases, launch, launcher, succeed
 from torch import nn
 
 from estimate import job_of, parse_args
-from estimator import (
-    gpu_rules,
-    network,
-    own_model,
-    published,
-    published_elsewhere,
-    recommend,
-    techniques,
-)
-from estimator.fit import LargestBatch
+from estimator import fit, gpu_rules, network, own_model, recommend, techniques
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, load_function
 from estimator.sent import Message
+from measure.estimates import published, published_elsewhere
 from measure.estimates.allocator import MIB, Allocator
 
 IMAGES = "--model resnet18 --batch-size 32"
@@ -223,12 +215,13 @@ def test_the_largest_batch():
     shapes = {"line": lambda n: 10 + 3 * n, "bend": lambda n: 10 + 3 * n + max(0, n - 50)}
     shapes |= {"step": lambda n: 10 + 100 * (n // 7), "too much": lambda n: 5000 + n}
     for shape, takes in shapes.items():
-        search, trials = LargestBatch(memory=1000, unit=4), []
-        while batch := search.next():
-            trials.append(batch)
-            search.tell(batch, takes(batch // 4))
-        best = max((4 * n for n in range(2, 1000) if takes(n) <= 1000), default=0)
-        assert search.best == best and len(trials) < 12, shape
+        search, tried = fit.trials(memory=1000), []
+        with pytest.raises(StopIteration) as end:
+            tried.append(next(search))
+            while True:
+                tried.append(search.send(takes(tried[-1])))
+        best = max((n for n in range(2, 1000) if takes(n) <= 1000), default=0)
+        assert end.value.value == best and len(tried) < 12, shape
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "inference": {"common", "libraries", "jobs", "harness"},
     "report": set(),
     "estimator": {"common", "libraries", "jobs", "harness"},
-    "website": {"report", "estimate", "estimator", "harness", "libraries"},
+    "website": {"report", "estimate", "estimator", "harness", "measure"},
     "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report", "jobs"},
     "benchmark": {"harness", "report"},

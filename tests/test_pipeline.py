@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, launch, launcher, succeed
-from measure_bubble import count_idle, formula, order_of, plan, read_steps
 from test_parity import relative_difference
 
 import pytorch_PP
 from jobs import decoder, gpt
 from libraries.pipelining import IN_A_V, SCHEDULES, divide, ranks_of_stages
+from measure.bubble import count_idle, formula, order_of, plan, read_steps
 
 JOB = (
     "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "

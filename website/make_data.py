@@ -18,15 +18,13 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "website" / "data"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from measure_bubble import UNITS, end_times, formula, order_of  # noqa: E402
+sys.path[:0] = [str(ROOT)]
 
 import estimate  # noqa: E402
 from estimator import recommend, techniques, trial  # noqa: E402
 from estimator.live_bytes import LiveBytes  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
-from libraries.pipelining import SCHEDULES  # noqa: E402
+from measure import bubble  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
 
@@ -119,33 +117,6 @@ def cell(model: str, gpus: int, memory: str) -> dict:
     return row | {"ideas": [*recommend.would_fit(job, gpus, room), "a smaller --batch-size"]}
 
 
-# --------------------------------------------------------------------------- pipeline schedules
-
-
-def schedules() -> list[dict]:
-    """When each rank computes what, in units of a forward, for each schedule that PyTorch has."""
-    found = []
-    for name in SCHEDULES:
-        for ranks in (2, 4, 8):
-            for microbatches in (4, 8, 16):
-                with contextlib.suppress(ValueError, AssertionError, RuntimeError):
-                    found.append(timetable(name, ranks, microbatches))
-    return found
-
-
-def timetable(name: str, ranks: int, microbatches: int) -> dict:
-    order = order_of(name, ranks, microbatches)
-    ends = end_times(order, lambda part: UNITS[part[0]])
-    length = max(ends.values())
-    rows = [[[*part, ends[part] - UNITS[part[0]], UNITS[part[0]]] for part in row] for row in order]
-    busy = sum(part[-1] for row in rows for part in row)
-    return {
-        "schedule": name, "ranks": ranks, "microbatches": microbatches, "length": length,
-        "bubble": 1 - busy / length / ranks, "formula": float(formula(name, ranks, microbatches)),
-        "rows": rows,
-    }  # fmt: skip
-
-
 # ------------------------------------------------------------------- collectives, step by step
 
 RANKS = 4
@@ -155,57 +126,51 @@ Cells = list[list[str]]  # the chunks of each rank: "", or a sum such as "b0+b2"
 def collectives() -> dict[str, list[Cells]]:
     """The buffers of every rank at the start and after each step. The last ones are compared with
     what torch.distributed computes from the same numbers."""
-    full = [[f"{letter}{rank}" for letter in "abcd"] for rank in range(RANKS)]
-    root = [full[0], *[[""] * RANKS for _ in range(RANKS - 1)]]
-    own = [["".join(full[r][r] if c == r else "") for c in range(RANKS)] for r in range(RANKS)]
-    scatter = ring(full, lambda rank, step: rank - step - 1, add=True)
-    gather = ring(own, lambda rank, step: rank - step, add=False)
-    reduced = [[cell if c == r else "" for c, cell in enumerate(row)] for r, row in
-               enumerate(scatter[-1])]  # fmt: skip
+    ranks = range(RANKS)
+    full = [[f"{letter}{rank}" for letter in "abcd"] for rank in ranks]
+    root = [full[0], *[[""] * RANKS for _ in ranks[1:]]]
+    own = [[full[r][c] if c == r else "" for c in ranks] for r in ranks]
+    # In each round, every rank sends one chunk to the next rank, or one to the k-th rank after it.
+    scatter = [[(r, r - k - 1, r + 1, r - k - 1) for r in ranks] for k in range(RANKS - 1)]
+    gather = [[(r, r - k, r + 1, r - k) for r in ranks] for k in range(RANKS - 1)]
+    exchange = [[(r, r + k, r + k, r) for r in ranks] for k in range(1, RANKS)]
+    scattered = play(full, scatter, add=True)
+    reduced = [[cell if c == r else "" for c, cell in enumerate(row)]
+               for r, row in enumerate(scattered[-1])]  # fmt: skip
     found = {
-        "broadcast": tree(root, [[(0, 2)], [(0, 1), (2, 3)]], add=False),
-        "reduce": tree(full, [[(1, 0), (3, 2)], [(2, 0)]], add=True),
-        "reduce_scatter": [*scatter, reduced],
-        "all_gather": gather,
-        "all_reduce": [*scatter, *ring(scatter[-1], lambda rank, step: rank - step, add=False)[1:]],
-        "all_to_all": exchange(full),
+        "broadcast": play(root, [whole((0, 2)), whole((0, 1), (2, 3))]),
+        "reduce": play(full, [whole((1, 0), (3, 2)), whole((2, 0))], add=True, clear=True),
+        "reduce_scatter": [*scattered, reduced],
+        "all_gather": play(own, gather),
+        "all_reduce": [*scattered, *play(scattered[-1], gather)[1:]],
+        "all_to_all": play(full, exchange, source=full),
     }
     compare_with_gloo({name: steps[-1] for name, steps in found.items()})
     return found
 
 
-def ring(cells: Cells, chunk_of, add: bool) -> list[Cells]:
-    """In each step, every rank sends one chunk to the next rank, which adds or stores it."""
+def whole(*pairs: tuple[int, int]) -> list[tuple[int, int, int, int]]:
+    """Messages that send a rank's whole buffer to another rank."""
+    return [(sender, chunk, to, chunk) for sender, to in pairs for chunk in range(RANKS)]
+
+
+def play(cells: Cells, rounds, add=False, clear=False, source: Cells | None = None) -> list[Cells]:
+    """The cells at the start, and after each round of messages: sender and chunk, receiver and its
+    chunk.
+
+    Args:
+        add: the receiver adds a chunk instead of storing it.
+        clear: the sender's chunk is empty afterwards.
+        source: a buffer to send from that receives nothing.
+    """
     steps = [cells]
-    for step in range(RANKS - 1):
-        after = [list(row) for row in steps[-1]]
-        for rank in range(RANKS):
-            chunk, to = chunk_of(rank, step) % RANKS, (rank + 1) % RANKS
-            after[to][chunk] = merge(steps[-1][rank][chunk], steps[-1][to][chunk] if add else "")
-        steps.append(after)
-    return steps
-
-
-def tree(cells: Cells, rounds: list[list[tuple[int, int]]], add: bool) -> list[Cells]:
-    """In each step, some ranks send their whole buffer to another rank."""
-    steps = [cells]
-    for pairs in rounds:
-        after = [list(row) for row in steps[-1]]
-        for sender, to in pairs:
-            theirs = steps[-1][to] if add else [""] * RANKS
-            after[to] = [merge(a, b) for a, b in zip(steps[-1][sender], theirs, strict=True)]
-            after[sender] = [""] * RANKS if add else after[sender]
-        steps.append(after)
-    return steps
-
-
-def exchange(cells: Cells) -> list[Cells]:
-    """In step k, each rank sends one chunk to the k-th rank after it."""
-    steps = [[list(row) for row in cells]]
-    for k in range(1, RANKS):
-        after = [list(row) for row in steps[-1]]
-        for rank in range(RANKS):
-            after[(rank + k) % RANKS][rank] = cells[rank][(rank + k) % RANKS]
+    for messages in rounds:
+        before, after = steps[-1], [list(row) for row in steps[-1]]
+        for message in messages:
+            sender, chunk, to, place = (number % RANKS for number in message)
+            sent = (source or before)[sender][chunk]
+            after[to][place] = merge(sent, before[to][place] if add else "")
+            after[sender][chunk] = "" if clear else after[sender][chunk]
         steps.append(after)
     return steps
 
@@ -254,7 +219,7 @@ def run_collectives(rank: int, store: str) -> dict[str, list[int] | None]:
 
 # --------------------------------------------------------------------------------------- writing
 
-KINDS = {"memory": memory, "fit": fit, "schedules": schedules, "collectives": collectives}
+KINDS = {"memory": memory, "fit": fit, "schedules": bubble.timetables, "collectives": collectives}
 
 
 def main() -> None:
