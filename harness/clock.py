@@ -1,16 +1,26 @@
-"""Measure the duration of training steps on the device, without synchronizing with it, and their
-peak memory."""
+"""Time of each training step and of its phases (data, forward, backward, optimizer, rest), by hooks
+on the device, without synchronizing with it; peak memory of the steps; where the step time goes."""
 
+import collections
+import contextlib
 import itertools
+import os
 import time
 
+import numpy as np
 import torch
+from torch import nn
+from torch.profiler import record_function
 
 from harness.measure import peak_memory_gib, reset_peak_memory
-from harness.phases import Phases
+from harness.world import gather_objects
 
 STARTED = time.perf_counter()
 WARMUP_STEPS = 10  # not measured: allocator, autotuner and caches warm up
+TOGETHER = "forward and backward"  # if no hook of the model separates them
+PHASES = ("data", "forward", "backward", TOGETHER, "optimizer", "rest")  # in the order of a step
+KEPT = 1000  # last steps with phases, to bound the memory
+LATE = 0.1  # of a step: a rank this much later, in three of four steps, is a straggler
 
 
 def seconds_between(begin, end) -> float:
@@ -19,7 +29,13 @@ def seconds_between(begin, end) -> float:
 
 
 class StepClock:
-    """Measures the time of each step and of the epoch, and the peak memory of the training steps.
+    """Measures the time of each step, of its phases and of the epoch, and the peak memory of the
+    training steps.
+
+    A mark ends one phase and begins the next. On a GPU it is an event in the stream, read when the
+    GPU has reached it. On a CPU it is the time, and how long the main thread was blocked so far:
+    neither on a core nor queueing for one. This measures waiting for other ranks: gloo blocks while
+    it waits, but PyTorch mostly spins while it waits for its own threads.
 
     The first steps of a process are slow, even if it resumes from a snapshot, so the speed is that
     of :meth:`settled` steps. Peak memory counts from the end of the warm-up, without evaluation and
@@ -35,41 +51,49 @@ class StepClock:
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
         self.devices, self.on_gpu = devices, devices[0].type == "cuda"
-        self.data_gib = data_bytes / 2**30
-        self.ticks, self.seconds = [], []  # of this process
+        self.data_gib, self.peak_memory = data_bytes / 2**30, {}  # GiB by kind
+        self.marks = None  # of the current step; None between epochs
+        self.unread = collections.deque()  # marks of earlier steps, and whether they are spoilt
+        self.seconds = []  # of each step of this process
+        self.steps = collections.deque(maxlen=KEPT)  # number, seconds and waits by phase
         self.before = []  # settled steps of earlier processes, from the snapshot
-        self.epoch_seconds = 0.0
-        self.first_step = None  # seconds, including compilation and autotuning
-        self.peak_memory = {}  # GiB by kind: see peak_memory_gib()
-        self.paused = False
+        self.epoch_seconds, self.paused, self.spoilt = 0.0, False, False
         self.look, self.looking = look, False
-        self.spans = []  # start and end of this process's training, in Unix time
-        self.phases = Phases(self.now, seconds_between, self.on_gpu)
+        self.hooked, self.after_data = False, "rest"
+        self.traced, self.range = False, None  # whether phases are ranges in a trace
+        self.spans = []  # start and end of this process's epochs, in Unix time
         self.wall_seconds, self.since = 0.0, STARTED  # up to a snapshot, and when it was loaded
+        self.queue = None  # a file that says how long the thread was queueing for a core
+        with contextlib.suppress(OSError):  # Linux only
+            self.queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def attach(self, model: nn.Module, optimizer=None) -> None:
+        """Register hooks that set marks at the model's forward and the optimizer's step.
+
+        Args:
+            model: that the loop calls, with its wrapper. It gets no hooks if it runs in threads, as
+                in nn.DataParallel, or is compiled as a whole, where a hook would break the graph.
+            optimizer: ``None`` if the caller sets its marks.
+        """
+        self.hooked = True
+        compiled = model._compiled_call_impl or hasattr(model, "_orig_mod")
+        if len(self.devices) == 1 and not compiled:
+            # before and after all other hooks: those of FSDP are part of forward
+            model.register_forward_pre_hook(lambda *_: self.mark("forward"), prepend=True)
+            model.register_forward_hook(lambda *_: self.mark("backward"))
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
+            optimizer.register_step_post_hook(lambda *_: self.mark("rest"))
 
     def start(self) -> None:
-        """Start to measure: the next step begins now."""
-        self.ticks, self.paused = [self.now()], False
+        """Start to measure an epoch: the next step begins now."""
         self.spans.append([time.time()] * 2)
         self.reset_memory()
-        self.phases.begin_step()
+        self.start_step()
 
-    def tick(self) -> None:
-        """A step has ended, and the next one starts."""
-        self.phases.end_step()
-        if self.looking:
-            self.look.tick(self)
-            self.ticks = []
-            return self.phases.begin_step()
-        self.ticks.append(self.now())
-        steps = len(self.seconds) + len(self.ticks) - 1
-        if steps == WARMUP_STEPS:
-            self.pause()
-        if steps == WARMUP_STEPS + 1:
-            self.peak_memory = {}  # discard what cuDNN tried in the warm-up
-        if self.paused:
-            self.reset_memory()
-        self.phases.begin_step()
+    def start_step(self) -> None:
+        self.marks, self.spoilt = [], not self.hooked
+        self.mark("data")
 
     def begin_step(self, left: int) -> None:
         """A batch is loaded.
@@ -77,34 +101,102 @@ class StepClock:
         Args:
             left: how many steps of the run follow this one.
         """
-        timed = len(self.seconds) + len(self.ticks) > 1
+        timed = len(self.seconds) + len(self.unread) > 0
         if self.look and not self.looking and left < self.look.lasts and timed:
             self.read()
             self.pause()
             self.looking = True
             self.look.start()
 
-    def now(self):
-        """The time; on a GPU an event in its stream, without waiting for it."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.devices[0]))
-        return event
+    def has_data(self) -> None:
+        """The batch is on the device."""
+        self.mark(self.after_data)
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase; outside of a step, as in evaluation, this does nothing."""
+        if self.marks is None:
+            return
+        if self.range:
+            self.range.__exit__(None, None, None)
+        self.marks.append((phase, *self.now()))
+        self.range = record_function(phase) if self.traced and phase in PHASES else None
+        if self.range:
+            self.range.__enter__()
+
+    def now(self) -> tuple:
+        """The time, and on a CPU for how long the thread was blocked so far; on a GPU an event in
+        its stream, without waiting for it."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.devices[0]))
+            return event, 0.0
+        now, queued = time.perf_counter(), 0.0
+        if self.queue is not None:
+            queued = int(os.pread(self.queue, 64, 0).split()[1]) / 1e9
+        return now, now - time.thread_time() - queued
+
+    def tick(self) -> None:
+        """A step has ended, and the next one starts."""
+        self.mark("end")
+        if "forward" not in {phase for phase, *_ in self.marks}:
+            self.after_data = TOGETHER  # from the next step on
+        if self.looking:
+            self.look.tick(self)
+            return self.start_step()
+        self.unread.append((self.marks, self.spoilt))
+        if len(self.unread) > KEPT:  # to bound the memory; the GPU reached this step long ago
+            self.read_step(*self.unread.popleft())
+        steps = len(self.seconds) + len(self.unread)
+        if steps == WARMUP_STEPS:
+            self.pause()
+        if steps == WARMUP_STEPS + 1:
+            self.peak_memory = {}  # discard what cuDNN tried in the warm-up
+        if self.paused:
+            self.reset_memory()
+        self.start_step()
+
+    def pause(self) -> None:
+        """Read the peak memory before anything that is not training; the next tick resets it. The
+        phases of this step are discarded."""
+        self.spoilt = True
+        if self.paused:
+            return
+        self.paused = True
+        for device in self.devices:
+            apart = self.data_gib if device == self.devices[0] else 0.0
+            for kind, gib in peak_memory_gib(device).items():
+                self.peak_memory[kind] = max(gib - apart, self.peak_memory.get(kind, 0.0))
+
+    def end_epoch(self) -> None:
+        """Stop to measure, until the next epoch starts."""
+        self.read()
+        self.pause()
+        self.marks = None
+
+    def reset_memory(self) -> None:
+        self.paused = False
+        for device in self.devices:
+            reset_peak_memory(device)
 
     def read(self) -> None:
-        """Turn the ticks so far into seconds. On a GPU this waits for the last of them."""
-        self.phases.read()
-        if len(self.ticks) < 2:
-            return
+        """Turn the marks so far into seconds. On a GPU this waits for the last of them."""
+        if self.unread:
+            while self.unread:
+                self.read_step(*self.unread.popleft())
+            self.spans[-1][1] = time.time()
+
+    def read_step(self, marks: list[tuple], spoilt: bool) -> None:
         if self.on_gpu:
-            self.ticks[-1].synchronize()
-        seconds = [seconds_between(a, b) for a, b in itertools.pairwise(self.ticks)]
-        self.ticks = self.ticks[-1:]
-        self.seconds += seconds
-        self.first_step = self.seconds[0]
-        self.epoch_seconds += sum(seconds)
-        self.spans[-1][1] = time.time()
+            marks[-1][1].synchronize()
+        seconds, waits = collections.Counter(), collections.Counter()
+        for (phase, begin, before), (_, end, after) in itertools.pairwise(marks):
+            waited = max(0.0, after - before) if phase != "data" else 0.0
+            seconds[phase] += seconds_between(begin, end) - waited
+            waits[phase] += waited
+        self.seconds.append(seconds_between(marks[0][1], marks[-1][1]))
+        self.epoch_seconds += self.seconds[-1]
+        if not spoilt:
+            self.steps.append((len(self.seconds), seconds, waits))
 
     @property
     def warmup(self) -> int:
@@ -114,6 +206,12 @@ class StepClock:
     def settled(self) -> list[float]:
         """Seconds of the steps after each process's warm-up."""
         return self.before + self.seconds[self.warmup :]
+
+    def read_wall_clock(self) -> float:
+        """Seconds of this run so far, up to a snapshot and since it was loaded."""
+        now = time.perf_counter()
+        self.wall_seconds, self.since = self.wall_seconds + now - self.since, now
+        return self.wall_seconds
 
     def state_dict(self) -> dict:
         """The state for a snapshot."""
@@ -125,24 +223,82 @@ class StepClock:
         self.before, self.epoch_seconds = state["steps"], state["epoch"]
         self.wall_seconds = state["wall"]
 
-    def pause(self) -> None:
-        """Read the peak memory before anything that is not training; the next tick resets it."""
-        self.phases.leave_out()
-        if self.paused:
-            return
-        self.paused = True
-        for device in self.devices:
-            apart = self.data_gib if device == self.devices[0] else 0.0
-            for kind, gib in peak_memory_gib(device).items():
-                self.peak_memory[kind] = max(gib - apart, self.peak_memory.get(kind, 0.0))
 
-    def reset_memory(self) -> None:
-        self.paused = False
-        for device in self.devices:
-            reset_peak_memory(device)
+# -------------------------------------------------------------------- where the step time goes
 
-    def read_wall_clock(self) -> float:
-        """Seconds of this run so far, up to a snapshot and since it was loaded."""
-        now = time.perf_counter()
-        self.wall_seconds, self.since = self.wall_seconds + now - self.since, now
-        return self.wall_seconds
+
+def break_down(clock: StepClock) -> dict:
+    """The breakdown for ``result.json``, in milliseconds. All ranks call it."""
+    own = [step for step in clock.steps if step[0] > clock.warmup]
+    everyone = gather_objects((own, clock.look and clock.look.found))
+    traces, hidden = [trace for _, trace in everyone], None
+    if all(traces):
+        under, besides = (sum(t[key] for t in traces) for key in ("overlapped_ms", "exposed_ms"))
+        hidden = under / (under + besides) if under + besides else None
+    return {
+        "steps": len(everyone[0][0]),
+        "ranks": [describe_rank(steps, trace, clock.on_gpu) for steps, trace in everyone if steps],
+        "straggler": None if clock.on_gpu else find_straggler([steps for steps, _ in everyone]),
+        "overlap": hidden,
+        "collectives": traces[0] and traces[0]["collectives"],
+    }
+
+
+def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
+    """The phases of a rank. On a GPU they include waiting; only a trace shows how much of it."""
+    kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
+    phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
+    if on_gpu:
+        exposed = trace and trace["exposed_ms"]
+        waiting = trace and {"p50": exposed, "p95": None, "mean": exposed}
+        return phases | {"waiting": waiting, "waiting_in": None}
+    waits = [waited for _, _, waited in steps]
+    waiting_in = {kind: spread([w[kind] for w in waits])["p50"] for kind in kinds[1:]}
+    waiting = spread([sum(waited.values()) for waited in waits])
+    return phases | {"waiting": waiting, "waiting_in": waiting_in}
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Mean and median, in milliseconds. Rare events show in the mean, not in the median."""
+    found = {f"p{p}": np.percentile(seconds, p) for p in (50, 95)} | {"mean": np.mean(seconds)}
+    return {name: round(1e3 * float(value), 6) for name, value in found.items()}
+
+
+def differ(a: float, b: float) -> bool:
+    return abs(a - b) > 0.1 * b
+
+
+def find_straggler(ranks: list[list[tuple]]) -> dict | None:
+    """The rank for which the other ranks wait: its work, without waiting, takes longest. ``None``
+    unless it is later than all others in three of four steps, by :data:`LATE` of a step."""
+    own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
+    if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
+        return None
+    slowest = int(np.median(own, axis=1).argmax())
+    mine, others = own[slowest], np.median(np.delete(own, slowest, axis=0), axis=0)
+    late = mine - others
+    if np.percentile(late, 25) <= 0 or np.median(late) < LATE * np.median(mine):
+        return None
+    return {"rank": slowest, "late_ms": spread(late)["p50"]}
+
+
+def describe_step(result: dict) -> str:
+    """The line at the end of a run: mean step time, share of each phase, and a straggler."""
+    found, shares = result["breakdown"], {}
+    for rank in found["ranks"]:
+        for kind in (*PHASES[:4], "waiting", *PHASES[4:]):
+            if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
+                shares[kind] = shares.get(kind, 0.0) + rank[kind]["mean"]
+    whole, took = sum(shares.values()) or 1.0, result["step_ms"]
+    more = {"mean {:,.0f} ms": took["mean"], "95% within {:,.0f} ms": took["p95"]}
+    more = [text.format(ms) for text, ms in more.items() if differ(ms, took["p50"])]
+    words = [f"step: {took['p50']:,.0f} ms" + (f" ({', '.join(more)})" if more else "")]
+    words += [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
+    line = ", ".join(words)
+    if found["straggler"]:
+        others = "the other" if len(found["ranks"]) == 2 else "the others"
+        late = found["straggler"]
+        line += f"; rank {late['rank']} is {late['late_ms']:,.0f} ms slower than {others}"
+    if found["overlap"] is not None:
+        line += f"; {found['overlap']:.0%} of communication overlaps with compute"
+    return line

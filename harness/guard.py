@@ -6,7 +6,7 @@ stop    checks before every step, in an optimizer hook. The run ends before a we
 skip    checks as stop does, and skips the step.
 ignore  checks nothing.
 
-In float16 a GradScaler, or DeepSpeed, skips steps whose gradients overflow. That is normal in every
+In float16 a GradScaler, or a library, skips steps whose gradients overflow. That is normal in every
 mode, unless the run skips many steps in a row.
 """
 
@@ -35,7 +35,8 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
     tensors = [t for t in tensors if t.untyped_storage().nbytes()]  # may be freed by FSDP
     if not tensors:
         return torch.tensor(True)
-    # Minimum and maximum: unlike a norm they do not overflow, and one pass computes both.
+    # Minimum and maximum: unlike a norm they do not overflow, one pass computes both, and unlike
+    # GradScaler's check they do not write to the tensors.
     bounds = [bound for tensor in tensors for bound in tensor.aminmax()]
     device = tensors[0].device
     return torch.stack([b.to(device, torch.float64) for b in bounds]).isfinite().all()
@@ -64,21 +65,20 @@ class Guard:
         self.left_out = False  # the current step
         self.skipped = 0  # consecutive steps
 
-    def attach(self, model: nn.Module, optimizer, scaler=None, engine=None) -> None:
+    def attach(self, model: nn.Module, optimizer, scaler=None) -> None:
         """Register the hooks for checks in every step, if there are any.
 
         Args:
             model: whose forward computes the loss.
             optimizer: whose step may be stopped or skipped.
-            scaler: a GradScaler that may skip steps, if there is one ...
-            engine: ... or a DeepSpeed engine.
+            scaler: a GradScaler that may skip steps, if there is one. A library that skips steps
+                by itself calls :meth:`library_stepped` instead.
         """
         self.model, self.optimizer = model, optimizer
         self.good_step = self.fetched = self.state.step  # fetched: step of the last loss
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scale = self.scaler and scaler.get_scale()
-        self.engine, self.engine_skipped = engine, engine and engine.skipped_steps
-        self.overflow_is_normal = bool(self.scaler or (engine and engine.fp16_enabled()))
+        self.overflow_is_normal = bool(self.scaler)
         if self.exact:
             self.outputs, self.good_buffers, self.taken = [], [], []
             self.keep_buffers()
@@ -155,17 +155,13 @@ class Guard:
         self.outputs.clear()
 
     def give_back(self, *_) -> None:
-        """After a skipped step, restore the gradients: views of DDP's or DeepSpeed's buffers."""
+        """After a skipped step, restore the gradients: they may be views of a library's buffers."""
         for parameter, gradient in self.taken:
             parameter.grad = gradient
         self.taken.clear()
 
-    def after_step(self) -> None:
-        """Count a step that DeepSpeed skipped before calling the optimizer's hook."""
-        if not self.engine:
-            return
-        before, self.engine_skipped = self.engine_skipped, self.engine.skipped_steps
-        skipped = self.engine_skipped > before
+    def library_stepped(self, skipped: bool) -> None:
+        """A library has done a step, or skipped it before it called the optimizer's hook."""
         if skipped and self.exact and not self.overflow_is_normal:
             self.left_out = True
             self.react()
@@ -196,7 +192,7 @@ class Guard:
         found = next((name for name, tensor in tensors if not all_finite([tensor])), "")
         everyone = gather_objects(found)
         known = [name for name in everyone if name]
-        if not known:  # DeepSpeed's shards have no names
+        if not known:  # shards of a library have no names
             return "a gradient is NaN or Inf"
         order = (WEIGHT, OUTPUT, LOSS, "the gradient of")
         first = min(known, key=lambda name: next(i for i, o in enumerate(order) if o in name))

@@ -77,7 +77,7 @@ class Tracer(Look):
     def tick(self, clock) -> None:
         """End a step. In traced steps, phases are ranges."""
         self.ended += 1
-        clock.phases.traced = self.ended <= self.steps
+        clock.traced = self.ended <= self.steps
         if self.ended <= self.steps + 1:
             self.profiler.step()
         if self.ended == self.steps + 1:

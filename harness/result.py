@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from harness.breakdown import break_down, differ, spread
 from harness.cli import settings
-from harness.clock import StepClock
+from harness.clock import StepClock, break_down, differ, spread
 from harness.data import TaskData
 from harness.measure import (
     count_bytes,
@@ -107,7 +106,7 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         "trained_between": clock.spans,
         **(rates := data.rates(args.batch_size / statistics.median(seconds))),
         "rate": list(rates)[-1],
-        "first_step_seconds": clock.first_step,
+        "first_step_seconds": clock.seconds[0] if clock.seconds else None,
         "step_ms": spread(seconds),
         **state.history,
         "eval_samples": state.eval_samples,

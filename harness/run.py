@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hangs import watch as hangs
-from harness import breakdown, result, state
+from harness import result, state
 from harness.cli import fail
-from harness.clock import StepClock
+from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
 from harness.display import Display
 from harness.guard import Guard
@@ -168,13 +168,17 @@ class Run:
 
     # --------------------------------------------------------------------------------- begin
 
-    def start(self, model, optimizer, scheduler, snapshot: dict | None, **skips_by) -> None:
+    def start(
+        self, model, optimizer, scheduler, snapshot: dict | None, scaler=None, engine=None
+    ) -> None:
         """Start, or resume from a snapshot that is already loaded, and open TensorBoard's file.
 
         Args:
             model: that the loop calls; may be wrapped by DDP.
             scheduler: ``None`` if a library handles it.
-            skips_by: see :meth:`Guard.attach`.
+            scaler: see :meth:`Guard.attach`.
+            engine: a library's wrapper of the model, if it steps the optimizer itself. The library
+                then tells the clock and the guard of its steps.
         """
         if snapshot and scheduler:
             scheduler.load_state_dict(snapshot["scheduler"])
@@ -190,8 +194,9 @@ class Run:
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.guard.attach(state.plain(model), optimizer, **skips_by)
-        self.clock.phases.attach(skips_by.get("engine", model), optimizer, len(self.clock.devices))
+        self.guard.attach(state.plain(model), optimizer, scaler)
+        watched = (model, optimizer) if engine is None else (engine, None)
+        self.clock.attach(*watched)
         if world().rank == 0:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
@@ -218,13 +223,12 @@ class Run:
             self.lr = self.optimizer.param_groups[0]["lr"]
             place = self.args.seed, epoch, index
             batch = self.train_set.prepare(batch, self.device, *place, dtype, share)
-            self.clock.phases.has_data()
+            self.clock.has_data()
             yield batch
             self.clock.tick()
             self.display.bar.update(self.args.batch_size)
         self.display.bar.close()
-        self.clock.read()
-        self.clock.pause()
+        self.clock.end_epoch()
 
     def log(self, loss: Tensor) -> None:
         """Add the loss of a step.
@@ -233,7 +237,6 @@ class Run:
             loss: mean over this rank's batch, a scalar. It stays on the device. Only every
                 ``--print-freq``-th step prints the mean since the last time, over all ranks.
         """
-        self.guard.after_step()
         if not self.guard.left_out:
             self.meter.add(loss, self.batch)
         self.stop.vote(self.step)
@@ -279,7 +282,7 @@ class Run:
             found |= figures
             result.write_result(found, self.store.output_dir)
             self.display.close(result.hparams(self.args, found))
-            print0(breakdown.describe_step(found))
+            print0(describe_step(found))
             print0(f"{result.describe_end(found)}, files in {self.store.output_dir}")
         self.store.copy_results()
         wait_for_gloo()

@@ -5,7 +5,7 @@ import collections
 import itertools
 import math
 
-from harness.phases import PHASES
+from harness.clock import PHASES
 
 Spans = list[tuple[float, float]]  # begin and duration, in microseconds
 

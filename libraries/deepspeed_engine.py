@@ -115,7 +115,23 @@ def load_snapshot(run, engine) -> dict:
     ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
     run.start(engine.module, engine.basic_optimizer, ours, snapshot, engine=engine)
+    watch_steps(run, engine)
     return track_tensors(run, engine)
+
+
+def watch_steps(run, engine) -> None:
+    """Tell the run of the engine's steps: it calls the optimizer, or skips it, by itself."""
+    step = engine.step
+    run.guard.overflow_is_normal = engine.fp16_enabled()
+
+    def watched_step(*args, **kwargs) -> None:
+        skipped_before = engine.skipped_steps
+        run.clock.mark("optimizer")
+        step(*args, **kwargs)
+        run.clock.mark("rest")
+        run.guard.library_stepped(engine.skipped_steps > skipped_before)
+
+    engine.step = watched_step
 
 
 def save_snapshot(run, engine) -> None:

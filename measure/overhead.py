@@ -9,7 +9,7 @@ that the load of the machine affects all of them. The last line always gives bot
 loop   alternates the script's steps with those of a bare loop: same model, optimizer and DDP
        options, on tensors that are already on the device, without loader, crops, losses, progress
        bar or TensorBoard. A ratio of 1.00 means no overhead. Also written to results/overhead.json.
-marks  compares steps with and without the breakdown (harness/phases.py), and measures how long the
+marks  compares steps with and without the breakdown (harness/clock.py), and measures how long the
        breakdown's own calls take.
 saves  alternates synchronous and asynchronous checkpoints of DCP: how long the call takes, from
        when all ranks have arrived. Also written to results/saves.json.
@@ -38,7 +38,6 @@ sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
 import common  # noqa: E402
 from harness.clock import WARMUP_STEPS, StepClock  # noqa: E402
 from harness.measure import git_commit, hardware, versions  # noqa: E402
-from harness.phases import Phases  # noqa: E402
 
 
 def write_result(name: str, **found) -> None:
@@ -95,7 +94,8 @@ def compare_with_bare_loop() -> str:
 
 
 def compare_with_unmarked_steps() -> str:
-    tick, begin_step = StepClock.tick, Phases.begin_step
+    tick, start_step = StepClock.tick, StepClock.start_step
+    mark, unmarked = StepClock.mark, [True]
     marked, spent, clocks = [], [0.0], []  # of each step: whether it has marks, seconds in them
 
     def timed(call):
@@ -107,17 +107,22 @@ def compare_with_unmarked_steps() -> str:
 
         return wrapped
 
-    def take_turns(phases):
-        phases.attached = not phases.attached
-        begin_step(phases)
+    def take_turns(clock):
+        unmarked[0] = not unmarked[0]
+        start_step(clock)
+
+    def mark_every_other_step(clock, phase):
+        if phase in ("data", "end") or not unmarked[0]:
+            mark(clock, phase)
 
     def note(clock):
-        marked.append(clock.phases.attached)
+        marked.append(not unmarked[0])
         tick(clock)
         spent.append(0.0)
         clocks[:] = [clock]
 
-    Phases.begin_step, StepClock.tick, Phases.mark = take_turns, note, timed(Phases.mark)
+    StepClock.start_step, StepClock.tick = take_turns, note
+    StepClock.mark = timed(mark_every_other_step)
     runpy.run_path(sys.argv[0], run_name="__main__")
     steps = list(zip(clocks[0].seconds, spent, marked, strict=False))[WARMUP_STEPS:]
     with_marks, without = (

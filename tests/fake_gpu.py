@@ -375,10 +375,10 @@ def main():
     stand_in_for_ranks(cuda.note)
     import common
     import harness.stop
-    from harness.phases import Phases
+    from harness.clock import StepClock
     from harness.run import Run
 
-    fake, start, batches, mark = FakeGpus(cuda), Run.start, Run.batches, Phases.mark
+    fake, start, batches, mark = FakeGpus(cuda), Run.start, Run.batches, StepClock.mark
 
     def watched_start(run, model, *args, **kwargs):
         fake.model = model
@@ -398,12 +398,12 @@ def main():
             yield images, labels
         cuda.note("end of epoch")
 
-    def watched_mark(phases, phase):
-        if phases.marks is not None:
+    def watched_mark(clock, phase):
+        if clock.marks is not None:
             cuda.note("phase", phase)
-        mark(phases, phase)
+        mark(clock, phase)
 
-    Run.start, Run.batches, Phases.mark = watched_start, watched_batches, watched_mark
+    Run.start, Run.batches, StepClock.mark = watched_start, watched_batches, watched_mark
     mode = contextlib.nullcontext()
     if "cuda" in sys.argv:
         cuda.install()

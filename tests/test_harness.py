@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import launch
 
-from harness import clock, phases, profile, stop, world
+from harness import clock, profile, stop, world
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
@@ -20,8 +20,7 @@ def test_the_peak_is_that_of_the_steps():
         steps.start()
         for _ in range(clock.WARMUP_STEPS):
             steps.tick()
-        steps.read()
-        steps.pause()
+        steps.end_epoch()
         before = steps.peak_memory["process"]
         torch.ones(2**28, dtype=torch.uint8)  # 0.25 GiB
     assert steps.peak_memory["process"] - before < 0.1
@@ -32,30 +31,30 @@ def test_the_peak_is_that_of_the_steps():
 # ---------------------------------------------------------------------------------------- phases
 
 
-def make_phases(model, **options):
-    """As a clock does, on a CPU, with an optimizer that has something to do."""
+def make_clock(model, devices=1):
+    """On a CPU, with an optimizer that has something to do; an epoch begins."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = clock.StepClock([torch.device("cpu")]).phases
-    ours.attach(model, optimizer, **options)
+    ours = clock.StepClock([torch.device("cpu")] * devices)
+    ours.attach(model, optimizer)
+    ours.start()
     return ours, optimizer
 
 
 def train_step(ours, model, optimizer, pause=0.0):
-    ours.begin_step()
     ours.has_data()
     loss = model(torch.ones(1, 2)).sum()
     time.sleep(pause)
     loss.backward()
     optimizer.step()
-    ours.end_step()
-    ours.read()
+    ours.tick()
 
 
 def test_the_phases_of_a_step():
     """Blocked, not computing: that is waiting. An evaluation after the step is no part of it."""
     model = torch.nn.Linear(2, 2)
-    ours, optimizer = make_phases(model)
+    ours, optimizer = make_clock(model)
     train_step(ours, model, optimizer, pause=0.1)
+    ours.end_epoch()
     model(torch.ones(1, 2))
     [(number, seconds, waits)] = ours.steps
     assert number == 1 and list(seconds) == ["data", "rest", "forward", "backward", "optimizer"]
@@ -64,13 +63,15 @@ def test_the_phases_of_a_step():
 
 def test_a_step_with_a_snapshot_is_left_out_and_memory_is_bounded():
     model = torch.nn.Linear(2, 2)
-    ours, optimizer = make_phases(model)
-    for _ in range(phases.KEPT + 5):
+    ours, optimizer = make_clock(model)
+    for _ in range(2 * clock.KEPT + 5):
         train_step(ours, model, optimizer)
-    ours.begin_step()
-    ours.leave_out()
-    ours.end_step()
-    assert len(ours.steps) == phases.KEPT and ours.steps[-1][0] == ours.number - 1
+        assert len(ours.unread) <= clock.KEPT
+    ours.pause()
+    train_step(ours, model, optimizer)
+    ours.end_epoch()
+    assert len(ours.seconds) == 2 * clock.KEPT + 6
+    assert len(ours.steps) == clock.KEPT and ours.steps[-1][0] == len(ours.seconds) - 1
 
 
 @pytest.mark.parametrize("how", ["compiled", "threads"])
@@ -79,10 +80,11 @@ def test_a_forward_without_hooks_is_one_with_backward(how):
     model = torch.nn.Linear(2, 2)
     if how == "compiled":
         model.compile(backend="eager")
-    ours, optimizer = make_phases(model, threads=2 if how == "threads" else 1)
+    ours, optimizer = make_clock(model, devices=2 if how == "threads" else 1)
     assert not model._forward_hooks and not model._forward_pre_hooks
     for _ in range(2):
         train_step(ours, model, optimizer)
+    ours.end_epoch()
     _, (_, seconds, _) = ours.steps
     assert list(seconds) == ["data", "forward and backward", "optimizer", "rest"]
 

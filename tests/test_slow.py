@@ -10,7 +10,7 @@ import pytest
 import slow
 from conftest import ROOT, commands, launch, launcher, succeed
 
-from harness import breakdown
+from harness import clock
 
 JOB = "--model small_resnet --dataset synthetic --eval-samples 8 --batch-size 16 --epochs 1"
 JOB += " --train-samples 384 --print-freq 6"  # 24 steps, of which the 23rd may be traced
@@ -125,10 +125,10 @@ def test_ranks_that_are_alike_are_no_stragglers():
     def ranks(*own):
         return [[(i, {"forward": t}, {}) for i, t in enumerate(times)] for times in own]
 
-    assert breakdown.find_straggler(ranks([1.0] * 8, [1.05] * 8)) is None
-    assert breakdown.find_straggler(ranks([1.0] * 8, [9.0, 9.0] + [1.0] * 6)) is None
-    assert breakdown.find_straggler(ranks([1.0] * 8)) is None
-    found = breakdown.find_straggler(ranks([1.0] * 8, [1.0, 1.0, *[1.5] * 6], [1.0] * 8))
+    assert clock.find_straggler(ranks([1.0] * 8, [1.05] * 8)) is None
+    assert clock.find_straggler(ranks([1.0] * 8, [9.0, 9.0] + [1.0] * 6)) is None
+    assert clock.find_straggler(ranks([1.0] * 8)) is None
+    found = clock.find_straggler(ranks([1.0] * 8, [1.0, 1.0, *[1.5] * 6], [1.0] * 8))
     assert found == {"rank": 1, "late_ms": 500.0}
 
 
