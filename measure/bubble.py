@@ -161,7 +161,7 @@ def timetables() -> list[dict]:
 
 
 def read_steps(folder: Path) -> list[tuple]:
-    """Of each step, by rank, what note_parts.py wrote."""
+    """Of each step, by rank, what the hook `parts` of tests/hooks.py wrote."""
     files = sorted(folder.glob("parts-*.json"))
     return list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
 
@@ -180,11 +180,11 @@ def measure(schedule: str, microbatches: int) -> tuple[float, float]:
     """Medians of the steps of a run."""
     with tempfile.TemporaryDirectory() as folder:
         command = (
-            f"torchrun --standalone --nproc_per_node={RANKS} tests/note_parts.py pytorch_PP.py "
+            f"torchrun --standalone --nproc_per_node={RANKS} tests/hooks.py pytorch_PP.py "
             f"{JOB} --pipeline-schedule {schedule} --microbatches {microbatches} "
             f"--batch-size {SAMPLES * microbatches} --output-dir {folder}"
         )
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HOOKS": "parts"}
         subprocess.run(command.split(), cwd=ROOT, env=env, check=True, capture_output=True)
         steps = [measure_idle(step) for step in read_steps(Path(folder))[WARMUP:]]
     return tuple(map(statistics.median, zip(*steps, strict=True)))

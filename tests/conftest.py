@@ -43,6 +43,7 @@ ONE_PROCESS = (
 CLOSED_PORT = (
     "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
 )
+HOOKED = "tests/hooks.py"  # runs a script with small models, and what HOOKS asks for
 LIBRARIES = {  # what a server imports for scripts with such a name
     # What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
     "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
@@ -236,6 +237,13 @@ def flat(state):
     return torch.cat([tensor.flatten().double() for tensor in state.values()])
 
 
+def relative_difference(ours, theirs):
+    """Largest difference of any tensor, relative to the tensor's largest value."""
+    assert ours.keys() == theirs.keys()
+    pairs = [(ours[name].double(), theirs[name].double()) for name in theirs]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
 def distance(ours, theirs):
     """How far two state dicts are apart, relative to the size of the second."""
     ours, theirs = flat(ours), flat(theirs)
@@ -307,23 +315,23 @@ def no_process_is_left():
 @pytest.fixture(scope="module")
 def train(request, tmp_path_factory):
     """A function that trains by (script, world size, flags), on the `JOB` of the file of tests, and
-    through its `THROUGH`, if it has one, or another program.
+    with its `HOOKS`, if it has some, or others.
 
     It returns what `read_run` does. The same run is done only once.
     """
-    usual = getattr(request.module, "THROUGH", "")
+    usual = getattr(request.module, "HOOKS", "")
     folder = tmp_path_factory.mktemp("runs")
     runs = {}
 
-    def get(script, world_size=1, flags="", through=usual):
-        key = script, world_size, flags, through
+    def get(script, world_size=1, flags="", hooks=usual):
+        key = script, world_size, flags, hooks
         output = folder / str(len(runs))
         if key not in runs:
             name, _, own_flags = script.partition(" ")
             command = (
-                f"{launcher(name, world_size, through)} {request.module.JOB} {own_flags} {flags}"
+                f"{launcher(name, world_size, HOOKED)} {request.module.JOB} {own_flags} {flags}"
             )
-            finished = succeed(f"{command} --output-dir {output}", forked=True)
+            finished = succeed(f"{command} --output-dir {output}", forked=True, HOOKS=hooks)
             assert not finished.our_warnings
             shutil.rmtree(output / "snapshots", ignore_errors=True)  # most of the space
             runs[key] = finished, output

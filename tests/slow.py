@@ -1,24 +1,20 @@
-"""Run a script that is slow on purpose, as the environment variable SLOW says: see docs/slow.md.
+"""Hooks of hooks.py by which a run is slow on purpose: see docs/slow.md.
 
-SLOW=loader torchrun --standalone --nproc_per_node=2 tests/slow.py pytorch_torchrun_DDP.py ...
+HOOKS=loader torchrun --standalone --nproc_per_node=2 tests/hooks.py pytorch_torchrun_DDP.py ...
 """
 
 import atexit
 import os
-import runpy
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import small_resnet  # noqa: F401  a model to choose
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+RANK = int(os.environ.get("RANK", 0))
 LATE, LATENCY, BURNERS = 0.08, 0.06, 6  # seconds of a batch and of a message; processes
 STALL = 0.4  # seconds of every fifth batch
-RANK = int(os.environ.get("RANK", 0))
 
 
 def slow_loader(seconds):
@@ -71,23 +67,7 @@ def slow_network():
     dist.all_reduce = late
 
 
-def stop():
-    """Asked to, in step 18: while --trace 10 looks at steps 14 to 23."""
-    from harness.run import Run
-
-    log = Run.log
-
-    def log_and_stop(run, loss):
-        if run.step == 18:
-            os.kill(os.getpid(), signal.SIGTERM)
-        log(run, loss)
-
-    Run.log = log_and_stop
-
-
-WAYS = {
-    "": lambda: None,
-    "stop": stop,
+WAYS = {  # by the name of the hook
     "loader": lambda: slow_loader(lambda number: LATE * RANK),
     "loaders": lambda: slow_loader(lambda number: LATE),
     "stall": lambda: slow_loader(lambda number: STALL * (number % 5 == 4)),
@@ -97,10 +77,3 @@ WAYS = {
     "buckets": lambda: change_ddp(bucket_cap_mb=0.01),
     "unused": lambda: change_ddp(find_unused_parameters=True),
 }
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    script = next(word for word in sys.argv if word.startswith("pytorch_"))
-    sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
-    WAYS[os.environ.get("SLOW", "")]()
-    runpy.run_path(script, run_name="__main__")

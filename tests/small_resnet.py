@@ -1,15 +1,6 @@
-"""Run a script with two additional models: small_resnet, a ResNet-18 with half of the blocks and a
-quarter of the channels, which takes a thirtieth of its time in float64; and small_resnet_dropout,
-which has dropout before its last layer.
-
-torchrun --standalone --nproc_per_node=2 tests/small_resnet.py SCRIPT --model small_resnet ...
-
-Other files that run a script import this one, so they have these models, too.
-"""
-
-import runpy
-import sys
-from pathlib import Path
+"""Two more models for --model: small_resnet, a ResNet-18 with half of the blocks and a quarter of
+the channels, which takes a thirtieth of its time in float64; and small_resnet_dropout, which has
+dropout before its last layer."""
 
 from torch import nn
 from torchvision.models._api import register_model
@@ -41,9 +32,3 @@ def small_resnet_dropout(*, num_classes: int) -> SmallResNet:
 for model in (small_resnet, small_resnet_dropout):
     model.__module__ = ResNet.__module__  # or our scripts would not take it for theirs
     register_model()(model)
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    script = next(word for word in sys.argv[1:] if word.endswith(".py"))
-    sys.argv = [script, *(w for w in sys.argv[1:] if w != script)]  # launch adds a flag before it
-    runpy.run_path(script, run_name="__main__")

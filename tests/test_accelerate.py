@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 from conftest import (
+    HOOKED,
     ROOT,
     cases,
     distance,
@@ -61,7 +62,7 @@ FILE = {
 
 def run(script, ranks, job, output, forked=True):
     """The weights that a run ends with, and its result; forked as its launcher would start it."""
-    through = "tests/small_resnet.py" if "small_resnet" in job else ""
+    through = HOOKED if "small_resnet" in job else ""
     command = f"torchrun --standalone --nproc_per_node={ranks} {through} {script}.py"
     command = command if forked else launcher(script, ranks, through)
     env = FILE.get(script, {}) if forked else {}

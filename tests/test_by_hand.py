@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, launch, launcher, read_run, succeed
+from conftest import HOOKED, ROOT, launch, launcher, read_run, succeed
 from torch import nn
 
 JOB = "--dataset synthetic --train-samples 24 --eval-samples 8 --batch-size 8 --max-steps 3"
@@ -39,9 +39,9 @@ def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
     [("each", 62), ("buckets", 7), ("overlap", 7)],
 )
 def test_messages_of_a_step(average, messages, tmp_path):
-    command = launcher("pytorch_DDP_by_hand", 2, through="tests/count_sent.py")
+    command = launcher("pytorch_DDP_by_hand", 2, HOOKED)
     flags = f"--model resnet18 --average {average} --output-dir {tmp_path}"
-    succeed(f"{command} {JOB} {flags}", forked=True)
+    succeed(f"{command} {JOB} {flags}", forked=True, HOOKS="sent")
     _, result = read_run(tmp_path)
     assert result["calls"] == {"allreduce": messages}
 
@@ -155,9 +155,10 @@ def test_bit_for_bit_what_ddp_does(tmp_path):
     job = "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1"
     weights = []
     for script in ("pytorch_torchrun_DDP", *ALL, "pytorch_ZeRO_by_hand --stage 2"):
-        command = launcher(script, 2, through="tests/unfused.py")
+        command = launcher(script, 2, HOOKED)
         output = tmp_path / str(len(weights))
-        succeed(f"{command} {job} --model small_resnet --output-dir {output}", forked=True)
+        command += f" {job} --model small_resnet --output-dir {output}"
+        succeed(command, forked=True, HOOKS="unfused")
         weights.append(read_run(output)[0])
     expected, *others = weights
     assert all(torch.equal(found[name], expected[name]) for found in others for name in expected)

@@ -2,13 +2,13 @@
 test_contract.py counts them on a GPT in each test run."""
 
 import pytest
-from conftest import cases, flat, launcher, read_run, succeed
+from conftest import HOOKED, cases, flat, launcher, read_run, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 96 --eval-samples 8 --batch-size 24 --print-freq 100 "
     "--norm group --lr 0.001"
 )
-THROUGH = "tests/count_sent.py"
+HOOKS = "sent"
 # All that is kept is there after a step; DDP sends as it always will from the third one on.
 FLAGS = {"sgd": "--optimizer sgd --max-steps 3", "adamw": "--optimizer adamw --max-steps 1"}
 PLAIN = {"parameters": 4, "gradients": 4, "state": 1}
@@ -127,8 +127,10 @@ def test_sent(script, n, table, train, measured):
 )  # fmt: skip
 def test_statistics_are_not_sent_at_every_step(script, tmp_path):
     """DDP would broadcast BatchNorm's at each forward, and they are only needed to evaluate."""
-    command = f"{launcher(script, 2, through=THROUGH)} {JOB} --norm batch --max-steps 3"
-    finished = succeed(f"{command} --model small_resnet --output-dir {tmp_path}", forked=True)
+    command = f"{launcher(script, 2, HOOKED)} {JOB} --norm batch --max-steps 3"
+    finished = succeed(
+        f"{command} --model small_resnet --output-dir {tmp_path}", forked=True, HOOKS=HOOKS
+    )
     _, result = read_run(tmp_path)
     assert set(result["sent"]) == {"allreduce"} and not finished.our_warnings
 
@@ -136,8 +138,8 @@ def test_statistics_are_not_sent_at_every_step(script, tmp_path):
 @pytest.mark.full
 def test_powersgd_sends_what_it_says(tmp_path, measured):
     script = "pytorch_comm_hooks --comm-hook powersgd"
-    command = f"{launcher(script, 2, through=THROUGH)} {JOB} --max-steps 12"
-    finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
+    command = f"{launcher(script, 2, HOOKED)} {JOB} --max-steps 12"
+    finished = succeed(f"{command} --output-dir {tmp_path}", forked=True, HOOKS=HOOKS)
     state, result = read_run(tmp_path)
     sent = per_parameter(result["sent"], state)
     measured("sent", script=script, ranks=2, sent=sent)

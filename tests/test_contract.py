@@ -8,9 +8,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import cases, launch, launcher, read_run, snapshots, started, succeed, wait_for
+from conftest import (
+    HOOKED,
+    cases,
+    launch,
+    launcher,
+    read_run,
+    relative_difference,
+    snapshots,
+    started,
+    succeed,
+    wait_for,
+)
 from test_bytes import KEPT, SENT
-from test_parity import relative_difference
 
 # Twelve heads, eight blocks, and 24 positions in two chunks for each rank: two, three and four
 # ranks can divide them.
@@ -102,7 +112,7 @@ PARITY = [
     for optimizer in TOLERANCE
     if optimizer == "adamw" or "Muon" not in t.script
 ]
-REFERENCE = {"pytorch_Muon": "tests/torch_muon.py"}  # what runs the single process, if not itself
+REFERENCE = {"pytorch_Muon": "muon"}  # what runs the single process, if not itself
 USUAL = [
     (t.script, t.ranks[0], t.usual, t.model)
     for t in TECHNIQUES
@@ -245,19 +255,14 @@ def by_theory(name, n):
     return kept["parameters"], kept["gradients"], kept["state"], sent
 
 
-def in_double(weights):
-    """The vocabulary as well, which is of integers."""
-    return {name: tensor.double() for name, tensor in weights.items()}
-
-
 @pytest.mark.parametrize("script, n, optimizer, model", cases(PARITY, lambda *row: row in USUAL))
 def test_parity_and_bytes(script, n, optimizer, model, train, measured):
     flags = f"--max-steps 12 --optimizer {optimizer} {model}".rstrip()
     single = "pytorch_SingleGPU"
-    expected, expected_result = train(single, 1, flags, through=REFERENCE.get(script, ""))
-    weights, result = train(script, n, flags, through="tests/count_sent.py")
+    expected, expected_result = train(single, 1, flags, hooks=REFERENCE.get(script, ""))
+    weights, result = train(script, n, flags, hooks="sent")
     assert list(weights) == list(expected)
-    difference = relative_difference(in_double(weights), in_double(expected))
+    difference = relative_difference(weights, expected)
     shared = script.split()[0] in SHARED
     row = {"script": f"{script} {model}".rstrip(), "ranks": n}
     table = "parity_shared" if shared else "parity_gpt"
@@ -335,7 +340,7 @@ def test_it_goes_on_elsewhere(legs, model, train, tmp_path):
         assert ("resumed from" in finished.stdout) == ((script, n, steps) != legs[0])
         assert not finished.our_warnings
     weights, result = read_run(tmp_path)
-    assert relative_difference(in_double(weights), in_double(expected)) < TOLERANCE["adamw"]
+    assert relative_difference(weights, expected) < TOLERANCE["adamw"]
     assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=1e-9)
 
 
@@ -382,7 +387,7 @@ def test_resumed_after_the_last_step_it_only_evaluates(script, n, train, tmp_pat
     """As after SIGTERM in the last step: this process computes no gradients."""
     expected, _ = train(script, n, f"--max-steps 9 {WITH_DROPOUT}")
     flags = f"{JOB} {WITH_DROPOUT} --max-steps 9 --output-dir {tmp_path}"
-    stopped = launch(f"{launcher(script, n, 'tests/stop_at.py')} {flags}", forked=True, STOP_AT="9")
+    stopped = launch(f"{launcher(script, n, HOOKED)} {flags}", forked=True, HOOKS="stop_at:9")
     assert stopped.code and "by SIGTERM after step 9 of 9" in str(stopped), str(stopped)
     finished = succeed(f"{launcher(script, n)} {flags} --resume auto", forked=True)
     assert "resumed from" in finished.stdout

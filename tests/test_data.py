@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, succeed
+from conftest import HOOKED, ROOT, succeed
 from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
@@ -41,9 +41,10 @@ def arguments(**changes):
 
 
 def record(command, folder, forked=True):
-    """Run a script through record_batches.py; the global batches, step by step."""
+    """Run a script through hooks.py; the global batches, step by step."""
     folder.mkdir()
-    succeed(f"{command} {folder} {JOB} --output-dir {folder}/run", forked=forked)
+    command = f"{command} {JOB} --output-dir {folder}/run"
+    succeed(command, forked=forked, HOOKS=f"batches:{folder}")
     global_batches = []
     for step in range(1, 9):
         ranks = sorted(folder.glob(f"step{step}-rank*.pt"))
@@ -57,14 +58,14 @@ def record(command, folder, forked=True):
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record") / "single"
-    return record("python tests/record_batches.py pytorch_SingleGPU.py", folder)
+    return record(f"python {HOOKED} pytorch_SingleGPU.py", folder)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
     """Image for image and crop for crop: bit by bit what the model is given."""
     launcher = f"torchrun --standalone --nproc_per_node={world_size}"
-    command = f"{launcher} tests/record_batches.py pytorch_torchrun_DDP.py"
+    command = f"{launcher} {HOOKED} pytorch_torchrun_DDP.py"
     batches = record(command, tmp_path / "ranks", forked=world_size != 2)
     for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
         assert len(images) == 24

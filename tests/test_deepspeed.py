@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
-from conftest import cases, distance, flat, launch, launcher, read_run, snapshots, succeed
+from conftest import HOOKED, cases, distance, flat, launch, launcher, read_run, snapshots, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
     "--epochs 9 --print-freq 100"
 )
-SMALL, RUN_SMALL = "--model small_resnet", "tests/small_resnet.py"
-THROUGH = "tests/count_sent.py"
+SMALL, RUN_SMALL = "--model small_resnet", HOOKED
+HOOKS = "sent"
 # Bytes per parameter, times N / (N - 1), as it was on DeepSpeed 0.19; its own paper says 8 and 12.
 SENT = {"zero_stage0": 4, "zero_stage1": 6, "zero_stage2": 6, "zero_stage3": 4}
 # AdamW at a lower rate: its first step is as long as the rate, however small the gradient.

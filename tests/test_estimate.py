@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, cases, launch, launcher, succeed
+from conftest import HOOKED, ROOT, cases, launch, launcher, succeed
 from torch import nn
 
 from estimate import job_of, parse_args
@@ -57,12 +57,12 @@ USUAL = [  # DDP of images; others of the text
 def test_what_is_predicted_is_what_tensors_take(script, ranks, job, tmp_path):
     """Bytes of all tensors at the peak of a step, on the fullest rank: within 1 %."""
     real, fake = tmp_path / "real", tmp_path / "fake"
-    through = launcher(script, ranks, "tests/count_live.py")
-    succeed(f"{through} {job} --output-dir {real}", forked=True)
+    through = launcher(script, ranks, HOOKED)
+    succeed(f"{through} {job} --output-dir {real}", forked=True, HOOKS="live")
     name, flags = f"{script} ".split(" ", 1)
     launched = 0 if through.startswith("python tests") else ranks
-    fakes = f"python tests/count_live.py --on-fakes {launched} {name}.py {flags}"
-    succeed(f"{fakes} {job} --output-dir {fake}", forked=True)
+    fakes = f"python {HOOKED} {name}.py {flags} {job} --output-dir {fake}"
+    succeed(fakes, forked=True, HOOKS=f"live:{launched}")
     took = [sum(json.loads(path.read_text()).values()) for path in real.iterdir()]
     [predicted] = [json.loads(path.read_text()) for path in fake.iterdir()]
     assert len(took) == ranks
@@ -500,10 +500,10 @@ def test_what_is_recommended_runs_and_takes_what_is_predicted(tmp_path):
     assert 3 <= len(commands) <= 5 and len(set(commands)) == len(commands)
     for number, words in enumerate(commands[::2]):
         real, fake = (tmp_path / f"{kind}{number}" for kind in ("real", "fake"))
-        start = "torchrun --standalone --nproc_per_node=4 tests/count_live.py"
-        succeed(f"{start} {words} --output-dir {real}", forked=True)
-        fakes = "python tests/count_live.py --on-fakes 4"
-        succeed(f"{fakes} {words} --output-dir {fake}", forked=True)
+        start = f"torchrun --standalone --nproc_per_node=4 {HOOKED}"
+        succeed(f"{start} {words} --output-dir {real}", forked=True, HOOKS="live")
+        fakes = f"python {HOOKED} {words} --output-dir {fake}"
+        succeed(fakes, forked=True, HOOKS="live:4")
         took, predicted = (
             sum(json.loads((folder / "rank0.json").read_text()).values()) for folder in (real, fake)
         )

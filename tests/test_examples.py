@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, succeed
+from conftest import HOOKED, ROOT, succeed
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -22,9 +22,10 @@ PAGES = [ROOT / "docs" / f"your_own_loop{language}.md" for language in ("", ".zh
 def plain(tmp_path_factory):
     """Weights of the plain loop after two epochs, in both dtypes."""
     folder, found = tmp_path_factory.mktemp("plain"), {}
-    for dtype, runner in ((torch.float32, ""), (torch.float64, "tests/in_float64.py ")):
+    for dtype, hooks in ((torch.float32, ""), (torch.float64, "float64")):
         path = folder / f"{dtype}.pt"
-        succeed(f"python {runner}examples/plain.py --epochs 2 --checkpoint {path}", forked=True)
+        command = f"python {HOOKED} examples/plain.py --epochs 2 --checkpoint {path}"
+        succeed(command, forked=True, HOOKS=hooks)
         found[dtype] = torch.load(path)["model"]
     assert found[torch.float64]["0.weight"].dtype == torch.float64
     return found
@@ -45,7 +46,7 @@ def weights_in(path, name):
 def test_an_example_ends_with_the_plain_loops_weights(name, plain, tmp_path):
     """Stopped after the first of two epochs and resumed."""
     exact = TOLERANCE[name] < 1e-6
-    script = f"{'tests/in_float64.py ' if exact else ''}examples/{name}.py"
+    script = f"{HOOKED} examples/{name}.py" if exact else f"examples/{name}.py"
     launch = f"torchrun --standalone --nproc_per_node=2 {script}"
     if name.startswith("deepspeed"):
         launch = f"deepspeed --num_gpus 2 {script}"
@@ -53,7 +54,8 @@ def test_an_example_ends_with_the_plain_loops_weights(name, plain, tmp_path):
     for epochs in (1, 2):
         command = f"{launch} --epochs {epochs} --checkpoint {path}"
         forked = name not in TYPED and launch.startswith("torchrun")
-        finished = succeed(command, forked=forked, DS_ACCELERATOR="cpu")
+        env = {"DS_ACCELERATOR": "cpu", "HOOKS": "float64"}
+        finished = succeed(command, forked=forked, **env)
         assert re.findall(r"^epoch (\d): loss", finished.stdout, re.M) == [str(epochs)]
     found = weights_in(path, name)
     expected = plain[torch.float64 if exact else torch.float32]

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, cases, launch, launcher, snapshots, started, state, succeed, wait_for
+from conftest import (
+    HOOKED,
+    ROOT,
+    cases,
+    launch,
+    launcher,
+    snapshots,
+    started,
+    state,
+    succeed,
+    wait_for,
+)
 
 from harness import snapshots as disk
 from harness import trust
@@ -48,7 +59,7 @@ def ranks_of(folder):
 
 def start(script, n=1):
     """What launches a script, through the file that has the small models."""
-    return launcher(script, n, "tests/small_resnet.py")
+    return launcher(script, n, HOOKED)
 
 
 def run(command):
@@ -186,7 +197,7 @@ def test_two_snapshots_are_kept(tmp_path):
 )
 def test_one_process_is_stopped_with_a_documented_code(script, signum, code, tmp_path):
     """A single process, which listens to nobody else."""
-    command = f"python tests/small_resnet.py {script}.py {SMALL} --epochs 500 --workers 1"
+    command = f"python {HOOKED} {script}.py {SMALL} --epochs 500 --workers 1"
     with started(f"{command} --output-dir {tmp_path}") as process:
         wait_for(lambda: snapshots(tmp_path))
         assert all(a == "127.0.0.1" for a in listening(process.process.pid))
@@ -417,7 +428,7 @@ def sign(folder):
     ],
 )
 def test_a_snapshot_that_would_run_code_is_refused(script, file, tmp_path):
-    command = f"python tests/small_resnet.py {script}.py {SMALL} --output-dir {tmp_path}/run"
+    command = f"python {HOOKED} {script}.py {SMALL} --output-dir {tmp_path}/run"
     run(f"{command} --max-steps 1")
     [snapshot] = snapshots(tmp_path / "run")
     marker = tmp_path / "attacked"

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import launch, launcher, succeed
+from conftest import HOOKED, launch, launcher, succeed
 
 JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32 --image-size 64"
 GPUS = torch.cuda.device_count()
@@ -102,7 +102,7 @@ def test_a_language_model(script, tmp_path):
 def test_no_step_waits_between_prints(script, tmp_path):
     """PyTorch itself raises an error where one would, from the batch to the record of the loss."""
     flags = "--model resnet18 --epochs 1 --print-freq 3"
-    train(script, 1, flags, tmp_path, through="tests/count_waits.py")
+    train(script, 1, flags, tmp_path, through=HOOKED, HOOKS="waits")
     steps = json.loads((tmp_path / "waits-0.json").read_text())
     assert len(steps) == 8 and not any(
         kinds for step, kinds in steps.items() if int(step) not in (3, 6, 8)

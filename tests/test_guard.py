@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import cases, launch, launcher, snapshots, state, succeed
+from conftest import HOOKED, cases, launch, launcher, snapshots, state, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 288 --eval-samples 12 --batch-size 24 --epochs 1 "
@@ -45,8 +45,10 @@ THAT_IS_WATCHED = cases(
 
 
 def run(script, ranks, poison, flags, output, check=launch):
-    command = launcher(script, ranks, through="tests/poison.py")
-    return check(f"{command} {JOB} {flags} --output-dir {output}", forked=True, POISON=poison)
+    command = launcher(script, ranks, HOOKED)
+    return check(
+        f"{command} {JOB} {flags} --output-dir {output}", forked=True, HOOKS=f"poison:{poison}"
+    )
 
 
 def all_finite(output):
@@ -64,7 +66,7 @@ def all_finite(output):
 def test_watched(script, ranks, named, tmp_path):
     """By default: it is found before the next snapshot, which is not written, and the command that
     is given finds the step."""
-    finished = run(script, ranks, f"gradient 7 7 {ranks - 1}", "", tmp_path)
+    finished = run(script, ranks, f"gradient,7,7,{ranks - 1}", "", tmp_path)
     assert finished.code == 3, str(finished)
     [line] = finished.errors
     assert "between steps 7 and 9 weights or optimizer became NaN or infinite" in line
@@ -78,7 +80,7 @@ def test_watched(script, ranks, named, tmp_path):
 @pytest.mark.parametrize("script", cases([(s,) for s in LEAVES_OUT], lambda s: s == STAGE(2)))
 def test_deepspeed_leaves_a_step_out_by_itself(script, tmp_path):
     """So its weights stay good, and the scheduler is one step behind."""
-    run(script, 2, "gradient 7 7 1", "", tmp_path, succeed)
+    run(script, 2, "gradient,7,7,1", "", tmp_path, succeed)
     result = json.loads((tmp_path / "result.json").read_text())
     assert all_finite(tmp_path) and result["steps"] == 12
     assert state(tmp_path)["scheduler"]["last_epoch"] == 11
@@ -86,7 +88,7 @@ def test_deepspeed_leaves_a_step_out_by_itself(script, tmp_path):
 
 def test_the_loss_says_nothing_of_the_step_that_follows_it(tmp_path):
     """At step 5 the loss is fetched, and good; then its gradient spoils the weights."""
-    finished = run("pytorch_SingleGPU", 1, "gradient 5 5 0", "", tmp_path)
+    finished = run("pytorch_SingleGPU", 1, "gradient,5,5,0", "", tmp_path)
     [line] = finished.errors
     assert "between steps 5 and 6 " in line
 
@@ -94,12 +96,12 @@ def test_the_loss_says_nothing_of_the_step_that_follows_it(tmp_path):
 @pytest.mark.full
 def test_the_command_that_is_given_finds_the_step(tmp_path):
     """As it stands, by the real launcher."""
-    script, poison = "pytorch_torchrun_DDP", "gradient 7 7 0"
-    command = f"{launcher(script, through='tests/poison.py')} {JOB} --output-dir {tmp_path}"
-    first = launch(command, POISON=poison)
+    script, poison = "pytorch_torchrun_DDP", "gradient,7,7,0"
+    command = f"{launcher(script, through=HOOKED)} {JOB} --output-dir {tmp_path}"
+    first = launch(command, HOOKS=f"poison:{poison}")
     assert first.code == 1 and "exitcode  : 3 " in first.stderr, str(first)
     [line] = first.errors
-    again = launch(line.partition("To find the first step: ")[2], POISON=poison)
+    again = launch(line.partition("To find the first step: ")[2], HOOKS=f"poison:{poison}")
     assert "resumed from" in again.stdout
     [line] = again.errors
     assert f"error: step 7: {GRADIENT} on rank 0; no weight has changed" in line
@@ -107,7 +109,7 @@ def test_the_command_that_is_given_finds_the_step(tmp_path):
 
 @pytest.mark.parametrize("script, ranks, named", EVERY_SCRIPT)
 def test_stopped_before_a_weight_changes(script, ranks, named, tmp_path):
-    finished = run(script, ranks, "gradient 7 7 0", "--on-nan stop", tmp_path)
+    finished = run(script, ranks, "gradient,7,7,0", "--on-nan stop", tmp_path)
     assert finished.code == 3, str(finished)
     [line] = finished.errors
     assert f"error: step 7: {named}" in line and "no weight has changed" in line
@@ -117,7 +119,7 @@ def test_stopped_before_a_weight_changes(script, ranks, named, tmp_path):
 @pytest.mark.parametrize("script, ranks, named", EVERY_SCRIPT)
 def test_left_out(script, ranks, named, tmp_path):
     """All ranks leave the step out, and the run ends well."""
-    finished = run(script, ranks, "gradient 7 7 0", "--on-nan skip", tmp_path, succeed)
+    finished = run(script, ranks, "gradient,7,7,0", "--on-nan skip", tmp_path, succeed)
     assert f"step 7: {named}" in finished.stdout and "the step is skipped" in finished.stdout
     assert all_finite(tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
@@ -128,7 +130,7 @@ def test_left_out(script, ranks, named, tmp_path):
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_a_bad_batch_is_found_on_its_rank(script, ranks, on_nan, tmp_path):
     """In the first step: BatchNorm's statistics forget it, or they would stay NaN for good."""
-    poison = f"input 1 1 {ranks - 1}"
+    poison = f"input,1,1,{ranks - 1}"
     finished = run(script, ranks, poison, f"--on-nan {on_nan}", tmp_path)
     said = f"step 1: the model's output is NaN or Inf on rank {ranks - 1}; "
     assert said in finished.stdout + finished.stderr, str(finished)
@@ -138,14 +140,14 @@ def test_a_bad_batch_is_found_on_its_rank(script, ranks, on_nan, tmp_path):
 
 def test_a_bad_loss_is_found_on_its_rank(tmp_path):
     """Not on the others, whose gradients are averaged with it."""
-    finished = run("pytorch_torchrun_DDP", 2, "loss 7 7 1", "--on-nan stop", tmp_path)
+    finished = run("pytorch_torchrun_DDP", 2, "loss,7,7,1", "--on-nan stop", tmp_path)
     [line] = finished.errors
     assert "step 7: the gradient of the loss is NaN or Inf on rank 1;" in line
 
 
 def test_weights_that_an_earlier_step_has_spoilt(tmp_path):
     flags = "--on-nan stop --lr 1e38 --warmup-steps 0 --norm group --model shufflenet_v2_x0_5"
-    finished = run("pytorch_SingleGPU", 1, "input 100 100 0", flags, tmp_path)
+    finished = run("pytorch_SingleGPU", 1, "input,100,100,0", flags, tmp_path)
     [line] = finished.errors
     assert "error: step 2: the weight " in line and " is NaN or Inf on rank 0;" in line
 
@@ -154,7 +156,7 @@ def test_the_end_of_an_epoch_is_looked_at_too(tmp_path):
     """Its loss is fetched there. In float16 the scaler keeps the weights good."""
     script = "pytorch_auto_mixed_precision --dtype float16"
     flags = "--norm group --max-steps 8 --epochs 2 --print-freq 6 --train-samples 96"
-    finished = run(script, 1, "input 3 3 0", flags, tmp_path)
+    finished = run(script, 1, "input,3,3,0", flags, tmp_path)
     assert finished.code == 3, str(finished)
     assert "between steps 1 and 4 the loss became nan" in finished.errors[0]
 
@@ -163,13 +165,13 @@ def test_a_left_out_step_changes_nothing(tmp_path):
     """Eleven steps and one that is left out end as eleven do, but for the schedule: at a rate that
     is constant, bit for bit."""
     flags = "--warmup-steps 0 --norm group --deterministic --on-nan skip --optimizer adamw"
-    run("pytorch_SingleGPU", 1, "gradient 12 12 0", flags, tmp_path / "skipped", succeed)
+    run("pytorch_SingleGPU", 1, "gradient,12,12,0", flags, tmp_path / "skipped", succeed)
     with_it = torch.load(tmp_path / "skipped" / "model.pt", weights_only=True)
     before = torch.load(
         tmp_path / "skipped" / "snapshots" / "step-00000009" / "state.pt", weights_only=True
     )
     assert any(not torch.equal(with_it[name], before["model"][name]) for name in with_it)
-    run("pytorch_SingleGPU", 1, "gradient 10 12 0", flags, tmp_path / "three", succeed)
+    run("pytorch_SingleGPU", 1, "gradient,10,12,0", flags, tmp_path / "three", succeed)
     three = torch.load(tmp_path / "three" / "model.pt", weights_only=True)
     assert all(torch.equal(three[name], before["model"][name]) for name in three)
 
@@ -190,7 +192,7 @@ ENDLESS = [
 def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
     """A scale that halves for ever, or DeepSpeed's silence: not a run that learned nothing."""
     flags += " --epochs 4 --train-samples 96 --batch-size 8"
-    finished = run(script, ranks, "gradient 2 1000 0", flags, tmp_path)
+    finished = run(script, ranks, "gradient,2,1000,0", flags, tmp_path)
     assert finished.code == 3, str(finished)
     [line] = finished.errors
     step, skipped = map(
@@ -203,21 +205,21 @@ def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
 def test_a_scaler_may_leave_out_a_step(tmp_path):
     """One overflow is what the scale is for, also where each step is looked at."""
     script = "pytorch_auto_mixed_precision --dtype float16"
-    run(script, 1, "gradient 7 7 0", "--on-nan stop", tmp_path, succeed)
+    run(script, 1, "gradient,7,7,0", "--on-nan stop", tmp_path, succeed)
     assert all_finite(tmp_path)
     assert 0 < state(tmp_path)["scaler"]["scale"] < 2**16
 
 
 def test_ignored(tmp_path):
-    finished = run("pytorch_SingleGPU", 1, "input 7 7 0", "--on-nan ignore", tmp_path, succeed)
+    finished = run("pytorch_SingleGPU", 1, "input,7,7,0", "--on-nan ignore", tmp_path, succeed)
     assert "loss nan" in finished.stdout and not all_finite(tmp_path)
 
 
 def test_the_command_quotes_its_words(tmp_path):
     output = tmp_path / "two words"
-    command = launcher("pytorch_SingleGPU", through="tests/poison.py")
+    command = launcher("pytorch_SingleGPU", through=HOOKED)
     command = [*shlex.split(f"{command} {JOB}"), "--output-dir", str(output)]
-    finished = launch(command, forked=True, POISON="gradient 7 7 0")
+    finished = launch(command, forked=True, HOOKS="poison:gradient,7,7,0")
     [line] = finished.errors
     words = shlex.split(line.partition("To find the first step: ")[2])
     assert words[-4:] == ["--resume", str(output / "snapshots/step-00000006"), "--on-nan", "stop"]

@@ -5,10 +5,10 @@ import pickle
 import sys
 
 import pytest
-from conftest import ROOT, cases, launch, launcher, server, succeed
+from conftest import HOOKED, ROOT, cases, launch, launcher, server, succeed
 from test_faults import attack
 
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
+sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import hang  # noqa: E402
 
 HANGS = [(script, fault) for script in hang.SCRIPTS for fault in hang.FAULTS]
@@ -77,7 +77,7 @@ def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
         entries = [entry(n, "all_reduce", [[512]], 60 + n, n < 8) for n in range(1, last + 1)]
         dump = {"version": "2.10", "entries": entries, "pg_config": groups}
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
-    command = f"{launcher('pytorch_torchrun_DDP', 2, 'tests/small_resnet.py')} {JOB} --max-steps 1"
+    command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1"
     command += f" --model small_resnet --output-dir {tmp_path}"
     said = succeed(command, forked=True).stdout
     assert (
@@ -93,6 +93,6 @@ def test_what_is_no_record_is_left_alone(tmp_path):
     folder.mkdir()
     (folder / "rank_0").write_bytes(pickle.dumps(attack(tmp_path / "attacked")))
     (folder / "rank_1").write_bytes(b"\x80\x04")
-    command = f"{launcher('pytorch_torchrun_DDP', 2, 'tests/small_resnet.py')} {JOB} --max-steps 1"
+    command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1"
     said = succeed(f"{command} --model small_resnet --output-dir {tmp_path}", forked=True).stdout
     assert "the last run hung" not in said and not (tmp_path / "attacked").exists()

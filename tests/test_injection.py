@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, environment, launch, server, succeed
 
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
+sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import inject  # noqa: E402
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
+    HOOKED,
     ROOT,
     cases,
     distance,
@@ -16,12 +17,12 @@ from conftest import (
     launch,
     launcher,
     read_run,
+    relative_difference,
     snapshots,
     started,
     succeed,
     wait_for,
 )
-from test_parity import relative_difference
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
@@ -36,7 +37,6 @@ JOB = (
 IMAGES = "--model small_resnet_dropout --double --clip-grad 0.5"
 GPT = "--model gpt-2x4x32 --context 16 --double --clip-grad 0.5"
 JOBS = {"images": IMAGES, "gpt": GPT}
-THROUGH = "tests/small_resnet.py"
 RAW, FABRIC, TRAINER = "pytorch_torchrun_DDP", "lightning_Fabric", "lightning_Trainer"
 FSDP = f"{TRAINER} --strategy fsdp"
 DEEPSPEED = f"{TRAINER} --strategy deepspeed_stage_2"
@@ -48,7 +48,7 @@ MEASURED = (
 
 
 def start(script, n=1, flags=""):
-    return f"{launcher(script, n, THROUGH)} {JOB} {flags}"
+    return f"{launcher(script, n, HOOKED)} {JOB} {flags}"
 
 
 # ------------------------------------------------------------------------------------------ parity
@@ -107,7 +107,7 @@ def test_one_goes_on_from_the_snapshots_of_another(raw, turns, flags, train, tmp
 def test_fabrics_own_launcher(tmp_path, train):
     """Two ranks, which share the cores, and the command as it was typed."""
     command = f"fabric run --accelerator=cpu --devices=2 --strategy=ddp --main-port={free_port()} "
-    command += f"{THROUGH} lightning_Fabric.py {JOB} {IMAGES} --output-dir {tmp_path}"
+    command += f"{HOOKED} lightning_Fabric.py {JOB} {IMAGES} --output-dir {tmp_path}"
     finished = succeed(command)
     assert not finished.our_warnings and "warn" not in finished.stderr.lower(), str(finished)
     weights, result = read_run(tmp_path)
@@ -132,9 +132,9 @@ def test_a_signal_ends_in_a_snapshot(script, tmp_path):
 
 @pytest.mark.parametrize("script, on_nan, code", [(TRAINER, "stop", 3), (FABRIC, "skip", 0)])
 def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, code, tmp_path):
-    command = launcher(script, 2, "tests/poison.py")
+    command = launcher(script, 2, HOOKED)
     command += f" {JOB} {IMAGES} --on-nan {on_nan} --output-dir {tmp_path}"
-    finished = launch(command, forked=True, POISON="gradient 5 5 0")
+    finished = launch(command, forked=True, HOOKS="poison:gradient,5,5,0")
     said = finished.stdout + finished.stderr
     assert finished.code == code, said
     assert "step 5: the gradient of conv1.weight is NaN or Inf" in said
@@ -347,10 +347,8 @@ def test_the_trainer_sends_a_flag_before_every_step(tmp_path):
     """And waits for it, on a GPU with all that is queued."""
     sent = {}
     for script in (RAW, FABRIC, TRAINER):
-        command = launcher(script, 2, "tests/count_sent.py")
-        succeed(
-            f"{command} {JOB} {GPT} --max-steps 3 --output-dir {tmp_path}/{script}", forked=True
-        )
+        command = launcher(script, 2, HOOKED) + f" {JOB} {GPT} --max-steps 3"
+        succeed(f"{command} --output-dir {tmp_path}/{script}", forked=True, HOOKS="sent")
         sent[script] = json.loads((tmp_path / script / "result.json").read_text())
     assert sent[FABRIC]["calls"] == sent[RAW]["calls"]
     assert sent[TRAINER]["calls"] == sent[RAW]["calls"] | {"broadcast": 1}

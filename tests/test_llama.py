@@ -4,10 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import cases, launcher, read_run, succeed
-from test_contract import in_double
+from conftest import cases, launcher, read_run, relative_difference, succeed
 from test_inference import infer
-from test_parity import relative_difference
 
 from jobs import decoder
 
@@ -110,7 +108,7 @@ def test_a_folder_is_read_in_shards(script, n, tmp_path):
         out = tmp_path / str(ranks)
         command = f"{launcher(name, ranks)} {JOB} --weights {tmp_path / 'theirs'}"
         succeed(f"{command} --output-dir {out}", forked=True)
-        ends.append(in_double(read_run(out)[0]))
+        ends.append(read_run(out)[0])
     assert relative_difference(ends[1], ends[0]) < 1e-11
 
 

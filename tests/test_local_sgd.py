@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    HOOKED,
     ROOT,
     cases,
     distance,
@@ -17,16 +18,15 @@ from conftest import (
     launch,
     launcher,
     read_run,
+    relative_difference,
     snapshots,
     state,
     succeed,
 )
-from test_parity import relative_difference
 from torch.utils.data import DistributedSampler
 
 import common
 
-THROUGH = "tests/small_resnet.py"
 DATA = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --print-freq 1"
 JOB = f"{DATA} --epochs 9 --double"  # six steps an epoch
 RESNET = "--model small_resnet --norm group --max-steps 12"
@@ -38,13 +38,9 @@ OUTER = {"average": "", "DiLoCo": DILOCO, "half the way": "--outer-lr 0.5"}
 LOCAL = "pytorch_LocalSGD"
 
 
-def doubles(weights):
-    return {name: tensor.double() for name, tensor in weights.items()}
-
-
 def run(script, n, flags, **options):
     """A script on n ranks, to its end."""
-    return succeed(f"{launcher(script, n, THROUGH)} {flags}", forked=True, **options)
+    return succeed(f"{launcher(script, n, HOOKED)} {flags}", forked=True, **options)
 
 
 def program(folder, text):
@@ -77,7 +73,7 @@ def test_where_it_is_exact(flags, n, other, ranks, close, train, measured):
     flags, _, every = flags.partition(" --sync-every ")
     expected, expected_result = train(other, ranks, flags)
     weights, result = train(f"{LOCAL} --sync-every {every}", n, flags)
-    difference = relative_difference(doubles(weights), doubles(expected))
+    difference = relative_difference(weights, expected)
     if flags == f"{GPT} {SGD}":
         script = f"{LOCAL} --sync-every 1"
         measured("parity_shared", script=script, ranks=n, optimizer="sgd", value=difference)
@@ -108,7 +104,7 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
         found = play_ranks(args, 3, 4, *re.findall(r"[\d.]+", OUTER[outer]))
     finally:
         torch.set_default_dtype(default)
-    assert relative_difference(doubles(weights), doubles(found)) < 1e-10
+    assert relative_difference(weights, found) < 1e-10
     assert result["steps"] == 12
 
 
@@ -293,7 +289,7 @@ def test_after_a_sync_any_ranks_and_scripts_go_on(tmp_path):
         finished = run(script, n, f"{job} --max-steps {steps}")
         assert ("resumed from" in finished.stdout) == (steps > 2)
     expected, found = (read_run(tmp_path / name)[0] for name in ("whole", "parts"))
-    assert relative_difference(doubles(found), doubles(expected)) < 1e-12
+    assert relative_difference(found, expected) < 1e-12
 
 
 def test_diloco_goes_on_from_ddp(tmp_path):

@@ -5,13 +5,12 @@ import re
 
 import pytest
 import torch
-from conftest import launcher, read_run, succeed
-from test_parity import relative_difference
+from conftest import HOOKED, launcher, read_run, relative_difference, succeed
 from torch.optim import _muon
 
 from pytorch_Muon import orthogonalize
 
-THROUGH = "tests/torch_muon.py"
+HOOKS = "sent muon"
 JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 12 --epochs 9 "
     "--print-freq 1 --double --warmup-steps 20 --context 16"
@@ -51,8 +50,8 @@ def test_cost(n, tmp_path, measured):
     theory = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in matrices) / n
     numbers, found = sum(a * b for a, b in matrices), {}
     for script in ("pytorch_Muon", "pytorch_FSDP"):
-        command = f"{launcher(script, n, THROUGH)} {JOB} {EVEN} --max-steps 3"
-        finished = succeed(f"{command} --output-dir {tmp_path / script}", forked=True)
+        command = f"{launcher(script, n, HOOKED)} {JOB} {EVEN} --max-steps 3"
+        finished = succeed(f"{command} --output-dir {tmp_path / script}", forked=True, HOOKS=HOOKS)
         flops = re.findall(r"^flops \d+ (\d+)", finished.stdout, re.MULTILINE)
         result = read_run(tmp_path / script)[1]
         found[script] = {

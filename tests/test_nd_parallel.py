@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from conftest import cases, launcher, succeed
-from test_contract import TOLERANCE, in_double
-from test_parity import relative_difference
+from conftest import HOOKED, cases, launcher, relative_difference, succeed
+from test_contract import TOLERANCE
 
 JOB = (
     "--context 16 --dataset synthetic --train-samples 64 --eval-samples 20 --batch-size 16 "
@@ -60,7 +59,7 @@ def test_parity(dimensions, model, optimizer, extra, train, measured):
         "pytorch_ND_parallel", 2 ** len(names), f"{flags} {mesh} {extra.replace('--tie', '')}"
     )
     assert list(weights) == list(expected)
-    difference = relative_difference(in_double(weights), in_double(expected))
+    difference = relative_difference(weights, expected)
     row = {"script": f"pytorch_ND_parallel {mesh} {extra}".rstrip(), "ranks": 2 ** len(names)}
     measured("parity_nd", **row, model=model, optimizer=optimizer, value=difference)
     assert difference < TOLERANCE[optimizer]
@@ -75,9 +74,9 @@ def test_weights_kept_between_forward_and_backward(tmp_path):
     job += "--batch-size 4 --epochs 1 --max-steps 3 --optimizer sgd"
     block, peaks = 4 * (12 * 64**2 + 4 * 64), {}
     for kept in ("no", "2"):
-        command = launcher("pytorch_ND_parallel", 4, "tests/count_live.py")
+        command = launcher("pytorch_ND_parallel", 4, HOOKED)
         command += f" {job} --reshard-after-forward {kept} --output-dir {tmp_path / kept}"
-        succeed(command, forked=True)
+        succeed(command, forked=True, HOOKS="live")
         peaks[kept] = json.loads((tmp_path / kept / "rank0.json").read_text())["temporary"]
     saved = (peaks["no"] - peaks["2"]) / block
     newest = torch.__version__ >= "2.12"  # which compares as a version

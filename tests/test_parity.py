@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from conftest import cases, distance
+from conftest import cases, distance, relative_difference
 
 JOB = (
     "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
     "--epochs 9 --print-freq 1 --model small_resnet"
 )
-THROUGH = "tests/small_resnet.py"
 SCRIPTS = [
     "pytorch_DDP",
     "pytorch_torchrun_DDP",
@@ -52,15 +51,6 @@ def is_usual(script, n, optimizer):
         return optimizer == "sgd" and n == 4  # two rows of two
     uneven = script in SHARDED and n == 3
     return optimizer == "sgd" and (n == fewest(script, TECHNIQUES) or uneven)
-
-
-def relative_difference(ours, theirs):
-    """Largest difference of any tensor, relative to the tensor's largest value."""
-    assert ours.keys() == theirs.keys()
-    return max(
-        ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()
-        for name in theirs
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, launch, launcher, succeed
-from test_parity import relative_difference
+from conftest import HOOKED, ROOT, launch, launcher, relative_difference, succeed
 
 import pytorch_PP
 from jobs import decoder, gpt
@@ -21,11 +20,6 @@ SCRIPT = "pytorch_PP --pipeline-schedule {}".format
 SCHEDULES = list(SCHEDULES)
 
 
-def in_double(weights):
-    """The vocabulary as well, which is of integers."""
-    return {name: tensor.double() for name, tensor in weights.items()}
-
-
 # ------------------------------------------------------------------------------------------ parity
 
 
@@ -38,7 +32,7 @@ def test_few_and_many_microbatches(schedule, n, microbatches, train):
     flags = "--double --max-steps 2"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train(f"{SCRIPT(schedule)} --microbatches {microbatches}", n, flags)
-    assert relative_difference(in_double(weights), in_double(expected)) < 1e-9
+    assert relative_difference(weights, expected) < 1e-9
 
 
 # ------------------------------------------------------------------------------- what a rank holds
@@ -111,8 +105,8 @@ def test_ranks_are_idle_as_long_as_the_formula_says(schedule, ranks):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_compute_in_the_order_that_is_counted(schedule, tmp_path):
-    command = launcher(SCRIPT(schedule), 3, through="tests/note_parts.py")
-    succeed(f"{command} {JOB} --max-steps 2 --output-dir {tmp_path}", forked=True)
+    command = launcher(SCRIPT(schedule), 3, HOOKED)
+    succeed(f"{command} {JOB} --max-steps 2 --output-dir {tmp_path}", forked=True, HOOKS="parts")
     order = order_of(schedule, 3, 6)
     for step in read_steps(tmp_path):
         assert [[tuple(part["what"]) for part in parts] for parts in step] == order

@@ -7,7 +7,7 @@ JOB = (
     "--dataset synthetic --train-samples 240 --eval-samples 20 --batch-size 8 --norm group "
     "--lr 0.0003 --epochs 1 --print-freq 100 --model small_resnet"
 )
-THROUGH = "tests/small_resnet.py"  # on most CPUs convolutions in half take twenty times as long
+# on most CPUs convolutions in half take twenty times as long
 RUNS = [
     ("pytorch_half_precision --dtype bfloat16", 1),
     ("pytorch_half_precision --dtype bfloat16 --master-weights", 1),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launcher, snapshots, started, state, succeed, wait_for
+from conftest import HOOKED, launcher, snapshots, started, state, succeed, wait_for
 from small_resnet import small_resnet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,12 +15,11 @@ from harness.state import load_plain
 from jobs.classifiers import use_group_norm
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"
-THROUGH = "tests/small_resnet.py"
 
 
 def start(script, n=1, flags=""):
     """The command of a job, through the small model."""
-    return f"{launcher(script, n, THROUGH)} {JOB} --model small_resnet {flags}"
+    return f"{launcher(script, n, HOOKED)} {JOB} --model small_resnet {flags}"
 
 
 def kill_when(command, condition):

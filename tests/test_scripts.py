@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, cases, launcher, state, succeed
+from conftest import HOOKED, ROOT, cases, launcher, state, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 
@@ -142,9 +142,10 @@ def test_tensorboard(run):
 @pytest.mark.parametrize("script", ["pytorch_torchrun_DDP", "pytorch_comm_hooks"])
 def test_threads_end_with_the_process_group(script, tmp_path):
     """One that outlives it may abort the process as it exits: ranks.wait_for_gloo."""
-    command = launcher(script, through="tests/count_threads.py")
+    command = launcher(script, through=HOOKED)
     finished = succeed(
         f"{command} --dataset synthetic --train-samples 16 --eval-samples 4 --batch-size 8 "
-        f"--epochs 1 --model shufflenet_v2_x0_5 --output-dir {tmp_path}/run"
+        f"--epochs 1 --model shufflenet_v2_x0_5 --output-dir {tmp_path}/run",
+        HOOKS="threads",
     )
     assert "threads of gloo left: 0" in finished.lines

@@ -4,9 +4,8 @@ finishes without an error, but its weights are wrong."""
 import re
 
 import pytest
-from conftest import cases, launcher, read_run, succeed
-from test_contract import JOB, in_double
-from test_parity import relative_difference
+from conftest import HOOKED, cases, launcher, read_run, relative_difference, succeed
+from test_contract import JOB
 
 EXPERTS = "--experts 4 --balance 1 --optimizer sgd"  # AdamW hides a factor
 SILENT = [  # the mistake of tests/mistakes.py, script, ranks, flags; how far off it is at least
@@ -37,7 +36,7 @@ def run_with(mistake, script, n, flags, folder):
     folder = folder / mistake.replace(" ", "-")
     command = f"{launcher(script, n, through='tests/mistakes.py')} {JOB} {flags}"
     succeed(f"{command} --output-dir {folder}", forked=True, MISTAKE=mistake)
-    return in_double(read_run(folder)[0])
+    return read_run(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path, m
     if mistake.startswith("fused"):  # whose single process has one matrix, too
         expected = run_with("none: fused", "pytorch_SingleGPU", 1, flags, tmp_path)
     else:
-        expected = in_double(train("pytorch_SingleGPU", 1, flags)[0])
+        expected = train("pytorch_SingleGPU", 1, flags)[0]
     difference = relative_difference(run_with(mistake, script, n, flags, tmp_path), expected)
     measured("silent", mistake=mistake, script=script, ranks=n, value=difference)
     assert difference > at_least
@@ -70,9 +69,10 @@ MASKS = [  # script, and the ranks that draw alike
 @pytest.mark.parametrize("script, alike", MASKS, ids=[script for script, _ in MASKS])
 def test_which_ranks_drop_the_same(script, alike, tmp_path):
     """Those that compute the same numbers have to; of all others no two masks are equal."""
-    command = launcher(script, len(set().union(*alike)), through="tests/note_dropout.py")
+    command = launcher(script, len(set().union(*alike)), through=HOOKED)
     flags = "--dropout 0.2 --max-steps 1"
-    finished = succeed(f"{command} {JOB} {flags} --output-dir {tmp_path}", forked=True)
+    command += f" {JOB} {flags} --output-dir {tmp_path}"
+    finished = succeed(command, forked=True, HOOKS="dropout")
     masks = {}
     for rank, mask in re.findall(r"^mask (\d) (\w+)$", finished.stdout, re.MULTILINE):
         masks.setdefault(int(rank), []).append(mask)
@@ -89,7 +89,7 @@ def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
     flags = "--max-steps 4 --dropout 0.3"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train("pytorch_TP", 2, flags)
-    assert relative_difference(in_double(weights), in_double(expected)) < 1e-11
+    assert relative_difference(weights, expected) < 1e-11
 
 
 def test_gradients_are_clipped_here(train):
@@ -97,4 +97,4 @@ def test_gradients_are_clipped_here(train):
     flags = "--max-steps 12 --optimizer sgd"
     clipped, _ = train("pytorch_SingleGPU", 1, flags)
     free, _ = train("pytorch_SingleGPU", 1, f"{flags} --clip-grad 50")
-    assert relative_difference(in_double(free), in_double(clipped)) > 1e-3
+    assert relative_difference(free, clipped) > 1e-3

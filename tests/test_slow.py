@@ -8,7 +8,7 @@ import re
 
 import pytest
 import slow
-from conftest import ROOT, commands, launch, launcher, succeed
+from conftest import HOOKED, ROOT, commands, launch, launcher, succeed
 
 from harness import clock
 
@@ -19,16 +19,16 @@ LATE, LATENCY, STALL = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY, s
 
 @pytest.fixture(scope="module")
 def run_slowly(tmp_path_factory):
-    """A function that trains with DDP on two ranks, in a way of tests/slow.py, and returns what
+    """A function that trains with DDP on two ranks, in a way of slow.py, and returns what
     result.json says of the steps. The same run is done only once."""
     runs = {}
 
     def get(way, flags=""):
         if (way, flags) not in runs:
             output = tmp_path_factory.mktemp("slow")
-            command = launcher("pytorch_torchrun_DDP", 2, through="tests/slow.py")
+            command = launcher("pytorch_torchrun_DDP", 2, through=HOOKED)
             command = f"{command} {JOB} {flags} --output-dir {output}"
-            finished = succeed(command, forked=True, SLOW=way)
+            finished = succeed(command, forked=True, HOOKS=way)
             line, done = finished.lines[-2:]
             result = json.loads((output / "result.json").read_text())
             found = result["breakdown"] | {"line": line, "done": done, "result": result}
@@ -144,8 +144,8 @@ def test_a_trace_of_each_rank(run_slowly):
 
 def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
     """Ends as any other does, and leaves no trace."""
-    command = f"python tests/slow.py pytorch_SingleGPU.py {JOB} --trace 10"
-    finished = launch(f"{command} --output-dir {tmp_path}", forked=True, SLOW="stop")
+    command = f"python {HOOKED} pytorch_SingleGPU.py {JOB} --trace 10"
+    finished = launch(f"{command} --output-dir {tmp_path}", forked=True, HOOKS="send:SIGTERM,0,18")
     assert finished.code == 143, str(finished)
     assert "stopped by SIGTERM after step 18 of 24" in finished.stdout
     assert not list(tmp_path.glob("trace/*")) and list(tmp_path.glob("snapshots/*"))
@@ -161,7 +161,7 @@ def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
     ],
 )
 def test_a_trace_that_cannot_be(flags, words, tmp_path):
-    command = f"python tests/small_resnet.py pytorch_SingleGPU.py {JOB} {flags}"
+    command = f"python {HOOKED} pytorch_SingleGPU.py {JOB} {flags}"
     finished = launch(f"{command} --output-dir {tmp_path}", forked=True)
     assert finished.code == 2, str(finished)
     [line] = finished.errors
@@ -170,5 +170,5 @@ def test_a_trace_that_cannot_be(flags, words, tmp_path):
 
 def test_the_page_has_a_row_for_each_way():
     """But for the run as it is, and the one that is stopped."""
-    rows = re.findall(r"^\| .*`SLOW=(\w+)` \|$", (ROOT / "docs/slow.md").read_text(), re.M)
-    assert sorted(set(rows)) == sorted(slow.WAYS.keys() - {"", "stop"})
+    rows = re.findall(r"^\| .*`HOOKS=(\w+)` \|$", (ROOT / "docs/slow.md").read_text(), re.M)
+    assert sorted(set(rows)) == sorted(slow.WAYS)

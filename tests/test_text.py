@@ -9,8 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import cases, distance, launch, launcher, read_run, succeed
-from test_parity import relative_difference
+from conftest import cases, distance, launch, launcher, read_run, relative_difference, succeed
 
 import common
 from jobs import decoder, gpt, text

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from conftest import cases, launcher, snapshots, started, succeed, wait_for
+from conftest import HOOKED, cases, launcher, snapshots, started, succeed, wait_for
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +27,7 @@ REVIEWS = (
 
 
 def run(script, ranks, job, output):
-    through = "tests/small_resnet.py" if "small_resnet" in job else ""
+    through = HOOKED if "small_resnet" in job else ""
     finished = succeed(
         f"{launcher(script, ranks, through)} {job} --output-dir {output}", forked=True
     )

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import cases, launcher, succeed
+from conftest import HOOKED, cases, launcher, succeed
 
 JOB = (
     "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1 "
@@ -33,8 +33,8 @@ USUAL = [SCRIPTS[i] for i in (0, 2, 5, 6, 15)]
 
 
 def count(script, ranks, flags, output):
-    command = launcher(script, ranks, through="tests/count_waits.py")
-    succeed(f"{command} {JOB} {flags} --output-dir {output}", forked=True)
+    command = launcher(script, ranks, HOOKED)
+    succeed(f"{command} {JOB} {flags} --output-dir {output}", forked=True, HOOKS="waits")
     files = [output / f"waits-{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) for file in files]
 

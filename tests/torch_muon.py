@@ -1,26 +1,22 @@
-"""Run a script with PyTorch's own Muon for the matrices of the blocks and AdamW for all other
-parameters; pytorch_Muon.py unchanged. Used in place of the script's name, after its launcher.
+"""A hook of hooks.py: PyTorch's own Muon for the matrices of the blocks, AdamW for all other
+parameters.
 
-The Newton-Schulz iteration is in the dtype of the weights, for which PyTorch has no argument. The
-run is counted by count_sent.py; each step prints the FLOPs of this rank's matrix products.
+The Newton-Schulz iteration is in the dtype of the weights, for which PyTorch has no argument. Each
+step prints the FLOPs of this rank's matrix products. pytorch_Muon.py is unchanged.
 """
 
 import functools
 import inspect
-import runpy
 import sys
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-import common  # noqa: E402
-from harness.world import world  # noqa: E402
+import common
+from harness.world import world
 
 source = inspect.getsource(_muon._zeropower_via_newtonschulz)
 for cast in ("grad.to(dtype=torch.bfloat16, copy=True)", "grad.bfloat16()"):  # the latter: 2.11
@@ -84,4 +80,3 @@ def make_scheduler(args, optimizer, *rest):
 
 scheduled = common.make_scheduler
 common.make_optimizer, common.make_scheduler = make_optimizer, make_scheduler
-runpy.run_path(str(TESTS / "count_sent.py"), run_name="__main__")

@@ -1,0 +1,435 @@
+"""Run a script with something added: a counter, a record, a fault, a way to be slow.
+
+Used in place of a script's name, after its launcher. The environment variable HOOKS has the names
+of functions below, which may be combined; arguments stand after a colon.
+
+    HOOKS="sent waits" torchrun --standalone --nproc_per_node=2 tests/hooks.py pytorch_FSDP.py ...
+    HOOKS="poison:gradient,7,7,1" python tests/hooks.py pytorch_SingleGPU.py ...
+
+The ways to be slow are in slow.py. Without hooks a script has the models of small_resnet.py, and is
+otherwise unchanged.
+"""
+
+import atexit
+import collections
+import functools
+import hashlib
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import slow
+import small_resnet  # noqa: F401  models to choose
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TESTS = Path(__file__).resolve().parent
+RANK = int(os.environ.get("RANK", 0))
+HOOKS = {}  # by name
+
+
+def hook(function):
+    HOOKS[function.__name__] = function
+    return function
+
+
+def around_batches(change):
+    """Have ``change(run, batches)`` between a run and its loop: it yields each batch."""
+    from harness.run import Run
+
+    batches = Run.batches
+    Run.batches = lambda run, *args: change(run, batches(run, *args))
+
+
+def print_line(*words):
+    """In one write: those of other ranks do not get between."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+# ------------------------------------------------------------------------------------- counters
+
+
+class CountSent(TorchDispatchMode):
+    """Sees every collective that this thread, autograd's included, asks a process group for."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.sent = collections.Counter(), collections.Counter()
+        self.counts = False
+
+    def count(self, message):
+        self.calls[message.kind] += 1
+        self.sent[message.kind] += message.sent
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        from estimator.sent import message_of
+
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again with what is in it
+        if self.counts and (message := message_of(func, args)):
+            self.count(message)
+        return func(*args, **(kwargs or {}))
+
+    def pause(self, method):
+        """The method, uncounted: what the record of a run sends is not the technique's."""
+
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            counts, self.counts = self.counts, False
+            result = method(*args, **kwargs)
+            self.counts = counts
+            return result
+
+        return call
+
+
+@hook
+def sent():
+    """Count what the last step sends, from forward to optimizer, from the collectives that really
+    run; how many bytes of one a rank sends is defined in estimator/sent.py. result.json also has
+    ``sent`` and ``calls``, by collective: bytes, averaged over the ranks, and number of calls on
+    rank 0."""
+    from estimator.sent import Message
+    from harness.run import Run
+    from harness.world import gather_objects
+
+    counter, all_reduce, finish = CountSent(), dist.all_reduce, Run.finish
+
+    def count_last(run, batches):
+        for batch in batches:
+            if run.step < run.total_steps:
+                yield batch
+                continue
+            counter.counts = True
+            with counter:
+                yield batch
+            counter.counts = False
+
+    def counted_all_reduce(tensor, *args, **kwargs):
+        in_callback = threading.current_thread() is not threading.main_thread()
+        if counter.counts and in_callback:  # PowerSGD's: the mode is of the main thread
+            counter.count(Message("allreduce", tensor.nbytes, dist.get_world_size()))
+        return all_reduce(tensor, *args, **kwargs)
+
+    def finish_and_write(run, *args, **kwargs):
+        everyone, path = gather_objects(counter.sent), run.args.output_dir / "result.json"
+        kinds = {kind for sent in everyone for kind in sent}
+        sent = {kind: sum(theirs[kind] for theirs in everyone) / len(everyone) for kind in kinds}
+        finish(run, *args, **kwargs)
+        if RANK == 0:
+            result = json.loads(path.read_text()) | {"sent": sent, "calls": counter.calls}
+            path.write_text(json.dumps(result, indent=2) + "\n")
+
+    around_batches(count_last)
+    Run.finish, dist.all_reduce = finish_and_write, counted_all_reduce
+    for name in {"log", "all_finite"} & set(vars(Run)):
+        setattr(Run, name, counter.pause(getattr(Run, name)))
+
+
+# `tolist` of a CPU tensor is not dispatched: hence the methods, besides the dispatcher's own.
+READS = ["item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__"]
+
+
+@hook
+def waits():
+    """Count, step by step, what would make the CPU wait for a GPU. Each rank writes
+    ``waits-RANK.json`` into --output-dir: by step, the calls that read a value from a tensor, from
+    when the step has its batch until the next step has one. On a GPU, such a call between two
+    prints is also an error."""
+    from torch.optim import adam
+
+    found, counted_step = collections.defaultdict(collections.Counter), None
+    get_value = adam._get_value
+
+    class SeeDispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if counted_step and "_local_scalar_dense" in func.__name__:
+                found[counted_step][func.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    def count_steps(run, batches):
+        nonlocal counted_step
+        on_gpu = run.device.type == "cuda"
+        with SeeDispatched():
+            for batch in batches:
+                counted_step = run.step
+                found[counted_step].update()
+                if on_gpu:
+                    prints = counted_step % run.args.print_freq == 0
+                    torch.cuda.set_sync_debug_mode("default" if prints else "error")
+                yield batch
+            counted_step = None
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+        path = run.args.output_dir / f"waits-{RANK}.json"
+        path.write_text(json.dumps(found, indent=2) + "\n")
+
+    def number_of_steps(tensor):
+        """AdamW keeps it on the CPU: no GPU is waited for."""
+        nonlocal counted_step
+        step, counted_step = counted_step, None
+        number = get_value(tensor)
+        counted_step = step
+        return number
+
+    def count(name):
+        original = getattr(torch.Tensor, name)
+
+        @functools.wraps(original)
+        def counted(tensor, *args, **kwargs):
+            if counted_step:
+                found[counted_step][name] += 1
+            return original(tensor, *args, **kwargs)
+
+        setattr(torch.Tensor, name, counted)
+
+    for name in READS:
+        count(name)
+    adam._get_value = number_of_steps
+    around_batches(count_steps)
+
+
+@hook
+def live(fake_ranks=None):
+    """Count live memory as estimate.py does: on real tensors, or as rank 0 of some fake ranks.
+    Images are contiguous, and optimizers and autocast behave as on a CPU. The bytes at the peak of
+    the third step, by kind, are written to rank0.json, rank1.json, ... in --output-dir."""
+    from estimator import trial
+
+    folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+    ranks = fake_ranks and int(fake_ranks)
+    # In the second step DDP makes its buckets anew.
+    counted, _ = trial.run_script(list(sys.argv), ranks, block=1, steps=3, as_on_a_gpu=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{RANK}.json").write_text(json.dumps(counted.peak()))
+    sys.stdout.flush()
+    os._exit(0)  # the others are not waited for
+
+
+@hook
+def threads():
+    """Print, in the end, how many of gloo's threads are left."""
+
+    def count():
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        print_line("threads of gloo left:", sum("gloo" in name for name in names))
+
+    atexit.register(count)
+
+
+@hook
+def reduced():
+    """Print the bytes of each all-reduce of a rank 0 that is of weights: neither loss nor vote."""
+    sizes, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        if tensor.nbytes > 1000:
+            sizes.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    if RANK == 0:
+        atexit.register(lambda: print_line("reduced", json.dumps(sizes)))
+
+
+# -------------------------------------------------------------------------------------- records
+
+
+@hook
+def batches(folder):
+    """Save the batches that it trains on, as FOLDER/step1-rank0.pt, ..."""
+
+    def record(run, batches):
+        for images, labels in batches:
+            torch.save((images.clone(), labels.clone()), f"{folder}/step{run.step}-rank{RANK}.pt")
+            yield images, labels
+
+    around_batches(record)
+
+
+@hook
+def dropout():
+    """Print what each rank drops: a line per call of a dropout, with a hash of the mask."""
+    forward = nn.Dropout.forward
+
+    def noted(layer, x: torch.Tensor) -> torch.Tensor:
+        dropped = forward(layer, x)
+        if layer.training:
+            local = dropped.to_local() if isinstance(dropped, DTensor) else dropped
+            mask = (local == 0).cpu().numpy().tobytes()
+            print_line("mask", RANK, hashlib.md5(mask).hexdigest())
+        return dropped
+
+    nn.Dropout.forward = noted
+
+
+@hook
+def parts():
+    """Record when each rank of a pipeline computes what. It writes ``parts-RANK.json`` into
+    --output-dir: a list of steps, each of which is a list of parts. A part has its kind (F for
+    forward, B for backward, I and W for its halves, with respect to inputs and weights), stage,
+    micro-batch, begin and end by the clock, and the seconds in between in which it had a core."""
+    from torch.distributed.pipelining import PipelineStage
+
+    steps = []
+
+    def note(method, kind):
+        original = getattr(PipelineStage, method)
+
+        @functools.wraps(original)
+        def noted(stage, number, *args, **kwargs):
+            begin, core = time.perf_counter(), time.thread_time()
+            result = original(stage, number, *args, **kwargs)
+            core, end = time.thread_time() - core, time.perf_counter()
+            what = "I" if kind == "B" and not kwargs.get("full_backward", True) else kind
+            part = {"what": [what, stage.stage_index, number]}
+            steps[-1].append(part | {"begin": begin, "end": end, "core": core})
+            return result
+
+        setattr(PipelineStage, method, noted)
+
+    def note_steps(run, batches):
+        for batch in batches:
+            dist.barrier()  # all ranks begin a step together
+            steps.append([])
+            yield batch
+        path = run.args.output_dir / f"parts-{RANK}.json"
+        path.write_text(json.dumps(steps) + "\n")
+
+    note("forward_one_chunk", "F")
+    note("backward_one_chunk", "B")
+    note("backward_weight_one_chunk", "W")
+    around_batches(note_steps)
+
+
+# ------------------------------------------------------------------------ numbers, routes, faults
+
+
+@hook
+def float64():
+    """The default dtype."""
+    torch.set_default_dtype(torch.float64)
+
+
+@hook
+def unfused():
+    """An optimizer whose step is not fused: a fused one rounds the last elements of a tensor
+    differently from those before, so the result depends on where a tensor ends."""
+    import common
+
+    fused_class, make_fused = common.optimizer_class, common.make_optimizer
+
+    def optimizer_class(args):
+        kind, options = fused_class(args)
+        return kind, options | {"fused": False}
+
+    common.optimizer_class = optimizer_class
+    common.make_optimizer = lambda args, model: make_fused(args, model, fused=False)
+
+
+@hook
+def muon():
+    """PyTorch's own: see torch_muon.py."""
+    import torch_muon  # noqa: F401
+
+
+@hook
+def all_to_one():
+    """All tokens go to the first expert."""
+    from jobs.experts import MixtureOfExperts
+
+    begin = MixtureOfExperts.__init__
+
+    class Biased(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.tensor([9.0] + [0.0] * (self.out_features - 1))
+
+    def all_to_the_first(mixture, *args, **kwargs):
+        begin(mixture, *args, **kwargs)
+        mixture.router.__class__ = Biased
+
+    MixtureOfExperts.__init__ = all_to_the_first
+
+
+@hook
+def no_gradient():
+    """The layers of an MLP have none in training."""
+    from jobs import gpt
+
+    forward = gpt.MLP.forward
+    gpt.MLP.forward = lambda mlp, x: 0 * x if mlp.training else forward(mlp, x)
+
+
+@hook
+def poison(what, first, last, rank):
+    """NaN or Inf from one step to another, on a rank.
+
+    input      the batch is NaN, and with it the model's output and the loss
+    loss       the loss is NaN, though the output is unchanged
+    gradient   the gradient of the loss is infinite, though the loss is unchanged
+    """
+    cross_entropy, poisoned = F.cross_entropy, False  # the present step
+
+    def poison_batches(run, batches):
+        nonlocal poisoned
+        for images, labels in batches:
+            poisoned = int(first) <= run.step <= int(last) and RANK == int(rank)
+            yield images * float("nan") if poisoned and what == "input" else images, labels
+            poisoned = False
+
+    def poisoned_cross_entropy(logits, *args, **kwargs):
+        if poisoned and what == "gradient":
+            logits.register_hook(lambda gradient: gradient * float("inf"))
+        loss = cross_entropy(logits, *args, **kwargs)
+        return loss * float("nan") if poisoned and what == "loss" else loss
+
+    around_batches(poison_batches)
+    F.cross_entropy = poisoned_cross_entropy
+
+
+@hook
+def stop_at(step):
+    """All ranks agree to stop in a step, as if SIGTERM had come."""
+    from harness.stop import StopRequest
+
+    def vote(request, now):
+        request.agreed = signal.SIGTERM if now == int(step) else 0
+
+    StopRequest.vote = vote
+
+
+@hook
+def send(name, rank, step):
+    """A signal to itself, on a rank, when a step begins; to all ranks if RANK is "all"."""
+
+    def signal_in_step(run, batches):
+        for batch in batches:
+            if run.step == int(step) and rank in ("all", str(RANK)):
+                os.kill(os.getpid(), getattr(signal, name))
+            yield batch
+
+    around_batches(signal_in_step)
+
+
+def main():
+    at = next(i for i, word in enumerate(sys.argv) if i and word.endswith(".py"))
+    sys.argv = [sys.argv[at], *sys.argv[1:at], *sys.argv[at + 1 :]]  # a launcher's flag is before
+    sys.path[:0] = [str(Path(sys.argv[0]).resolve().parent), str(TESTS.parent)]
+    for word in os.environ.get("HOOKS", "").split():
+        name, _, given = word.partition(":")
+        (HOOKS | slow.WAYS)[name](*filter(None, given.split(",")))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
