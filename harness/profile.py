@@ -5,9 +5,9 @@ import argparse
 import atexit
 import gc
 import gzip
+import itertools
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -47,13 +47,6 @@ class Look:
             self.running = False
             self.profiler.stop()
 
-    def read(self) -> dict:
-        """The profiler's records, as a Chrome trace."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "trace.json")
-            self.profiler.export_chrome_trace(str(file))
-            return json.loads(file.read_text())
-
 
 class Tracer(Look):
     """Traces steps: after one in which the profiler warms up, and before the last one, which
@@ -85,12 +78,14 @@ class Tracer(Look):
             self.write()
 
     def write(self) -> None:
-        trace = self.read()
+        """Write the profiler's trace, with the rows at its top."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(f".{self.path.name}.part")
+        self.profiler.export_chrome_trace(str(part))
+        trace = json.loads(part.read_text())
         rows = trace_rows.make_rows(trace["traceEvents"], world().rank)
         self.found = trace_rows.sum_up(rows, self.steps)
         trace["traceEvents"] += rows
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f".{self.path.name}.part")
         part.write_bytes(gzip.compress(json.dumps(trace).encode()))
         os.replace(part, self.path)
 
@@ -111,9 +106,10 @@ class AllocatorProfile(Look):
     def peak_bytes(self) -> int:
         """Stop, and return the peak, without datasets."""
         self.stop()
-        blocks = [e for e in self.read()["traceEvents"] if e["name"] == "[memory]"]
-        blocks.sort(key=lambda e: e["ts"])
-        taken = [0] + [e["args"]["Total Allocated"] for e in blocks]
+        events = self.profiler.profiler.kineto_results.events()
+        blocks = [event for event in events if event.name() == "[memory]"]
+        blocks.sort(key=lambda event: event.start_ns())
+        taken = [0, *itertools.accumulate(event.nbytes() for event in blocks)]
         return bytes_of_tensors() + max(taken) - taken[-1]
 
 
