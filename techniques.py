@@ -1,0 +1,428 @@
+"""The one list of techniques: each script, its parent, its place in the course, and its theory.
+
+Whatever enumerates techniques reads this file: tables and lists of README and docs/, the site, the
+tests of every technique, estimate.py. It imports nothing of the project.
+
+    LESSONS                 every row, in the order of the course
+    TECHNIQUES, LIBRARIES   those that train with raw PyTorch, and those that use a library
+    technique("HSDP")       one row, also by "pytorch_HSDP" or "pytorch_HSDP.py"
+
+In a row, ``keeps`` and ``sends`` are the bytes per parameter of the model that a rank of n keeps
+between two steps, by kind, and sends in a step, by collective, in fp32:
+
+    row.keeps(4, {"shard": 2, "dtype": "float32", "optimizer": "adamw"})
+        -> {"parameters": 2.0, "gradients": 2.0, "optimizer": 4.0}
+    row.sends(4, ...) -> {"allgather": 4.0, "reduce_scatter": 2.0, "allreduce": 2.0}
+
+Kinds are named as in ``state_bytes`` of a ``result.json``, collectives as in ``estimator/sent.py``.
+``options`` are the script's own flags with the values of the run (``options`` of its
+``result.json``), and in addition
+
+    optimizer    "sgd" (with momentum) or "adamw"
+    decoder      see :func:`decoder`; needed by ``needs_gpt`` rows, and makes others more exact
+
+They are the mean over the ranks of what is sent, and the rank that keeps most, where everything is
+divided evenly: blocks by stages, the vocabulary by ranks. ``sends`` returns ``None`` where no
+formula is exact. Neither has a default, so that a row without theory is a ``TypeError``.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent
+K = {"sgd": 4, "adamw": 8}  # bytes per fp32 parameter that the optimizer keeps
+IN_A_V = ("zbv", "dualpipev")  # schedules that put the first and the last stage on one rank
+Options, Bytes = Mapping[str, Any], dict[str, float]
+
+
+class Decoder(NamedTuple):
+    """Sizes of a GPT or a Llama, and of its batch, that theory needs: numbers, not bytes.
+
+    Args:
+        layers: number of blocks.
+        matrices: weights of the matrices in all blocks; experts: those in experts.
+        norms: the other weights in blocks: norms, routers.
+        first: embeddings; last_norm: after the last block; head: the last matrix.
+        hidden: activations between two blocks, of the global batch.
+        kv: heads of keys and values, as a fraction of all heads.
+        top_k: experts per token; tied: the head is the token embedding.
+    """
+
+    layers: int
+    matrices: float
+    experts: int
+    norms: int
+    first: int
+    last_norm: int
+    head: int
+    hidden: int
+    kv: float = 1.0
+    top_k: int = 1
+    tied: bool = False
+
+    @property
+    def ends(self) -> int:
+        """Weights in no block."""
+        return self.first + self.last_norm + (0 if self.tied else self.head)
+
+    @property
+    def whole(self) -> float:
+        return self.matrices + self.norms + self.ends
+
+
+def decoder(
+    layers, width, vocabulary, context, batch, *, kv=1.0, mlp=0, llama=False, experts=0, **more
+) -> Decoder:
+    """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions.
+
+    Args:
+        batch: sequences of the global batch.
+        mlp: weights of the MLP in a block, or of each of its experts (default: a GPT's).
+        experts: in a block.
+    """
+    of_norm, mlp = (width if llama else 2 * width), mlp or 8 * width**2
+    matrices = layers * (2 * width**2 * (1 + kv) + max(1, experts) * mlp)
+    norms, positions = layers * (2 * of_norm + experts * width), 0 if llama else context
+    ends = width * (vocabulary + positions), of_norm, width * vocabulary
+    hidden = batch * context * width
+    return Decoder(layers, matrices, layers * experts * mlp, norms, *ends, hidden, kv, **more)
+
+
+# ------------------------------------------------------------------ kept and sent per parameter
+
+
+def others(n: float) -> float:
+    """The share of a buffer that a rank of n does not have itself."""
+    return (n - 1) / n
+
+
+def divide(found: Bytes, by: float) -> Bytes:
+    return {kind: size / by for kind, size in found.items()}
+
+
+def nothing(n: int, o: Options) -> Bytes:
+    return {}
+
+
+def replicated(n: int, o: Options) -> Bytes:
+    return {"parameters": 4, "gradients": 4, "optimizer": K[o["optimizer"]]}
+
+
+def averaged(n: int, o: Options) -> Bytes:
+    return {"allreduce": 8 * others(n)}
+
+
+def sharded(n: int, o: Options) -> Bytes:
+    return divide(replicated(n, o), o.get("shard", n))
+
+
+def gathered(n: int, o: Options) -> Bytes:
+    """FSDP gathers blocks for forward and again for backward, what is in no block once. With
+    ``shard``, the gradients of the shards are averaged across the rows of the mesh."""
+    model, shards = o.get("decoder"), o.get("shard", n)
+    again = 1 - model.ends / model.whole if model else 1
+    size = 2 if o.get("dtype") == "bfloat16" else 4
+    sent = {"allgather": size * (1 + again) * others(shards), "reduce_scatter": 4 * others(shards)}
+    return sent | ({"allreduce": 8 / shards * others(n / shards)} if n > shards else {})
+
+
+def half_precision(n: int, o: Options) -> Bytes:
+    if not o["master_weights"]:
+        return divide(replicated(n, o), 2)
+    return {"parameters": 2, "gradients": 2, "optimizer": K[o["optimizer"]], "master_weights": 4}
+
+
+def zero(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    kept, sent = replicated(n, o), averaged(n, o)
+    if o["use_zero"]:
+        return kept | {"optimizer": K[o["optimizer"]] / n}, sent | {"broadcast": 4 * others(n)}
+    return kept, sent
+
+
+def zero_by_hand(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    kept = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}
+    if o["stage"] == 1:
+        return kept, averaged(n, o) | {"allgather": 4 * others(n)}
+    sent = {"reduce_scatter": 4 * others(n), "allgather": 4 * others(n)}
+    return kept | {"gradients": 4 / n}, sent
+
+
+def deepspeed(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """Stage 3 gathers only once what a small model has: see the script."""
+    config = json.loads((ROOT / o["deepspeed_config"]).read_text())
+    kept, sent, stage = replicated(n, o), averaged(n, o), config["zero_optimization"]["stage"]
+    if stage:
+        kept |= {"gradients": 4 / n, "optimizer": K[o["optimizer"]] / n, "fp32_copy": 4 / n}
+        sent |= {"allgather": 4 * others(n)}
+    if stage == 3:
+        kept |= {"parameters": 4 / n, "gradient_buffer": 4 / n}
+        sent = {"allgather": 4 * others(n), "reduce_scatter": 4 * others(n)}
+    return kept, sent
+
+
+def lightning(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    if o["strategy"] == "fsdp":
+        return sharded(n, o), gathered(n, o)
+    stage = {"ddp": 0, "deepspeed_stage_2": 2}[o["strategy"]]
+    return deepspeed(n, {**o, "deepspeed_config": f"config/zero_stage{stage}_config.json"})
+
+
+def muon(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """One momentum of matrices, AdamW's two of all other parameters."""
+    matrices = o["decoder"].matrices / o["decoder"].whole
+    kept = {"parameters": 4, "gradients": 4, "optimizer": 8 - 4 * matrices}
+    return divide(kept, n), gathered(n, o) | {"alltoall": 8 * matrices / n * others(n)}
+
+
+def local(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """An outer optimizer keeps the last common weights, and their momentum."""
+    outer = {"outer": 8 * (o["outer_lr"] != 1 or o["outer_momentum"] > 0)}
+    return replicated(n, o) | outer, divide(averaged(n, o), o["sync_every"])
+
+
+def expert_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """Tokens go to their experts and back, in forward and backward; the gradients of all but the
+    experts are averaged."""
+    d, experts = o["decoder"], o["decoder"].experts / o["decoder"].whole
+    exchanged = 4 * 4 * d.top_k * d.layers * d.hidden / d.whole / n * others(n)
+    sent = {"alltoall": exchanged, "allreduce": 8 * (1 - experts) * others(n)}
+    return divide(replicated(n, o), 1 / (experts / n + 1 - experts)), sent
+
+
+def context_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    sent = Counter(averaged(n, o)) + by_dimension({**o, "cp": n})["cp"]
+    return replicated(n, o), dict(sent)
+
+
+def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """Every dimension of pytorch_ND_parallel.py; its flags, or 1."""
+    d, tp, pp = o["decoder"], o.get("tp", 1), o.get("pp", 1)
+    split = tp if o.get("sequence_parallel") else 1
+    ends = (d.ends - d.last_norm) / split + d.last_norm
+    if pp > 1 and o["pipeline_schedule"] not in IN_A_V:
+        ends = max(d.first / split, d.head / split + d.last_norm)
+    kept = ((d.matrices / tp + d.norms) / pp + ends) / o.get("dp_shard", 1) / o.get("cp", 1)
+    sent = sum(by_dimension(o).values(), Counter())
+    return divide(replicated(n, o), d.whole / kept), dict(sent)
+
+
+def by_dimension(o: Options) -> dict[str, Counter]:
+    """What a rank sends per parameter of the whole model, by dimension of the mesh (tp, cp, pp,
+    shard, replicate), and by collective."""
+    d, tp, pp, cp = o["decoder"], o.get("tp", 1), o.get("pp", 1), o.get("cp", 1)
+    size = 2 if o.get("dtype") == "bfloat16" else 4
+    replicate, shards = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp
+    sequence, again = o.get("sequence_parallel"), 2 * (o.get("ac") == "full")
+    split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
+    hidden = size * d.hidden / replicate / shards  # of this rank's positions, all micro-batches
+    found = {"tp": Counter(allreduce=(8 + 2 * again) * layers * hidden * others(tp))}
+    if sequence:  # forward and backward of two regions per block, and of both ends
+        each = ((4 + again) * layers + 2 / pp) * hidden * others(tp)
+        norms = 8 * (d.norms + d.last_norm) / pp * others(tp)
+        found["tp"] = Counter(allgather=each, reduce_scatter=each, allreduce=norms)
+    exchanged = {
+        "ring": {"send": (6 + again) * d.kv},
+        "pytorch": {"send": (6 + again) * d.kv},
+        "allgather": {"allgather": (2 + again) * d.kv, "reduce_scatter": 2 * d.kv},
+        "ulysses": {"alltoall": (4 + again) * (1 + d.kv) / cp},
+    }[o.get("attention", "ring")]
+    each = layers * hidden / tp * (cp - 1)
+    found["cp"] = Counter({kind: times * each for kind, times in exchanged.items()})
+    cuts = {"interleaved": 2 * pp - 1, "zbv": 2 * pp - 2, "dualpipev": 2 * pp - 2}
+    cuts = cuts.get(o.get("pipeline_schedule"), pp - 1) if pp > 1 else 0
+    found["pp"] = Counter(send=2 * hidden / split * cuts / pp)
+    if d.tied and pp > 1 and o["pipeline_schedule"] not in IN_A_V:  # two ranks have the matrix
+        found["pp"]["allreduce"] = 8 * d.head / shards / pp
+    # FSDP gathers blocks again for backward if they were freed, what is in no block once.
+    blocks = (d.matrices / tp + d.norms) / pp
+    ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
+    free = o.get("reshard_after_forward", pp == 1)
+    freed = blocks * others(shards if free is True else free or 1)
+    freed *= 1 - 1 / d.layers if o.get("keep_last") else 1
+    gathers = size * ((blocks + ends) * others(shards) + freed) * (1 if pp > 1 else parts)
+    scatters = 4 * (blocks + ends) * others(shards) * parts
+    found["shard"] = Counter(allgather=gathers, reduce_scatter=scatters)
+    averages = 8 * (blocks + ends) / shards * others(replicate) * parts
+    found["replicate"] = Counter(allreduce=averages)
+    return {name: Counter({k: v / d.whole for k, v in c.items() if v}) for name, c in found.items()}
+
+
+def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Callable, Callable]:
+    """``keeps`` and ``sends`` of a formula that returns both.
+
+    Args:
+        dimensions: of the mesh, for scripts that have no flags for them.
+    """
+    return tuple(lambda n, o, i=i: formula(n, {**o, **dimensions(n, o)})[i] for i in (0, 1))
+
+
+# --------------------------------------------------------------------------------------- the list
+
+
+class Case(NamedTuple):
+    """Flags of a script that are proven, and maybe predicted, separately.
+
+    Args:
+        ranks: that are proven: the first always, all for the proof.
+        traits: full (proven only for the proof); sgd (the optimizer of the usual test); same_bits
+            (a stop or a kill loses no bit; ``stopped`` and ``killed``: tested always); tied and
+            llama (also proven with such a model); rounds; estimated (in estimate.py's table).
+    """
+
+    flags: str
+    ranks: tuple[int, ...]
+    traits: frozenset[str] = frozenset()
+
+
+class Technique(NamedTuple):
+    """A row.
+
+    Args:
+        script: without ``.py``.
+        parent: the name of the script that it is a diff against; for a library, that it equals.
+        course: its chapter, of :data:`COURSE`.
+        keeps, sends: see above.
+        cases: the first is the one that lists show.
+        traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
+            precision); differs (other weights by design); no_training.
+        shows: definitions that its page shows, instead of tagged lines, of what is written out.
+    """
+
+    script: str
+    parent: str
+    course: str
+    keeps: Callable[[int, Options], Bytes]
+    sends: Callable[[int, Options], Bytes | None]
+    cases: tuple[Case, ...]
+    traits: frozenset[str] = frozenset()
+    shows: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.script.removeprefix("pytorch_")
+
+    @property
+    def flags(self) -> str:
+        return self.cases[0].flags
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.cases[0].ranks
+
+
+def case(flags: str = "", *ranks: int, traits: str = "") -> Case:
+    return Case(flags, ranks or (2,), frozenset(traits.split()))
+
+
+def row(script, parent, course, keeps, sends, *cases, traits="", shows=()) -> Technique:
+    return Technique(script, parent, course, keeps, sends, cases, frozenset(traits.split()), shows)
+
+
+COURSE = ("Start", "Faster", "Model does not fit", "Beyond data parallelism", "Under the hood")
+START, FASTER, FIT, BEYOND, HOOD = COURSE
+LIBRARY = "Libraries"
+BFLOAT16, STAGE = "--dtype bfloat16", "--deepspeed_config config/zero_stage{}_config.json".format
+SCHEDULE = "--pipeline-schedule {}".format
+DATA, FSDP = (replicated, averaged), (sharded, gathered)
+LESSONS = [
+    row("pytorch_SingleGPU", "", START, replicated, nothing,
+        case("", 1, traits="same_bits killed estimated"), traits="one_process"),
+    row("pytorch_half_precision", "SingleGPU", START, half_precision, nothing,
+        case(BFLOAT16, 1, traits="estimated"), case(f"{BFLOAT16} --master-weights", 1),
+        traits="one_process rounds"),
+    row("pytorch_auto_mixed_precision", "SingleGPU", START, replicated, nothing,
+        case(BFLOAT16, 1, traits="estimated"), traits="one_process rounds"),
+    row("pytorch_DP", "SingleGPU", START, replicated, nothing,
+        case("", 1, traits="full estimated"), traits="one_process"),
+    row("pytorch_DDP", "SingleGPU", START, *DATA, case("", 2, traits="full"),
+        traits="own_launcher"),
+    row("pytorch_torchrun_DDP", "DDP", START, *DATA,
+        case("", 2, 1, 3, 4, traits="same_bits killed estimated tied llama")),
+    row("pytorch_DDP_AMP", "torchrun_DDP", FASTER, *DATA, case(BFLOAT16, 2, traits="estimated"),
+        traits="rounds"),
+    row("pytorch_gradient_accumulation", "torchrun_DDP", FASTER, *DATA,
+        case("--accumulate 4", 2, traits="estimated")),
+    row("pytorch_activation_checkpointing", "torchrun_DDP", FASTER, *DATA,
+        case("", 2, 1, traits="estimated"), case("--selective", 2)),
+    row("pytorch_compile", "torchrun_DDP", FASTER, *DATA,
+        case("--blocks", 2, traits="same_bits")),
+    row("pytorch_comm_hooks", "torchrun_DDP", FASTER, replicated,
+        # powersgd's size depends on the shape of each matrix
+        lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
+        case("--comm-hook bf16", 2, 4), case("--comm-hook fp16", 2),
+        case("--comm-hook powersgd", 2), traits="rounds"),
+    row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
+        case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
+    row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
+        case("", 3, 1, 2, 4, traits="same_bits stopped killed estimated tied llama"),
+        case(BFLOAT16, 2, traits="rounds estimated")),
+    row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
+        case("--shard 8", 16, traits="full estimated")),
+    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated")),
+    row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
+        case("--async-save", 2, traits="same_bits killed")),
+    row("pytorch_Muon", "FSDP", FIT, *both(muon), case("", 3, 1, 2, 4, traits="same_bits"),
+        traits="needs_gpt"),
+    row("pytorch_float8", "FSDP", FIT, sharded,
+        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds"),
+    row("pytorch_DeepSpeed", "torchrun_DDP", FIT, *both(deepspeed),
+        case(STAGE(2), 2, 1, 4, traits="estimated"), case(STAGE(3), 2, 1, 4, traits="estimated"),
+        case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
+    row("pytorch_TP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"tp": n}),
+        case("", 3, 2, 4, traits="sgd estimated llama"),
+        case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped llama"),
+        traits="needs_gpt"),
+    row("pytorch_FSDP_TP", "TP", BEYOND, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
+        case("--tp 2", 4, 2, traits="same_bits estimated"),
+        case("--tp 2 --sequence-parallel", 4, traits="llama"),
+        case("--tp 1", 2, traits="full"), case("--tp 3", 3, traits="full"), traits="needs_gpt"),
+    row("pytorch_PP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"pp": n}),
+        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits"),
+        case(SCHEDULE("gpipe"), 2, 1, 3, 4), case(SCHEDULE("interleaved"), 2, 1, 3, 4),
+        case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="same_bits stopped tied llama"),
+        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), traits="needs_gpt"),
+    row("pytorch_CP", "torchrun_DDP", BEYOND, *both(context_parallel),
+        case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama"),
+        case("--attention allgather", 2, 1, 3, 4, traits="llama"),
+        case("--attention ulysses", 3, 1, 2, 4, traits="llama"), traits="needs_gpt"),
+    row("pytorch_EP", "torchrun_DDP", BEYOND, *both(expert_parallel),
+        case("--experts 6", 3, 2), case("--experts 8 --top-k 2", 4, 2),
+        case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
+        traits="needs_gpt"),
+    row("pytorch_ND_parallel", "FSDP_TP", BEYOND, *both(mesh), case("--dp-shard 2 --tp 2", 4),
+        case("--tp 2 --pp 2", 4, traits="same_bits"), case("--pp 2 --cp 2", 4),
+        case("--dp-replicate 2 --dp-shard 2 --ac full", 4),
+        case("--reshard-after-forward 2 --prefetch 1", 4),
+        case("--reshard-after-forward no", 4, traits="full"),
+        case("--keep-last --prefetch 2", 4, traits="full"),
+        case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"), traits="needs_gpt"),
+    row("pytorch_LocalSGD", "torchrun_DDP", BEYOND, *both(local), case(),
+        case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs"),
+    row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
+    row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA, case("", 2, 1, 3, 4), shows=("Bucket",)),
+    row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand),
+        case("", 2, 1, 3, 4), case("--stage 2", 3, 1, 2, 4, traits="same_bits"),
+        shows=("send", "gather")),
+    row("pytorch_FSDP_by_hand", "ZeRO_by_hand", HOOD, sharded,
+        lambda n, o: {"allgather": 8 * others(n), "reduce_scatter": 4 * others(n)},
+        case("", 3, 1, 2, 4, traits="same_bits tied llama"),
+        shows=("gather", "free", "after_forward")),
+    row("accelerate_DDP", "torchrun_DDP", LIBRARY, *DATA, case()),
+    row("accelerate_FSDP", "FSDP", LIBRARY, *FSDP, case()),
+    row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
+    row("lightning_Fabric", "torchrun_DDP", LIBRARY, *DATA, case()),
+    row("lightning_Trainer", "torchrun_DDP", LIBRARY, *both(lightning), case(),
+        case("--strategy fsdp"), case("--strategy deepspeed_stage_2")),
+    row("transformers_Trainer", "torchrun_DDP", LIBRARY, *DATA, case()),
+]  # fmt: skip
+TECHNIQUES = [one for one in LESSONS if one.course in COURSE and "no_training" not in one.traits]
+LIBRARIES = [one for one in LESSONS if one.course == LIBRARY]
+
+
+def technique(name: str) -> Technique:
+    """The row of a script; the name with or without ``pytorch_`` and ``.py``."""
+    name = name.removesuffix(".py").removeprefix("pytorch_")
+    return next(one for one in LESSONS if one.name == name)
