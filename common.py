@@ -15,7 +15,6 @@ Data sets and models are in jobs/. Progress, logs and snapshots are in harness/:
 harness/run.py.
 """
 
-import argparse
 import atexit
 import math
 import os
@@ -29,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-import jobs.choice
 from hangs import watch as hangs
 from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
@@ -37,6 +35,7 @@ from harness.data import TaskData
 from harness.files import load_file, save_file
 from harness.measure import device_name, whole
 from harness.run import Run, stop_if_asked, total_steps
+from harness.settings import check_flags, fill, identity_of, read_flags
 from harness.world import (
     die_with_launcher,
     keep_no_free_memory,
@@ -47,8 +46,8 @@ from harness.world import (
     this_script,
     world,
 )
-from jobs import attention
-from jobs.choice import init_weights
+from jobs import attention, choice
+from jobs.choice import Settings, init_weights
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
@@ -85,29 +84,35 @@ def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> Argument
         experts: the help shows the flags of a mixture of experts.
     """
     parser = cli.make_parser(doc)
-    cli.add_training_flags(parser)
-    jobs.choice.add_flags(parser, only_gpt, experts)
-    cli.add_run_flags(parser)
+    choice.add_all_flags(parser, only_gpt, experts)
     parser.set_defaults(model="gpt" if only_gpt else None)
+    parser.only_gpt, parser.experts = only_gpt, experts or not only_gpt
     return parser
 
 
-def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line, fill in defaults that depend on the device, and check all flags."""
-    args = parser.parse_args()
-    cli.check_flags(args)
+def parse_args(parser: ArgumentParser) -> Settings:
+    """Read the command line, fill in defaults that depend on the device, and check all flags.
+
+    Returns:
+        settings, which nobody changes, also those of the flags that the script added.
+    """
+    args = check_flags(read_flags(parser, Settings))
     remote.check_urls(args)
-    if parser.get_default("model") == "gpt":
-        jobs.choice.check_is_gpt(args)
-    jobs.choice.fill_defaults(args)
-    if getattr(args, "dtype", "") is None:
-        args.dtype = HALF[args.device]
-    if args.double and getattr(args, "dtype", "float32") != "float32":
+    if parser.only_gpt:
+        choice.check_is_gpt(args)
+    if args.experts and not parser.experts:
+        fail(
+            f"--experts {args.experts}: {this_script()}.py has no mixture of experts; use "
+            "pytorch_EP.py"
+        )
+    args = choice.resolve(args)
+    args = fill(args, dtype=HALF[args.device])
+    if args.double and args.dtype != "float32":
         fail(f"--double is float64, and --dtype is {args.dtype}; leave out one of them")
     return args
 
 
-def prepare_process(args: argparse.Namespace) -> None:
+def prepare_process(args: Settings) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype."""
     die_with_launcher()
@@ -124,7 +129,7 @@ def prepare_process(args: argparse.Namespace) -> None:
         torch.set_default_dtype(torch.float64)
 
 
-def announce(args: argparse.Namespace, device: torch.device, readers: int | None = None) -> None:
+def announce(args: Settings, device: torch.device, readers: int | None = None) -> None:
     """Print script, device and settings; then check the model's name, before loading data.
 
     Args:
@@ -147,16 +152,16 @@ def announce(args: argparse.Namespace, device: torch.device, readers: int | None
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
     print0(
         f"{this_script()}: {ranks} x {device_name(device)}{backend}, {args.model} "
-        f"{jobs.choice.data_of(args).describe(args)}, dataset {args.dataset}, {batch}"
+        f"{args.task.data.describe(args)}, dataset {args.dataset}, {batch}"
     )
     print0(f"settings: {cli.given_flags() or 'defaults'}")
-    jobs.choice.models_of(args).check_model_name(args.model)
+    args.task.models.check_model_name(args.model)
 
 
 # ---------------------------------------------------------------------------- device and seeds
 
 
-def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.device:
+def get_device(args: Settings, local_rank: int | None = 0) -> torch.device:
     """GPU ``local_rank``, or the CPU; the ranks of a machine split its cores equally.
 
     Args:
@@ -184,7 +189,7 @@ def get_device(args: argparse.Namespace, local_rank: int | None = 0) -> torch.de
     return torch.device("cuda", local_rank)
 
 
-def get_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+def get_dtype(args: Settings, device: torch.device) -> torch.dtype:
     """``--dtype``, if the device supports training in it."""
     dtype = getattr(torch, args.dtype)
     other = "float16" if args.dtype == "bfloat16" else "bfloat16"
@@ -213,16 +218,15 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 # ------------------------------------------------------------------------- datasets and loader
 
 
-def make_datasets(args: argparse.Namespace) -> tuple[TaskData, TaskData]:
+def make_datasets(args: Settings) -> tuple[TaskData, TaskData]:
     """The training and the evaluation set, of the same classes. Resolves ``auto``."""
-    job = jobs.choice.data_of(args)
-    train_set, eval_set = job.make_datasets(args)
-    train_set.identity = {name: getattr(args, name) for name in job.IDENTITY}
+    train_set, eval_set = args.task.data.make_datasets(args)
+    train_set.identity = identity_of(args, args.task.flags)
     return train_set, eval_set
 
 
 def make_loader(
-    args: argparse.Namespace,
+    args: Settings,
     dataset: TaskData,
     batch_size: int,
     sampler: Sampler | None = None,
@@ -260,9 +264,7 @@ def make_loader(
 # --------------------------------------------------------------------------------------- model
 
 
-def make_model(
-    args: argparse.Namespace, classes: list[str], channels_last: bool = True
-) -> nn.Module:
+def make_model(args: Settings, classes: list[str], channels_last: bool = True) -> nn.Module:
     """``--model``, on the CPU, with ``--weights``: a torchvision classifier or an encoder with one
     output per class, or a GPT with one per token.
 
@@ -271,7 +273,7 @@ def make_model(
         channels_last: on a GPU, use channels-last weights, like the input: see :func:`to_input`.
             On a CPU this would slow down DDP's backward and the fused optimizers.
     """
-    models = jobs.choice.models_of(args)
+    models = args.task.models
     model = models.make_model(args, classes)
     if args.deterministic and args.device == "cuda":
         models.check_deterministic(args.model, model)
@@ -285,9 +287,7 @@ def make_model(
 # ---------------------------------------------------------------------- optimizer and schedule
 
 
-def make_optimizer(
-    args: argparse.Namespace, model: nn.Module, fused: bool = True
-) -> torch.optim.Optimizer:
+def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
     """Create ``--optimizer``.
 
     Args:
@@ -304,7 +304,7 @@ def make_optimizer(
     return optimizer
 
 
-def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimizer], dict]:
+def optimizer_class(args: Settings) -> tuple[type[torch.optim.Optimizer], dict]:
     """The class and the options for :func:`make_optimizer`."""
     options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "adamw":
@@ -312,9 +312,9 @@ def optimizer_class(args: argparse.Namespace) -> tuple[type[torch.optim.Optimize
     return torch.optim.SGD, options | {"momentum": args.momentum}
 
 
-def parameter_groups(args: argparse.Namespace, model: nn.Module) -> list[dict]:
+def parameter_groups(args: Settings, model: nn.Module) -> list[dict]:
     """Parameter groups: for a GPT, norms and embeddings are separate, without weight decay."""
-    return jobs.choice.models_of(args).parameter_groups(model)
+    return args.task.models.parameter_groups(model)
 
 
 class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -330,7 +330,7 @@ class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
 
 def make_scheduler(
-    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+    args: Settings, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """``--schedule``, stepped after every step. By default: linear warm-up (Goyal et al. 2017,
     arXiv:1706.02677), then half a cosine that reaches 0 after the last step (Loshchilov and Hutter
@@ -396,7 +396,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
 # ------------------------------------------------------------------------------------ model.pt
 
 
-def save_model(args: argparse.Namespace, state_dict: dict[str, Tensor]) -> None:
+def save_model(args: Settings, state_dict: dict[str, Tensor]) -> None:
     """Write ``model.pt``, in fp32 (float64 with ``--double``), and further files of a Llama."""
     dtype = torch.get_default_dtype()
     state = {
@@ -404,5 +404,5 @@ def save_model(args: argparse.Namespace, state_dict: dict[str, Tensor]) -> None:
         for k, v in state_dict.items()
     }
     save_file(state, local_folder(args.output_dir) / "model.pt")
-    if write_folder := getattr(jobs.choice.models_of(args), "write_folder", None):
+    if write_folder := getattr(args.task.models, "write_folder", None):
         write_folder(args, state, local_folder(args.output_dir))

@@ -257,7 +257,7 @@ def size_of(flags: list[str]):
     from jobs import choice, decoder
 
     parser = make_parser("")
-    choice.add_flags(parser, only_gpt=True, experts=True)
+    choice.add_all_flags(parser)
     args, _ = parser.parse_known_args(flags)
     return (decoder.size_of(args), args) if decoder.is_decoder(args.model) else (None, args)
 

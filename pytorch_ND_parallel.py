@@ -34,7 +34,7 @@ from torch.utils.data import DistributedSampler
 
 import common
 from common import attention
-from libraries.mesh import add_flags, check, connect_ends
+from libraries.mesh import add_flags, connect_ends, resolve
 from libraries.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import SLOW
 from pytorch_CP import ATTENTIONS, WholeSequences
@@ -141,7 +141,7 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
-    check(args, common.size_of(args), world_size)
+    args = resolve(args, common.size_of(args), world_size)
     common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares

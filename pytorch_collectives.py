@@ -338,10 +338,11 @@ def main():
          help="longest wait for other ranks (default: 60; with --break 5)")  # fmt: skip
     flag("--output-dir", type=Path, default=Path("runs/pytorch_collectives"), metavar="DIR",
          help="folder for collectives.json, with --sweep (default: %(default)s)")  # fmt: skip
-    args = parser.parse_args()
-    args.timeout = args.timeout or (5 if args.mistake else 60)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = parser.parse_args()
+    timeout = given.timeout or (5 if given.mistake else 60)
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = auto if given.device == "auto" else given.device
+    args = argparse.Namespace(**vars(given) | {"timeout": timeout, "device": device})
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])

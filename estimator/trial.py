@@ -70,9 +70,7 @@ class Job:
         batch of two gives the shape of labels. Not on the meta device: a fake tensor is already
         allocated without data, as to_empty() would do."""
         if not self.own:
-            import jobs.choice
-
-            models = jobs.choice.models_of(args)
+            models = args.task.models
             make = getattr(models, "make_shapes", models.make_model)
             with torch.device("cpu"):
                 model = make(args, classes)

@@ -1,6 +1,6 @@
 """``result.json`` and TensorBoard's HPARAMS: a run's settings, and its measurements."""
 
-import argparse
+import dataclasses
 import json
 import shlex
 import statistics
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from harness.cli import settings
 from harness.clock import StepClock, break_down, differ, spread
 from harness.data import TaskData
 from harness.measure import (
@@ -23,6 +22,7 @@ from harness.measure import (
     versions,
 )
 from harness.run_state import RunState
+from harness.settings import as_words, own_flags
 from harness.world import gather_objects, max_over_ranks, this_script, world
 
 
@@ -47,7 +47,7 @@ def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> 
 
 def precision_of(args, model: nn.Module) -> str:
     """The dtype of the computation, or else of the parameters."""
-    if getattr(args, "dtype", "float32") != "float32":
+    if args.dtype != "float32":
         return args.dtype
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
@@ -81,11 +81,12 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
     """The description of the run for result.json, on rank 0."""
     device, seconds = clock.devices[0], clock.settled()
     precision = precision_of(args, model)
-    as_run = argparse.Namespace(**vars(args) | {"dataset": data.name})
+    as_run = dataclasses.replace(args, dataset=data.name)
     return {
         "technique": this_script(),
+        "options": own_flags(args),
         "command": launch_command(),
-        "settings": shlex.join(settings(as_run)),
+        "settings": shlex.join(as_words(as_run)),
         "world_size": world().size,
         "devices": world().size * len(clock.devices),
         "device": device_name(device),
@@ -133,7 +134,7 @@ def describe_end(result: dict) -> str:
     )
 
 
-def hparams(args: argparse.Namespace, result: dict) -> tuple[dict, dict]:
+def hparams(args, result: dict) -> tuple[dict, dict]:
     """One entry per run, with its metrics, so that TensorBoard can compare runs."""
     flags = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
     flags |= {"technique": this_script(), "world_size": world().size, "dataset": result["dataset"]}

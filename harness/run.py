@@ -23,14 +23,11 @@ from harness.guard import Guard
 from harness.meter import LossMeter
 from harness.profile import closer_look
 from harness.run_state import RunState
+from harness.settings import identity_of
 from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
 from harness.world import exit_all, print0, wait_for_gloo, world
 from remote.mirror import open_snapshots
-
-# Flags in which a snapshot and the run that resumes from it must agree, with those of the task:
-IDENTITY = ("model", "train_samples", "batch_size", "optimizer", "lr", "momentum", "weight_decay")
-IDENTITY += ("seed", "double")
 
 
 def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
@@ -80,8 +77,8 @@ class Run:
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        identity = {name: getattr(args, name) for name in IDENTITY} | self.train_set.identity
-        self.store = open_snapshots(args, identity | {"dataset": self.train_set.name})
+        identity = identity_of(args) | {"dataset": self.train_set.name}
+        self.store = open_snapshots(args, identity)
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.files import load_file
+from jobs.choice import Settings
 from jobs.classifiers import check_model_name, make_model
 from jobs.images import MEAN, STD
 
@@ -36,6 +37,8 @@ def load_classifier(args: argparse.Namespace, precision: str) -> Classifier:
     if args.classes is None:  # the last tensor of a classifier is the bias of its last layer
         args.classes = [f"class {i}" for i in range(len(list(state.values())[-1]))]
     check_model_name(args.model)
-    job = argparse.Namespace(model=args.model, norm=args.norm, weights=args.weights, batch_size=2,
-                             image_size=args.image_size)  # fmt: skip
+    job = Settings(
+        model=args.model, norm=args.norm, weights=args.weights, batch_size=2,
+        image_size=args.image_size,
+    )  # fmt: skip
     return Classifier(make_model(job, args.classes), DTYPES[precision]).eval()

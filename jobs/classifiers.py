@@ -1,6 +1,5 @@
 """torchvision's classifiers: create them, replace the norm, check them, load weights."""
 
-import argparse
 import difflib
 import itertools
 import math
@@ -26,7 +25,7 @@ def check_model_name(model: str) -> None:
         fail(f"--model {model} is not a torchvision classifier; try {', '.join(close)}")
 
 
-def make_model(args: argparse.Namespace, classes: list[str]) -> nn.Module:
+def make_model(args, classes: list[str]) -> nn.Module:
     """A torchvision classifier with one output per class, on the CPU or the default device."""
     import torchvision
 
@@ -73,10 +72,10 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks_of(child)
 
 
-def check_input(args: argparse.Namespace, model: nn.Module) -> None:
+def check_input(args, model: nn.Module) -> None:
     """Run the shape of a batch through the model, without computing anything."""
     size = args.image_size
-    at_once = args.batch_size // world().size // getattr(args, "accumulate", 1)
+    at_once = args.batch_size // world().size // args.accumulate
     images = torch.empty(min(at_once, 2), 3, size, size, device="meta")
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     try:
@@ -104,7 +103,7 @@ def check_deterministic(name: str, model: nn.Module) -> None:
         )
 
 
-def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
+def load_weights(args, model: nn.Module) -> None:
     """Load ``--weights``: a complete ``model.pt``, or ImageNet's without the last layer."""
     expected = model.state_dict()
     if args.weights == "imagenet":
@@ -119,7 +118,7 @@ def load_weights(args: argparse.Namespace, model: nn.Module) -> None:
         model.load_state_dict(weights)
 
 
-def imagenet_weights(args: argparse.Namespace) -> dict[str, Tensor]:
+def imagenet_weights(args) -> dict[str, Tensor]:
     """torchvision's weights, downloaded by one rank per machine and read by all."""
     import torchvision
 

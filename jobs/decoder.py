@@ -1,7 +1,6 @@
 """Which decoder a command line selects, a GPT or a Llama; its weights, initialized or read, whole
 or in shards; and its parameter groups for the optimizer."""
 
-import argparse
 import dataclasses
 import difflib
 import functools
@@ -32,25 +31,24 @@ def is_decoder(name: str | None) -> bool:
     return re.match(r"gpt|(tiny)?llama", name or "") is not None
 
 
-def is_folder(args: argparse.Namespace) -> bool:
+def is_folder(args) -> bool:
     """Whether ``--weights`` is a folder with a configuration, in the format of huggingface.co."""
     if args.weights == "none" or str(args.weights).endswith(".pt"):
         return False
     return Path(folder_of(args), "config.json").is_file()
 
 
-def folder_of(args: argparse.Namespace) -> Path:
+def folder_of(args) -> Path:
     """The folder of ``--weights``: itself, or the folder of the file."""
     path = Path(fetch_input(args.weights, "--weights"))
     return path.parent if path.is_file() else path
 
 
-def size_of(args: argparse.Namespace) -> Size:
+def size_of(args) -> Size:
     """The shape of ``--model``, with ``--kv-heads`` and ``--mlp-width``; for ``--model llama``
     that in the folder ``--weights``."""
-    given = (args.model, getattr(args, "kv_heads", None), getattr(args, "mlp_width", None))
     if args.model != "llama":
-        return size_of_name(*given)
+        return size_of_name(args.model, args.kv_heads, args.mlp_width)
     if not Path(folder_of(args), "config.json").is_file():
         fail("--model llama takes its shape from --weights; give a folder with a config.json")
     return size_of_folder(folder_of(args))
@@ -98,7 +96,7 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
     return dataclasses.replace(size, kv_heads=kv_heads, mlp_width=width)
 
 
-def check_tensor_parallel(args: argparse.Namespace, ranks: int, flag: str) -> None:
+def check_tensor_parallel(args, ranks: int, flag: str) -> None:
     """Check that the ranks divide the heads, the MLP, and with ``--sequence-parallel`` the
     positions.
 
@@ -124,7 +122,7 @@ def check_model_name(name: str) -> None:
 # -------------------------------------------------------------------------------------- weights
 
 
-def make_model(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
+def make_model(args, vocabulary: list[str]) -> Decoder:
     """``--model`` with ``--context``, on the CPU or the default device. On the meta device it
     has no data, and gets its weights from :func:`init_weights`."""
     device = torch.empty(0).device
@@ -136,7 +134,7 @@ def make_model(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
     return model
 
 
-def make_shapes(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
+def make_shapes(args, vocabulary: list[str]) -> Decoder:
     size, options, points = size_of(args), {"tie": bool(args.tie)}, code_points(args, vocabulary)
     if args.experts:
         options |= {"experts": args.experts, "top_k": args.top_k, "balance": args.balance}
@@ -145,14 +143,14 @@ def make_shapes(args: argparse.Namespace, vocabulary: list[str]) -> Decoder:
     return GPT(points, size, args.context, args.dropout, **options)
 
 
-def code_points(args: argparse.Namespace, vocabulary: list[str]) -> list[int]:
+def code_points(args, vocabulary: list[str]) -> list[int]:
     """Code points of the characters; for another tokenizer, the token ids."""
     hub_tokens = args.tokenizer == "hub"
     return list(range(len(vocabulary))) if hub_tokens else [ord(token) for token in vocabulary]
 
 
 @torch.no_grad()
-def init_weights(args: argparse.Namespace, model: nn.Module, vocabulary: list[str]) -> None:
+def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     """Initialize a model whose memory is allocated but empty, however it is sharded or cut into
     stages: from ``--weights``, or at random. Each rank initializes or reads one parameter at a
     time and keeps its shard: no rank has the whole model."""
@@ -183,7 +181,7 @@ def set_whole(tensor: Tensor, whole: Tensor) -> None:
     tensor.copy_(whole)
 
 
-def draw(args: argparse.Namespace, name: str, shape: torch.Size) -> Tensor:
+def draw(args, name: str, shape: torch.Size) -> Tensor:
     """Initial values of a parameter: a function of the seed and its name, so a rank need not draw
     parameters that it does not have."""
     if len(shape) == 1:  # of norms
@@ -195,11 +193,11 @@ def draw(args: argparse.Namespace, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, device="cpu").normal_(std=std, generator=rng)
 
 
-def their_name(args: argparse.Namespace, name: str) -> str:
+def their_name(args, name: str) -> str:
     return llama_folder.their_name("token.weight" if args.tie and name == "head.weight" else name)
 
 
-def read_file(args: argparse.Namespace, points: Tensor) -> dict[str, Tensor]:
+def read_file(args, points: Tensor) -> dict[str, Tensor]:
     """Load a ``model.pt``, and check that it fits."""
     weights = load_file(fetch_input(args.weights, "--weights"), "--weights", mmap=True)
     flags = f"--model {args.model} --context {args.context}"
@@ -215,7 +213,7 @@ def read_file(args: argparse.Namespace, points: Tensor) -> dict[str, Tensor]:
     return weights
 
 
-def write_folder(args: argparse.Namespace, weights: dict[str, Tensor], folder: Path) -> None:
+def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
     """For a Llama, write ``config.json``, ``model.safetensors`` and its tokenizer, as transformers
     reads them; for a GPT nothing."""
     size = size_of(args)

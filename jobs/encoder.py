@@ -1,6 +1,5 @@
 """An encoder that classifies text: DistilBERT's layers, from the library transformers."""
 
-import argparse
 import difflib
 import json
 import re
@@ -65,7 +64,7 @@ class Encoder(nn.Module):
         return self.encoder(input_ids=tokens, attention_mask=mask).logits
 
 
-def make_model(args: argparse.Namespace, classes: list[str]) -> Encoder:
+def make_model(args, classes: list[str]) -> Encoder:
     """``--model``, or the model of ``--weights``, on the CPU or the default device."""
     transformers = import_optional("transformers")
     tokenizer = reviews.make_tokenizer(args)

@@ -1,10 +1,44 @@
 """A mixture of experts: several MLPs, and a router that sends each token to one or a few."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from harness.cli import fail, number, positive
+from harness.settings import fill, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The flags for a mixture of experts."""
+
+    TITLE = "mixture of experts"
+    # fmt: off
+    experts: int | None = flag(None, type=positive, metavar="E", identity=True,
+        help="experts in each block, instead of one MLP (default: none)")
+    top_k: int | None = flag(None, type=positive, metavar="K", identity=True,
+        help="experts per token (default: 1)")
+    balance: float | None = flag(None, type=number(float, 0), metavar="X", identity=True,
+        help="weight of the load-balancing loss (default: 0.01)")
+    # fmt: on
+
+
+def resolve(args):
+    """Fill in the defaults of a mixture of experts, and check its flags."""
+    if not args.experts:
+        if args.top_k is not None or args.balance is not None:
+            fail("--top-k and --balance are for a mixture of experts; add --experts 8")
+        return args
+    args = fill(args, top_k=1, balance=0.01)
+    parts = args.accumulate > 1 or args.dtype == "float16"
+    if args.balance and parts:  # they scale the loss, but not the balancing loss
+        fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
+    if args.top_k > args.experts:
+        fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
+    return args
 
 
 class AddGradientOf(torch.autograd.Function):

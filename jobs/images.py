@@ -1,7 +1,7 @@
 """Images: CIFAR-10, folders of files, a synthetic set; crops, flips and normalization."""
 
-import argparse
 import contextlib
+import dataclasses
 import functools
 import tarfile
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.cli import ArgumentParser, fail, positive
+from harness.cli import fail, positive
 from harness.data import TaskData, Unreadable
+from harness.settings import fill, flag
 from harness.world import print0, world
 from jobs.download import fetch
 from remote.storage import fetch_input
@@ -30,39 +31,40 @@ DEFAULTS = {
 }
 
 
-def add_flags(parser: ArgumentParser, shown: bool = True) -> None:
-    """Add the flags for images."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """The flags for images."""
+
+    TITLE = "image options"
     # fmt: off
-    flag = parser.add_flags("image options", shown)
-    flag("--norm", choices=["batch", "group", "sync"],
-         help="normalization layers: the model's BatchNorm (default), GroupNorm or SyncBatchNorm")
-    flag("--image-size", type=positive, metavar="PIXELS",
-         help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
+    norm: str | None = flag(None, choices=["batch", "group", "sync"], identity=True,
+        help="normalization layers: the model's BatchNorm (default), GroupNorm or SyncBatchNorm")
+    image_size: int | None = flag(None, type=positive, metavar="PIXELS", identity=True,
+        help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
     # fmt: on
 
 
-FLAGS = IDENTITY = ["norm", "image_size"]  # flags of this task; must match to resume
+FLAGS = ["norm", "image_size"]  # flags that not all tasks have
 
 
-def fill_defaults(args: argparse.Namespace) -> None:
+def resolve(args):
     """Fill in defaults that depend on device and model, and check what needs no data.
 
     ``None`` stays where it means "all".
     """
-    for name, value in (DEFAULTS[args.device] | {"norm": "batch", "optimizer": "sgd"}).items():
-        whole_folder = args.dataset == "folder" and name.endswith("_samples")
-        if getattr(args, name) is None and not whole_folder:
-            setattr(args, name, value)
-    if args.lr is None:
-        plain = args.model.startswith(("alexnet", "squeezenet", "vgg"))
-        args.lr = 0.001 if args.optimizer == "adamw" else 0.01 if plain else 0.05
-    if args.weight_decay is None:
-        args.weight_decay = 0.01 if args.optimizer == "adamw" else 0.0005
+    defaults = DEFAULTS[args.device] | {"norm": "batch", "optimizer": "sgd"}
+    if args.dataset == "folder":
+        defaults = {k: v for k, v in defaults.items() if not k.endswith("_samples")}
+    args = fill(args, **defaults)
     if args.norm == "sync" and args.device == "cpu":
         fail("--norm sync: SyncBatchNorm runs on GPUs only; use --norm batch or --norm group")
+    plain = args.model.startswith(("alexnet", "squeezenet", "vgg"))
+    if args.optimizer == "adamw":
+        return fill(args, lr=0.001, weight_decay=0.01)
+    return fill(args, lr=0.01 if plain else 0.05, weight_decay=0.0005)
 
 
-def describe(args: argparse.Namespace) -> str:
+def describe(args) -> str:
     return f"at {args.image_size}x{args.image_size}"
 
 
@@ -193,7 +195,7 @@ def read_image(path: str, side: int) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
+def make_datasets(args) -> tuple[Images, Images]:
     """The training and the evaluation set, of the same classes. Resolves ``auto``."""
     name, why = args.dataset, None
     if name in ("auto", "cifar10"):
@@ -223,7 +225,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Images, Images]:
     return train_set, eval_set
 
 
-def how_many(args: argparse.Namespace, split: str, available: int) -> int:
+def how_many(args, split: str, available: int) -> int:
     """Number of samples: ``--train-samples`` or ``--eval-samples``, or all available."""
     wanted = getattr(args, f"{split}_samples") or available
     if wanted > available:
@@ -243,7 +245,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
     return fetch(CIFAR10.url, (data_dir / CIFAR10.base_folder).is_dir, download)
 
 
-def cifar10(args: argparse.Namespace, split: str) -> Images:
+def cifar10(args, split: str) -> Images:
     """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 images of 32x32, checksums verified."""
     from torchvision.datasets import CIFAR10
 
@@ -256,7 +258,7 @@ def cifar10(args: argparse.Namespace, split: str) -> Images:
     return Images(images, torch.tensor(source.targets[:n]), source.classes, args.image_size)
 
 
-def folder(args: argparse.Namespace, split: str) -> Images:
+def folder(args, split: str) -> Images:
     """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
 
     The files are shuffled in a fixed order: otherwise the first n would be of one class.
@@ -296,7 +298,7 @@ def folder(args: argparse.Namespace, split: str) -> Images:
     return Images(images, labels, source.classes, args.image_size)
 
 
-def synthetic(args: argparse.Namespace, split: str) -> Images:
+def synthetic(args, split: str) -> Images:
     """Ten random classes from the seed, in CIFAR-10's shape, without files or network.
 
     A class is a smooth random pattern; an image is the sum of this pattern, another one and noise.

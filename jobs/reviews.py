@@ -1,6 +1,6 @@
 """Movie reviews with binary labels, to classify; their tokenizer."""
 
-import argparse
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.cli import fail, import_optional
 from harness.data import TaskData
+from harness.settings import fill
 from harness.world import print0
 from jobs.download import why_unreachable
 from remote.storage import fetch_input
@@ -17,43 +18,38 @@ from remote.storage import fetch_input
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]
 VOCABULARY = 8000  # number of tokens of a trained tokenizer
-IDENTITY = ["context"]  # must match to resume
-FLAGS = ["context", "dropout"]  # flags of this task
+FLAGS = ["context", "dropout"]  # flags that not all tasks have
 
 
-def fill_defaults(args: argparse.Namespace) -> None:
+def resolve(args):
     """Fill in defaults of the task, and check what needs no data."""
-    args.dataset = "reviews"
-    if args.model is None:
-        args.model = "encoder" if has_pretrained(args) else "encoder-1x4x128"
-    defaults = {"context": 64, "dropout": 0.5, "optimizer": "adamw"}
-    if has_pretrained(args):
-        defaults["dropout"] = 0.1
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.lr is None:
-        args.lr = 5e-5 if has_pretrained(args) else 0.001
-        args.lr = args.lr if args.optimizer == "adamw" else 0.1
-    if args.weight_decay is None:
-        args.weight_decay = 0.01 if has_pretrained(args) else 0.5
-        args.weight_decay = args.weight_decay if args.optimizer == "adamw" else 0.0005
+    pretrained = has_pretrained(args)
+    args = fill(
+        dataclasses.replace(args, dataset="reviews"),
+        model="encoder" if pretrained else "encoder-1x4x128",
+        context=64,
+        dropout=0.1 if pretrained else 0.5,
+        optimizer="adamw",
+    )
     if args.weights == "imagenet":
         fail("--weights imagenet is for images; give a folder or the name of a pretrained encoder")
-    if (args.model == "encoder") != has_pretrained(args):
+    if (args.model == "encoder") != pretrained:
         fail(
             f"--model {args.model} with --weights {args.weights}: only --model encoder "
             "takes its shape from pretrained weights; use --weights FOLDER alone, or "
             "encoder-1x4x128 or distilbert without pretrained weights"
         )
+    if args.optimizer != "adamw":
+        return fill(args, lr=0.1, weight_decay=0.0005)
+    return fill(args, lr=5e-5 if pretrained else 0.001, weight_decay=0.01 if pretrained else 0.5)
 
 
-def has_pretrained(args: argparse.Namespace) -> bool:
+def has_pretrained(args) -> bool:
     """Whether ``--weights`` is for ``from_pretrained``: a folder, or a name on the hub."""
     return args.weights != "none" and not args.weights.endswith(".pt")
 
 
-def describe(args: argparse.Namespace) -> str:
+def describe(args) -> str:
     return f"of {args.context} tokens"
 
 
@@ -101,7 +97,7 @@ class Reviews(TaskData):
         return {"train_samples": len(self), "classes": self.classes, "context": context}
 
 
-def make_datasets(args: argparse.Namespace) -> tuple[Reviews, Reviews]:
+def make_datasets(args) -> tuple[Reviews, Reviews]:
     """The training and the evaluation set."""
     tokenizer = make_tokenizer(args)
     splits = []
@@ -152,7 +148,7 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     return texts, labels
 
 
-def make_tokenizer(args: argparse.Namespace):
+def make_tokenizer(args):
     """The tokenizer of pretrained weights; or byte-pair encoding trained on the training split,
     identical on every rank. (A ``PreTrainedTokenizerFast``.)"""
     if has_pretrained(args):

@@ -1,6 +1,6 @@
 """Text: tiny Shakespeare, your own files, synthetic text; tokens and sequences."""
 
-import argparse
+import dataclasses
 import hashlib
 import os
 import urllib.request
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.cli import ArgumentParser, fail, number, positive
+from harness.cli import fail, number, positive
 from harness.data import TaskData
+from harness.settings import fill, flag
 from harness.world import print0
-from jobs import decoder, gpt
+from jobs import decoder, experts, gpt
 from jobs.download import fetch
 from jobs.llama import LlamaSize
 from libraries import hub
@@ -23,65 +24,44 @@ MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU
 
 
-def add_flags(parser: ArgumentParser, experts: bool = False) -> None:
-    """Add the flags for language models.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The flags for models of text: decoders, and in part encoders."""
 
-    Args:
-        experts: the help shows the flags of a mixture of experts.
-    """
+    TITLE = "language-model options"
     # fmt: off
-    flag = parser.add_flags("language-model options")
-    flag("--context", type=positive, metavar="N",
-         help="tokens per sequence (default: the model's maximum; at most 2048 "
-         "with a folder as --weights)")
-    flag("--tokenizer", choices=["chars", "bytes", "hub"],
-         help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
-         "(default: hub if it has one, else chars)")
-    flag("--kv-heads", type=positive, metavar="N",
-         help="llama-LxHxD: heads of keys and values (default: H)")
-    flag("--mlp-width", type=positive, metavar="N",
-         help="llama-LxHxD: width within the MLP (default: 8/3 D)")
-    flag("--dropout", type=number(float, 0, 1), metavar="P",
-         help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
-    flag("--tie", action="store_true", default=None,
-         help="tie the embedding's and the head's weights")
-    flag = parser.add_flags("mixture of experts", shown=experts)
-    flag("--experts", type=positive, metavar="E",
-         help="experts in each block, instead of one MLP (default: none)")
-    flag("--top-k", type=positive, metavar="K", help="experts per token (default: 1)")
-    flag("--balance", type=number(float, 0), metavar="X",
-         help="weight of the load-balancing loss (default: 0.01)")
+    context: int | None = flag(None, type=positive, metavar="N", identity=True,
+        help="tokens per sequence (default: the model's maximum; at most 2048 "
+        "with a folder as --weights)")
+    tokenizer: str | None = flag(None, choices=["chars", "bytes", "hub"], identity=True,
+        help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
+        "(default: hub if it has one, else chars)")
+    kv_heads: int | None = flag(None, type=positive, metavar="N", identity=True,
+        help="llama-LxHxD: heads of keys and values (default: H)")
+    mlp_width: int | None = flag(None, type=positive, metavar="N", identity=True,
+        help="llama-LxHxD: width within the MLP (default: 8/3 D)")
+    dropout: float | None = flag(None, type=number(float, 0, 1), metavar="P",
+        help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
+    tie: bool | None = flag(None, action="store_true", identity=True,
+        help="tie the embedding's and the head's weights")
     # fmt: on
 
 
-IDENTITY = ["context", "tokenizer", "tie", "experts", "top_k", "balance"]  # must match to resume
-IDENTITY += ["kv_heads", "mlp_width"]
-FLAGS = [*IDENTITY, "dropout"]  # flags that not all tasks have
+FLAGS = ["context", "tokenizer", "kv_heads", "mlp_width", "dropout", "tie"]
+FLAGS += ["experts", "top_k", "balance"]  # flags that not all tasks have
 
 
-def fill_defaults(args: argparse.Namespace) -> None:
+def resolve(args):
     """Fill in defaults that depend on device and model, and check what needs no data."""
     if args.model == "gpt":
-        args.model = MODELS[args.device]
+        args = dataclasses.replace(args, model=MODELS[args.device])
     size = decoder.size_of(args)
     own = decoder.is_folder(args)
     tokenizer = "hub" if own and hub.has_tokenizer(decoder.folder_of(args)) else "chars"
     context = min(size.context, 2048) if own else size.context
     defaults = {"context": context, "dropout": size.dropout, "tokenizer": tokenizer}
     defaults |= {"optimizer": "adamw", "tie": getattr(size, "tie", False) or None}
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.experts is None and (args.top_k is not None or args.balance is not None):
-        fail("--top-k and --balance are for a mixture of experts; add --experts 8")
-    if args.experts:
-        args.top_k = args.top_k or 1
-        args.balance = 0.01 if args.balance is None else args.balance
-        parts = getattr(args, "accumulate", 1) > 1 or getattr(args, "dtype", "") == "float16"
-        if args.balance and parts:  # they scale the loss, but not the balancing loss
-            fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
-        if args.top_k > args.experts:
-            fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
+    args = experts.resolve(fill(args, **defaults))
     if args.context > size.context and args.model in gpt.SIZES:
         fail(
             f"--context {args.context}: {args.model} has at most {size.context} positions; use no "
@@ -93,15 +73,14 @@ def fill_defaults(args: argparse.Namespace) -> None:
         fail("--tokenizer hub reads the one in the folder --weights; use a folder that has one")
     if own and not isinstance(size, LlamaSize):
         fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
-    if args.lr is None:
-        args.lr = 0.001 if args.optimizer == "adamw" else 0.1
-    if args.weight_decay is None:
-        args.weight_decay = 0.1 if args.optimizer == "adamw" else 0.0005
     if args.weights == "imagenet":
         fail(f"--weights imagenet is not for {args.model}; give none or a model.pt")
+    if args.optimizer == "adamw":
+        return fill(args, lr=0.001, weight_decay=0.1)
+    return fill(args, lr=0.1, weight_decay=0.0005)
 
 
-def describe(args: argparse.Namespace) -> str:
+def describe(args) -> str:
     unit = {"bytes": "bytes", "hub": "tokens"}.get(args.tokenizer, "characters")
     return f"of {args.context} {unit}"
 
@@ -181,7 +160,7 @@ class Text(TaskData):
 # ---------------------------------------------------------------------------------------- texts
 
 
-def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
+def make_datasets(args) -> tuple[Text, Text]:
     """The training and the evaluation text, with a common vocabulary. Resolves ``auto``."""
     train_set, eval_set, why = load(args)
     because = f" ({SHAKESPEARE} is not in {args.data_dir} and could not be downloaded: {why})"
@@ -193,7 +172,7 @@ def make_datasets(args: argparse.Namespace) -> tuple[Text, Text]:
     return train_set, eval_set
 
 
-def load(args: argparse.Namespace) -> tuple[Text, Text, str | None]:
+def load(args) -> tuple[Text, Text, str | None]:
     """The same without printing, and the reason if the data could not be downloaded."""
     name, why = args.dataset, None
     if name in ("auto", "shakespeare"):
@@ -236,7 +215,7 @@ def fetch_shakespeare(data_dir: Path) -> str | None:
     return fetch(URL, path.is_file, download)
 
 
-def read_shakespeare(args: argparse.Namespace) -> bytes:
+def read_shakespeare(args) -> bytes:
     path = fetch_input(args.data_dir, "--data-dir") / SHAKESPEARE
     text = path.read_bytes()
     if hashlib.sha256(text).hexdigest() != SHA256:
@@ -244,7 +223,7 @@ def read_shakespeare(args: argparse.Namespace) -> bytes:
     return text
 
 
-def read(args: argparse.Namespace) -> bytes:
+def read(args) -> bytes:
     """Read the file ``--data-dir``, or all files in and below that folder, concatenated in the
     order of their names, without hidden ones."""
     folder = fetch_input(args.data_dir, "--data-dir")
@@ -276,7 +255,7 @@ def split_text(text: bytes) -> list[bytes]:
     return [text[:middle], text[middle:]]
 
 
-def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[str]]:
+def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
     """Encode texts as tokens; also return the character of each token."""
     if args.tokenizer == "bytes":
         tokens = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
@@ -294,9 +273,7 @@ def encode(args: argparse.Namespace, *texts: bytes) -> tuple[list[Tensor], list[
     return tokens, [chr(point) for point in known]
 
 
-def cut(
-    args: argparse.Namespace, name: str, tokens: Tensor, vocabulary: list[str], split: str
-) -> Text:
+def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> Text:
     """Shorten a text to ``--train-samples`` or ``--eval-samples`` windows, if given."""
     whole = Text(tokens, vocabulary, args.context)
     least = args.context if split == "train" else 1

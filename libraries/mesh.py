@@ -1,11 +1,11 @@
 """The flags of pytorch_ND_parallel.py, and checks that its device mesh divides everything."""
 
-import argparse
 from collections.abc import Iterable
 
 import torch.distributed as dist
 
 from harness.cli import ArgumentParser, fail, number
+from harness.settings import fill
 from libraries.pipelining import IN_A_V, SCHEDULES
 
 
@@ -50,13 +50,14 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
     # fmt: on
 
 
-def check(args: argparse.Namespace, size, world_size: int) -> None:
-    """Set ``--dp-shard``, and check all divisions before ranks wait for each other."""
+def resolve(args, size, world_size: int):
+    """Settings with ``--dp-shard`` and ``--reshard-after-forward`` filled in. Check all divisions
+    before ranks wait for each other."""
     others = args.dp_replicate * args.tp * args.pp * args.cp
     mesh = f"--dp-replicate {args.dp_replicate} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
     if world_size % others:
         fail(f"{mesh} does not divide {world_size} ranks; use {others} ranks, or a multiple")
-    args.dp_shard = args.dp_shard or world_size // others
+    args = fill(args, dp_shard=world_size // others)
     if args.dp_shard * others != world_size:
         fail(
             f"{mesh} x --dp-shard {args.dp_shard} makes {args.dp_shard * others} ranks, and there "
@@ -70,7 +71,7 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
     if free and free is not True and (free >= shards or shards % free):
         fail(f"--reshard-after-forward {free} does not divide {shards} shards; use yes, no, or a "
              f"divisor of {shards}")  # fmt: skip
-    args.reshard_after_forward = args.pp == 1 if free is None else free
+    args = fill(args, reshard_after_forward=args.pp == 1)
     heads = size.kv_heads
     if args.attention == "ulysses" and heads // args.tp % args.cp:
         why = f"{heads // args.tp} heads cannot be divided among --cp {args.cp}"
@@ -87,7 +88,7 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
     if args.pp == 1 or args.pipeline_schedule not in IN_A_V:
-        return
+        return args
     schedule = f"--pipeline-schedule {args.pipeline_schedule}"
     if args.tie:
         fail(f"--tie: with {schedule} one rank has both stages; use another schedule")
@@ -96,6 +97,7 @@ def check(args: argparse.Namespace, size, world_size: int) -> None:
     if args.ac == "selective":
         fail(f"--ac selective does not work with {schedule}, whose backward has two parts; "
              "use --ac full or another schedule")  # fmt: skip
+    return args
 
 
 def connect_ends(stages: int) -> dist.ProcessGroup:

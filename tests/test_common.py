@@ -1,6 +1,7 @@
 """Unit tests of common.py."""
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import nn
 
 import common
 from harness import files
+from harness.settings import read_flags
 from jobs import images
+from jobs.choice import Settings
 
 
 def arguments(*flags, **changes):
-    args = common.argument_parser("").parse_args(flags)
-    args.model, args.image_size, args.lr, args.weight_decay = "resnet18", 32, 0.1, 0.0
-    return argparse.Namespace(**vars(args) | changes)
+    args = read_flags(common.argument_parser(""), Settings, flags)
+    small = {"model": "resnet18", "image_size": 32, "lr": 0.1, "weight_decay": 0.0}
+    return dataclasses.replace(args, **small | changes)
 
 
 class Echo(nn.Module):
@@ -56,8 +59,7 @@ def test_evaluate_refuses_to_report_a_wrong_count():
 
 
 def test_schedule():
-    args = arguments("--epochs", "4", "--lr", "1")
-    args.lr = 1.0
+    args = arguments("--epochs", "4", lr=1.0)
     optimizer = common.make_optimizer(args, torch.nn.Linear(1, 1))
     scheduler = common.make_scheduler(args, optimizer, steps_per_epoch=25)
     rates = []

@@ -1,6 +1,6 @@
 """Datasets, order, augmentation, and a global batch that is identical at every world size."""
 
-import argparse
+import dataclasses
 import functools
 import hashlib
 import http.server
@@ -20,6 +20,7 @@ from torchvision.transforms.v2 import functional as reference
 import common
 from harness import data
 from jobs import images as job
+from jobs.choice import Settings
 
 JOB = (
     "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2 "
@@ -35,9 +36,7 @@ def no_loader_is_waited_for():
 
 
 def arguments(**changes):
-    args = common.argument_parser("").parse_args([])
-    args.device, args.model, args.image_size = "cpu", "resnet18", 32
-    return argparse.Namespace(**vars(args) | changes)
+    return Settings(**{"device": "cpu", "model": "resnet18", "image_size": 32} | changes)
 
 
 def record(command, folder, forked=True):
@@ -137,8 +136,7 @@ def test_folder(image_folder):
     assert train_set.images.shape == (60, 3, 32, 32) and train_set.images.dtype == torch.uint8
     strongest = train_set.images.float().mean((2, 3)).argmax(1)  # 0 red, 1 green, 2 blue
     assert torch.equal(strongest, 2 - train_set.labels)
-    args.train_samples = 12
-    first = job.folder(args, "train")
+    first = job.folder(dataclasses.replace(args, train_samples=12), "train")
     assert set(first.labels.tolist()) == {0, 1, 2}, "the first n must not be of one class"
     assert torch.equal(first.images, train_set.images[:12])
 

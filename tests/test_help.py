@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import common
-from harness import cli
+from harness import cli, settings
 
 SCRIPTS = [
     path.stem
@@ -68,7 +68,7 @@ def test_settings_are_what_was_given(monkeypatch, tmp_path):
     assert cli.given_flags() == "--epochs 2 --lr 0.1 --data-dir 'a folder'"
     monkeypatch.setattr(sys, "argv", ["x.py", "--epochs", "2"])
     args = common.parse_args(common.argument_parser(""))
-    words = cli.settings(args)
+    words = settings.as_words(args)
     assert words[words.index("--epochs") + 1] == "2" and "--batch-size" in words
 
 

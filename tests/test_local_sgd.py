@@ -1,6 +1,5 @@
 """Local SGD and DiLoCo: what they compute, when they sync, what they send, how they resume."""
 
-import argparse
 import json
 import re
 import shlex
@@ -26,6 +25,8 @@ from conftest import (
 from torch.utils.data import DistributedSampler
 
 import common
+from harness.settings import read_flags
+from jobs.choice import Settings, resolve
 
 DATA = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --print-freq 1"
 JOB = f"{DATA} --epochs 9 --double"  # six steps an epoch
@@ -95,9 +96,8 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
     that of torch.optim.SGD, as the paper has it."""
     flags = f"{GPT} {INNER[inner]}"
     weights, result = train(f"{LOCAL} --sync-every 4 {OUTER[outer]}", 3, flags)
-    args = common.argument_parser("").parse_args(shlex.split(f"{JOB} {flags}"))
-    args.device = "cpu"
-    common.jobs.choice.fill_defaults(args)
+    words = shlex.split(f"{JOB} {flags} --device cpu")
+    args = resolve(read_flags(common.argument_parser(""), Settings, words))
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -108,7 +108,7 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
     assert result["steps"] == 12
 
 
-def play_ranks(args: argparse.Namespace, n: int, every: int, lr="1", momentum="0") -> dict:
+def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
     """Local SGD with all ranks in this process."""
     ranks = []
     for rank in range(n):

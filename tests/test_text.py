@@ -1,6 +1,7 @@
 """The language model: its data, user errors, and identical training in all scripts."""
 
 import argparse
+import dataclasses
 import json
 import math
 import shlex
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from conftest import cases, distance, launch, launcher, read_run, relative_difference, succeed
 
 import common
+from harness.settings import read_flags
 from jobs import decoder, gpt, text
+from jobs.choice import Settings, resolve
 
 JOB = (
     "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
@@ -26,10 +29,8 @@ RATES = {"sgd": 0.01, "adamw": 0.0001}  # the first step of AdamW is as long as 
 
 def settled(flags, device="cpu"):
     """A command line, completed as a script would do it."""
-    args = common.argument_parser("").parse_args(shlex.split(flags))
-    args.device = device
-    common.jobs.choice.fill_defaults(args)
-    return args
+    args = read_flags(common.argument_parser(""), Settings, shlex.split(flags))
+    return resolve(dataclasses.replace(args, device=device))
 
 
 # ------------------------------------------------------------------------------------------ parity

@@ -1,0 +1,230 @@
+"""Settings: flags as fields of frozen dataclasses, and the flags of every training task.
+
+A flag is a field of the class of its subject, and is declared nowhere else::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Output:
+        TITLE = "output"  # the heading in --help
+        print_freq: int = flag(10, type=positive, metavar="N", help="... (default: %(default)s)")
+
+The classes of all subjects are the bases of :class:`jobs.choice.Settings`. A script parses its
+command line into an object of it; other programs construct one, of which every field has a
+default, and let :func:`jobs.choice.resolve` fill in those that depend on device, model and data::
+
+    settings = resolve(Settings(model="llama-2x4x64", device="cpu"))
+    settings = dataclasses.replace(settings, context=32)  # nobody writes a field
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from harness.cli import ArgumentParser, fail, not_negative, number, place, positive, trim_url
+from harness.world import this_script, why_ranks_are_unclear, world
+
+Kind = TypeVar("Kind")
+
+
+def flag(default: Any, *names: str, help: str, identity: bool = False, **options) -> Any:
+    """A field of a dataclass that is also a flag: ``--batch-size`` for ``batch_size``.
+
+    Args:
+        default: or a function without arguments that returns it. ``False`` makes a switch.
+        names: further names, such as ``-b``.
+        identity: whether a run that resumes must have the value of its snapshot.
+        options: of ``ArgumentParser.add_argument``.
+    """
+    options |= {"help": help} | ({"action": "store_true"} if default is False else {})
+    about = {"names": names, "identity": identity, "options": options}
+    how = "default_factory" if callable(default) else "default"
+    return dataclasses.field(**{how: default}, metadata=about)
+
+
+def flags_of(kind: Any) -> list[dataclasses.Field]:
+    """The fields of a class or an object that are flags."""
+    return [field for field in dataclasses.fields(kind) if field.metadata]
+
+
+def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps: str) -> Callable:
+    """Add the flags of a subject as a group. Returns a function that adds further flags to it.
+
+    Args:
+        shown: whether the help shows them; they are accepted in any case.
+        helps: help texts that replace those of the fields, by name.
+    """
+    add = parser.add_flags(subject.TITLE, shown)
+    for field in flags_of(subject):
+        name, options = f"--{field.name.replace('_', '-')}", dict(field.metadata["options"])
+        options["help"] = helps.get(field.name, options["help"])
+        add(*field.metadata["names"], name, default=getattr(subject(), field.name), **options)
+    return add
+
+
+def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None = None) -> Kind:
+    """Parse a command line into a frozen object of ``kind``, a class of settings, which also has
+    the flags that the script added to the parser.
+
+    Args:
+        words: the command line; ``None``: that of this process.
+    """
+    values = vars(parser.parse_args(words))
+    known = {field.name for field in dataclasses.fields(kind)} - set(parser.own)
+    fields = [
+        (name, Any, dataclasses.field(default=None, metadata={"options": {}, "own": True}))
+        for name in values
+        if name not in known
+    ]
+    options = {"bases": (kind,), "frozen": True, "kw_only": True}
+    return dataclasses.make_dataclass("Arguments", fields, **options)(**values)
+
+
+def fill(settings: Kind, **defaults: Any) -> Kind:
+    """A copy in which the fields that are ``None`` have these values."""
+    unset = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    return replace(settings, **unset)
+
+
+def identity_of(settings: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The flags, with values, that a run that resumes must have in common with its snapshot.
+
+    Args:
+        names: only those among these.
+    """
+    fields = [field.name for field in flags_of(settings) if field.metadata.get("identity")]
+    return {name: getattr(settings, name) for name in fields if names is None or name in names}
+
+
+def own_flags(settings: Any) -> dict[str, Any]:
+    """The flags that the script itself added, with their values."""
+    own = [field.name for field in flags_of(settings) if field.metadata.get("own")]
+    return {name: getattr(settings, name) for name in own if name != "local_rank"}
+
+
+def as_words(settings: Any) -> list[str]:
+    """The flags that repeat this run from its start, with all defaults."""
+    words = []
+    for field in flags_of(settings):
+        value = getattr(settings, field.name)
+        is_set = value is not None and value is not False
+        was_given = value in field.metadata["options"].get("choices", [value])  # or a script's own
+        if is_set and was_given and field.name not in ("local_rank", "resume"):
+            words += [f"--{field.name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words
+
+
+# --------------------------------------------------------------- the flags of every training task
+# fmt: off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The optimization, for any model.
+
+    Attributes:
+        dtype: of compute. A script may have a flag for it, for which ``None`` is the fast half
+            precision of the device.
+        accumulate: number of parts in which a rank's batch is computed. A script may have a flag.
+    """
+
+    TITLE = "training"
+    dtype: str | None = "float32"
+    accumulate: int = 1
+    batch_size: int = flag(128, "-b", type=positive, metavar="N", identity=True,
+        help="GLOBAL batch size, divided among the ranks (default: %(default)s)")
+    epochs: int = flag(5, type=positive, metavar="N",
+        help="number of epochs (default: %(default)s)")
+    max_steps: int | None = flag(None, type=positive, metavar="N",
+        help="stop after N optimizer steps (default: no limit)")
+    optimizer: str | None = flag(None, choices=["sgd", "adamw"], identity=True,
+        help="optimizer (default: sgd for images, else adamw)")
+    lr: float | None = flag(None, type=number(float, 0, above=0), metavar="X", identity=True,
+        help="peak learning rate (default: sgd 0.05, or 0.01 without BatchNorm; adamw 0.001)")
+    schedule: str = flag("cosine", choices=["cosine", "plateau", "none"],
+        help="learning-rate schedule: cosine decay after a linear warm-up (default); plateau: "
+        "divide by ten after two evaluations without improvement; none: constant")
+    warmup_steps: int | None = flag(None, type=not_negative, metavar="N",
+        help="warm-up steps of the cosine schedule (default: a tenth of all steps)")
+    momentum: float = flag(0.9, type=number(float, 0, 1), metavar="X", identity=True,
+        help="momentum of sgd (default: %(default)s)")
+    weight_decay: float | None = flag(None, type=number(float, 0), metavar="X", identity=True,
+        help="weight decay (default: sgd 0.0005, adamw 0.01; GPT 0.1 except norms and embeddings)")
+    clip_grad: float | None = flag(None, type=number(float, 0, above=0), metavar="NORM",
+        help="clip the global gradient norm to this value (default: off)")
+    on_nan: str = flag("watch", choices=["watch", "stop", "skip", "ignore"],
+        help="NaN or Inf: watch (default) checks the loss at every --print-freq-th step and the "
+        "weights before a snapshot, and stops the run; stop and skip check before every step, "
+        "and stop the run or skip the step; ignore does not check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a run writes, and what it resumes from."""
+
+    TITLE = "output"
+    output_dir: Path | str = flag(lambda: Path("runs", this_script()), type=place, metavar="DIR",
+        help="folder for everything that the run writes. This and --resume, --data-dir and "
+        "--weights may be URLs, such as s3://bucket/run (default: %(default)s)")
+    resume: str = flag("none", metavar="auto|none|PATH", type=trim_url,
+        help="resume from this snapshot; auto: from the newest valid one in --output-dir, if any "
+        "(default: none, but a run that its launcher restarts resumes)")
+    snapshot_every: int = flag(1000, type=positive, metavar="N",
+        help="write a snapshot every N steps, and after every epoch (default: %(default)s)")
+    on_save_error: str = flag("continue", choices=["continue", "stop"],
+        help="what to do when a snapshot cannot be written (default: %(default)s)")
+    print_freq: int = flag(10, type=positive, metavar="N",
+        help="update the progress bar and TensorBoard every N steps (default: %(default)s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The devices of a run, and its processes."""
+
+    TITLE = "hardware"
+    device: str = flag("auto", choices=["auto", "cpu", "cuda"],
+        help="device to train on (default: auto, a GPU if there is one)")
+    workers: int | None = flag(None, "-j", type=not_negative, metavar="N",
+        help="loader processes per rank (default: 0; 4 for an image folder larger than memory)")
+    timeout: float = flag(1800, type=number(float, 0, above=0), metavar="SECONDS",
+        help="timeout of a collective and of a download (default: %(default)s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproducibility:
+    """Random numbers, precision and profiling."""
+
+    TITLE = "reproducibility and profiling"
+    seed: int = flag(0, type=number(int, 0, 2**32), metavar="N", identity=True,
+        help="seed of weights, data order and dropout (default: %(default)s)")
+    deterministic: bool = flag(False, help="bitwise reproducible results; slower")
+    double: bool = flag(False, identity=True, help="compute in float64")
+    profile_memory: bool = flag(False,
+        help="on a CPU, measure the peak memory of tensors in the last step; slower (on a GPU it "
+        "is always measured)")
+    trace: int | None = flag(None, type=positive, metavar="N",
+        help="write a Chrome trace per rank of the N steps before the last one, to the folder "
+        "trace in --output-dir; timeline.py draws them (default: no trace)")
+
+
+# fmt: on
+
+
+def check_flags(settings: Kind) -> Kind:
+    """Choose the device, and check the flags that all training tasks have."""
+    if why := why_ranks_are_unclear():
+        fail(why)
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    if settings.trace and settings.profile_memory:
+        fail("--trace and --profile-memory both profile the last step; leave out one of them")
+    resume = settings.resume
+    first = world().restarts == 0  # after a restart, the run resumes from its own snapshots
+    here = resume not in ("auto", "none") and "://" not in resume
+    if first and here and not Path(resume).exists():
+        fail(f"--resume {resume}: no such folder; give auto, none or a snapshot's folder")
+    if settings.device == "auto":
+        return replace(settings, device="cuda" if torch.cuda.is_available() else "cpu")
+    return settings
