@@ -163,6 +163,8 @@ def check_flags(args: argparse.Namespace) -> None:
         common.fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.precision == "bf16" and (args.export or args.runtime == "onnxruntime"):
+        common.fail("--precision bf16 runs in PyTorch only; for ONNX use fp32, fp16 or int8")
     if args.precision == "bf16" and args.device == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             common.fail(f"--precision bf16: {torch.cuda.get_device_name()} lacks bf16; use fp16")
@@ -296,13 +298,10 @@ def export(args: argparse.Namespace) -> None:
 
 
 def export_classifier(args: argparse.Namespace, path: Path) -> None:
-    """Export in the selected precision, and compare where this machine can compute it."""
+    """Export in the selected precision, and compare."""
     write_onnx(args, args.precision, path)
     print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
-    if args.precision == "bf16" and args.provider == PROVIDERS["cpu"]:
-        print("not compared: ONNX Runtime computes bfloat16 on GPUs only")
-    else:
-        compare(args, path)
+    compare(args, path)
 
 
 # --------------------------------------------------------------------------------------- measure

@@ -1,10 +1,7 @@
 """A trained GPT: continue a prompt, evaluate the loss on a text, export to ONNX."""
 
 import argparse
-import contextlib
 import math
-import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +13,8 @@ from tqdm import tqdm
 import jobs.text
 from harness.cli import fail
 from harness.files import load_file
-from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
-from inference.trained import make_metadata
+from inference import onnx_file
+from inference.runtimes import Runner, TorchRunner
 from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
 from libraries import hub
@@ -180,39 +177,24 @@ def measure(args: argparse.Namespace, runner: Runner) -> dict[str, float]:
 
 def write_onnx(args: argparse.Namespace, path: Path) -> None:
     """Export in fp32 for any batch size and length up to the context; add metadata and check."""
-    import onnx
-
     model = load_gpt(args)
     tokens = torch.zeros(2, args.context, dtype=torch.int64)
-    shapes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time", max=args.context)}
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")  # of PyTorch's own code while it traces
-        program = torch.onnx.export(
-            model, (tokens,), dynamo=True, verbose=False, input_names=["tokens"],
-            output_names=["logits"], dynamic_shapes={"tokens": shapes},
-        )  # fmt: skip
-    program.save(path, external_data=False)
-    exported = onnx.load(path)
-    onnx.helper.set_model_props(exported, make_metadata(args, "fp32", INPUT))
-    onnx.checker.check_model(exported, full_check=True)
-    onnx.save(exported, path)
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time", max=args.context)}
+    onnx_file.write(model, tokens, "tokens", shape, path)
+    onnx_file.complete(args, "fp32", INPUT, path)
 
 
 def compare(args: argparse.Namespace, path: Path) -> None:
     """Compare the file in ONNX Runtime with the model in PyTorch: logits must be within 1e-4 of the
     largest at several batch sizes and lengths."""
-    exact = {"use_tf32": False}  # in neither: it rounds to ten bits
-    onnx_runner = OnnxRunner(make_session(path, args.provider, **exact), args.device)
-    torch_runner = TorchRunner(load_gpt(args), args.device, **exact)
-    difference = 0.0
-    for batch, time in ((1, 1), (3, args.context), (16, max(1, args.context // 2))):
-        tokens = torch.randint(len(args.classes), (batch, time))
-        ours, theirs = onnx_runner(tokens), torch_runner(tokens)
-        difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
+    runners = onnx_file.open_both(args, load_gpt(args), path)
+    shapes = [(1, 1), (3, args.context), (16, max(1, args.context // 2))]
+    tokens = (torch.randint(len(args.classes), shape) for shape in shapes)
+    difference = onnx_file.difference(*runners, tokens)
     line = f"compared with PyTorch: logits within {difference:.1e}"
     if args.dataset != "auto":
-        loss, other = (measure(args, r)["loss"] for r in (torch_runner, onnx_runner))
+        loss, other = (measure(args, runner)["loss"] for runner in runners)
         line += f", loss {loss:.4f} -> {other:.4f}"
     print(line)
-    if difference > 1e-4:
+    if not difference <= 1e-4:  # or NaN
         raise RuntimeError("the exported model does not compute the same")

@@ -265,17 +265,6 @@ def test_smaller_precisions(precision, size, trained, exported, tmp_path):
     assert path.stat().st_size < size * exported.stat().st_size
 
 
-@pytest.mark.full
-def test_bfloat16_is_for_gpus(tmp_path):
-    path = tmp_path / "model.onnx"
-    flags = f"{untrained('squeezenet1_1', 32, tmp_path)} --dataset synthetic --precision bf16"
-    finished = infer(f"{flags} --export {path}")
-    assert finished.code == 0 and "not compared" in finished.stdout, str(finished)
-    onnx.checker.check_model(onnx.load(path), full_check=True)
-    finished = infer(f"{flags} --input test --runtime onnxruntime")
-    assert finished.code == 2 and len(finished.errors) == 1, str(finished)
-
-
 def untrained(model, image_size, folder):
     """The flags for weights that nobody has trained, and that have no result.json."""
     path = folder / "model.pt"
@@ -378,6 +367,7 @@ def mistakes(trained, exported, pictures, tmp_path):
         f"--weights {weights} --export /proc/model.onnx": "/proc/model.onnx cannot be written",
         f"--weights {weights} --export {tmp_path}": "is a folder",
         f"--weights {weights} --input {image} --precision int8": "--precision int8",
+        f"--weights {weights} --export {tmp_path}/x.onnx --precision bf16": "in PyTorch only",
         f"--weights {exported} --input {image} --provider Foo": "--provider Foo",
         f"--weights {exported} --input {image} --device cuda": "--device cuda",
         f"--weights {exported} --input {image} --runtime torch": "in ONNX Runtime only",
