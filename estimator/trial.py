@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
+import harness.world
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, let_losses_pass
-from harness.world import world
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,11 +272,13 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
 
 
 def become_rank(rank: int, ranks: int) -> None:
-    """Set the launcher's environment variables, and let our modules read them."""
+    """Set the launcher's environment variables, and let our modules read them anew: this process
+    may be forked from one that has already read its own."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if ranks:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ["MASTER_PORT"] = "29500"
-    world.cache_clear()
+    harness.world.PARENT = os.getppid()
+    harness.world.world.cache_clear()
