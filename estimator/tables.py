@@ -43,9 +43,12 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
     print(f"{describe(args, flags)}, {inputs_of(shown)}global batch {args.batch_size}{each}:")
     print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step\n")
     rows = [cells_of(args, found) for found in shown]
-    widths = {"peak": 5, **dict.fromkeys(COLUMNS, 5), "sent": 6, "fits": 4}
-    titles = [t for t in widths if t == "peak" or {row.get(t, "") for row in rows} - {"", "0"}]
-    widths = {title: max(widths[title], len(title)) for title in titles}
+    titles = [
+        title
+        for title in ("peak", *COLUMNS, "sent", "fits")
+        if title == "peak" or {row.get(title, "") for row in rows} - {"", "0"}
+    ]
+    widths = {title: max(5 + (title == "sent"), len(title)) for title in titles}
     print("".ljust(NAME), "GPUs", *(title.rjust(width) for title, width in widths.items()))
     for found, row in zip(shown, rows, strict=True):
         cells = [row[title].rjust(width) for title, width in widths.items()] if row else []
@@ -81,8 +84,9 @@ def cells_of(args: argparse.Namespace, found) -> dict[str, str]:
     sizes = {"peak": found.peak}
     sizes |= {title: sum(found.kinds[k] for k in kinds) for title, kinds in COLUMNS.items()}
     cells = {title: size_of(size) for title, size in sizes.items()}
-    cells["peak"] = cells["peak"].replace("0", "<1M") if cells["peak"] == "0" else cells["peak"]
-    cells["sent"] = f"{found.sent / 1e6:,.0f}"
+    cells |= {"sent": f"{found.sent / 1e6:,.0f}"} | (
+        {"peak": "<1M"} if cells["peak"] == "0" else {}
+    )
     return cells | ({"fits": "yes" if fits(args, found) else "no"} if args.memory else {})
 
 
