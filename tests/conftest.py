@@ -382,6 +382,23 @@ def review_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def pretrained(review_folder, tmp_path_factory):
+    """A folder as `save_pretrained` leaves it: tiny, and of another kind than ours."""
+    transformers = pytest.importorskip("transformers")
+    from jobs import reviews
+
+    path = tmp_path_factory.mktemp("pretrained")
+    reviews.train_tokenizer(review_folder).save_pretrained(path)
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        vocab_size=reviews.VOCABULARY, max_position_embeddings=20,
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """A tiny ImageFolder: three colours, with some noise, in files of several kinds and sizes."""
     root = tmp_path_factory.mktemp("images")
