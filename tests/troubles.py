@@ -2,7 +2,7 @@
 ends well; without it, in the error that the page quotes, or in an assertion where PyTorch reports
 nothing.
 
-    torchrun --nproc_per_node=2 tests/troubles.py uneven_batches
+    torchrun --nproc_per_node=2 tests/troubles.py uneven_batches unused_parameter
 """
 
 import os
@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from torch.utils.data import DistributedSampler
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/troubleshooting.md"
 HANGS = ("uneven_batches", "one_rank_saves", "compiled_late")
-PATIENCE = 4 if sys.argv[1] in HANGS else 60  # seconds
+PATIENCE = 4  # seconds
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -287,10 +288,31 @@ def padded_evaluation(remedy):
     assert count == 5, f"{count} of 5 samples"
 
 
+def provoke(name, store):
+    """With its remedy, and without; what that ends in goes to stderr, in one piece."""
+    patience = PATIENCE if name in HANGS else 60
+    store = dist.PrefixStore(name, store)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    variables, said = dict(os.environ), [f"== {name}, rank {rank}"]
+    for remedy in (True, False):
+        group = dist.PrefixStore(str(remedy), store)
+        options = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=patience)}
+        dist.init_process_group("gloo", store=group, **options)
+        dist.barrier()  # or one may leave before the other has connected
+        torch.manual_seed(0)
+        try:
+            globals()[name](remedy=remedy)
+            said.append("remedied" if remedy else "nothing happened")
+        except Exception:
+            said.append(traceback.format_exc())
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(variables)
+    sys.stderr.write("\n".join([*said, "== end\n"]))
+    sys.stderr.flush()
+
+
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
-    trouble = globals()[sys.argv[1]]
-    trouble(remedy=True)
-    print("remedied", flush=True)
-    trouble(remedy=False)
-    dist.destroy_process_group()
+    launcher, _, _ = next(dist.rendezvous("env://"))
+    for trouble in sys.argv[1:]:
+        provoke(trouble, launcher)

@@ -1,6 +1,8 @@
-"""Lightning: its scripts against their raw counterparts, and what it does by default."""
+"""What Accelerate, Lightning and transformers do by default, which docs/ecosystem.md lists and our
+scripts undo. Only with -m '': these defaults are theirs, and change only with their versions."""
 
 import json
+import math
 import os
 import signal
 from datetime import timedelta
@@ -8,158 +10,55 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
-    HOOKED,
-    ROOT,
-    cases,
-    distance,
-    free_port,
-    launch,
-    launcher,
-    read_run,
-    relative_difference,
-    snapshots,
-    started,
-    succeed,
-    wait_for,
-)
+from conftest import HOOKED, ROOT, launcher, succeed
+from test_ecosystem import GPT
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from harness.data import Batches
 
+accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning")
+transformers = pytest.importorskip("transformers")
 
-JOB = (
-    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --print-freq 1 "
-    "--max-steps 8"
-)
-IMAGES = "--model small_resnet_dropout --double --clip-grad 0.5"
-GPT = "--model gpt-2x4x32 --context 16 --double --clip-grad 0.5"
-JOBS = {"images": IMAGES, "gpt": GPT}
-RAW, FABRIC, TRAINER = "pytorch_torchrun_DDP", "lightning_Fabric", "lightning_Trainer"
-FSDP = f"{TRAINER} --strategy fsdp"
-DEEPSPEED = f"{TRAINER} --strategy deepspeed_stage_2"
-MEASURED = (
-    "technique command settings seconds_total seconds_train trained_between images_per_second "
-    "tokens_per_second samples_per_second first_step_seconds step_ms seconds peak_memory_gib "
-    "breakdown"
-)
+pytestmark = pytest.mark.full
 
 
-def start(script, n=1, flags=""):
-    return f"{launcher(script, n, HOOKED)} {JOB} {flags}"
+def test_what_accelerate_does_by_default():
+    """The numbers are of two ranks, and batches of 4 or, of five samples, 2."""
+    command = "torchrun --standalone --nproc_per_node=2 measure/accelerate_defaults.py"
+    defaults = json.loads(succeed(command, forked=True).lines[-1])
+    # a step takes two batches, where rank 0 has the first and not, as by DistributedSampler, every
+    # other sample; and it is two steps of the schedule
+    assert defaults["samples of a step"] == list(range(8))
+    assert defaults["own samples of a step"] == list(range(4))
+    assert defaults["scheduler is at step"] == 2
+    # three of the five come again
+    assert len(defaults["evaluated samples"]) == 8
+    assert set(defaults["evaluated samples"]) == set(range(5))
+    # the environment asks for FSDP, and nothing is sharded
+    assert defaults["distributed_type"] == "MULTI_CPU"
+    # the upper half of a matrix is of rank 0, the lower half of rank 1, whatever they hold
+    assert defaults["weights of FSDP"] == [0.0, 0.0, 1.0, 1.0]
 
 
-# ------------------------------------------------------------------------------------------ parity
+def test_bf16_of_fsdp_adds_gradients_in_bf16():
+    """pytorch_FSDP.py --dtype bfloat16 adds them in fp32."""
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
 
 
-PARITY = [(FABRIC, RAW, 1), (FABRIC, RAW, 2), (TRAINER, RAW, 1), (TRAINER, RAW, 2)]
-PARITY = [(*row, job) for row in [*PARITY, (FSDP, "pytorch_FSDP", 2)] for job in JOBS]
+def test_one_process_gets_one_thread(tmp_path):
+    """torchrun sets OMP_NUM_THREADS for several ranks alone."""
+    show = "import os; print('threads', os.environ['OMP_NUM_THREADS'])"
+    (tmp_path / "threads.py").write_text(show)
+    file = ROOT / "config/accelerate_DDP.yml"
+    command = f"accelerate launch --config_file {file} --num_processes 1 {tmp_path}/threads.py"
+    assert "threads 1" in succeed(f"env -u OMP_NUM_THREADS {command}").lines
 
 
-@pytest.mark.parametrize(
-    "script, raw, n, job",
-    cases(PARITY, lambda script, raw, n, job: raw == RAW and n == 2 and job == "images"),
-)
-def test_as_the_raw_script(script, raw, n, job, train):
-    """Weights after eight steps in float64, and all of result.json that is not a time."""
-    (ours, result), (theirs, expected) = (train(s, n, JOBS[job]) for s in (script, raw))
-    assert relative_difference(ours, theirs) < 1e-12 and result["precision"] == "float64"
-    assert result.keys() == expected.keys()
-    for name in result.keys() - set(MEASURED.split()):
-        close = name in ("train_loss", "eval_loss")
-        wanted = pytest.approx(expected[name], rel=1e-12) if close else expected[name]
-        assert result[name] == wanted, name
-    ours, theirs = (each["breakdown"]["ranks"] for each in (result, expected))
-    assert [rank.keys() for rank in ours] == [rank.keys() for rank in theirs]
-
-
-# Within epochs and between them, and with dropout; but not for FSDP, whose is drawn from another
-# state. In fp32 for DeepSpeed, which has nothing longer, and names of its own.
-LONG = f"{IMAGES} --norm group --warmup-steps 20 --deterministic --epochs 2"
-FIXED = LONG.replace("_dropout", "")
-GOES_ON = [  # the script in one go, scripts in turn with the steps up to which they go
-    (RAW, [(RAW, 2), (TRAINER, 4), (FABRIC, 7), (TRAINER, 9), (RAW, 10), (FABRIC, 12)], LONG),
-    ("pytorch_FSDP", [("pytorch_FSDP", 3), (FSDP, 6), ("pytorch_FSDP", 12)], FIXED),
-    ("pytorch_DeepSpeed", [(DEEPSPEED, 2), (DEEPSPEED, 4)], FIXED.replace("--double ", "")),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("raw, turns, flags", GOES_ON, ids=[row[0] for row in GOES_ON])
-def test_one_goes_on_from_the_snapshots_of_another(raw, turns, flags, train, tmp_path):
-    for script, steps in turns:
-        job = f"{flags} --max-steps {steps} --output-dir {tmp_path} --resume auto"
-        finished = succeed(start(script, 2, job), forked=True)
-        assert ("resumed from" in finished.stdout) == (steps > turns[0][1]), str(finished)
-    weights, result = read_run(tmp_path)
-    expected, expected_result = train(raw, 2, f"{flags} --max-steps {turns[-1][1]}")
-    assert distance(weights, expected) < (1e-12 if "--double" in flags else 1e-6)
-    assert result["eval_loss"] == pytest.approx(expected_result["eval_loss"], rel=1e-4)
-    assert result["state_bytes"] == expected_result["state_bytes"]
-
-
-# ----------------------------------------------------------------------- launchers and signals
-
-
-@pytest.mark.full
-def test_fabrics_own_launcher(tmp_path, train):
-    """Two ranks, which share the cores, and the command as it was typed."""
-    command = f"fabric run --accelerator=cpu --devices=2 --strategy=ddp --main-port={free_port()} "
-    command += f"{HOOKED} lightning_Fabric.py {JOB} {IMAGES} --output-dir {tmp_path}"
-    finished = succeed(command)
-    assert not finished.our_warnings and "warn" not in finished.stderr.lower(), str(finished)
-    weights, result = read_run(tmp_path)
-    assert relative_difference(weights, train(RAW, 2, IMAGES)[0]) < 1e-12
-    assert result["command"] == command.replace(f" {ROOT}", " ") and result["world_size"] == 2
-
-
-@pytest.mark.parametrize(
-    "script", cases([(TRAINER,), (FSDP,), (FABRIC,)], lambda script: script == TRAINER)
-)
-def test_a_signal_ends_in_a_snapshot(script, tmp_path):
-    """Lightning's own handler would send a broadcast from within the signal's handler."""
-    command = start(script, 2, f"{IMAGES} --epochs 1000 --output-dir {tmp_path}")
-    with started(command.replace("--max-steps 8", ""), forked=True) as process:
-        wait_for(lambda: snapshots(tmp_path) or not process.running)
-        process.send(signal.SIGTERM)
-        finished = process.end()
-    assert finished.code == 128 + signal.SIGTERM, str(finished)
-    [said] = [line for line in finished.lines if line.startswith("stopped by SIGTERM after step")]
-    assert str(snapshots(tmp_path)[0]) in said and "Traceback" not in finished.stderr
-
-
-@pytest.mark.parametrize("script, on_nan, code", [(TRAINER, "stop", 3), (FABRIC, "skip", 0)])
-def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, code, tmp_path):
-    command = launcher(script, 2, HOOKED)
-    command += f" {JOB} {IMAGES} --on-nan {on_nan} --output-dir {tmp_path}"
-    finished = launch(command, forked=True, HOOKS="poison:gradient,5,5,0")
-    said = finished.stdout + finished.stderr
-    assert finished.code == code, said
-    assert "step 5: the gradient of conv1.weight is NaN or Inf" in said
-    if code:
-        assert "no weight has changed" in finished.errors[0]
-    else:
-        assert all(t.isfinite().all() for t in read_run(tmp_path)[0].values())
-
-
-@pytest.mark.parametrize(
-    "asked, said",
-    [
-        ({"LT_STRATEGY": "fsdp"}, "--strategy=fsdp: this script supports only DDP"),
-        ({"LT_STRATEGY": "ddp", "LT_PRECISION": "bf16-mixed"}, "`--precision=bf16-mixed`"),
-    ],
-)
-def test_what_fabric_run_is_asked_for_and_the_script_is_not(asked, said, tmp_path):
-    env = {"LT_CLI_USED": "1", "LT_DEVICES": "1"} | asked
-    finished = launch(f"{start(FABRIC)} --output-dir {tmp_path}", forked=True, **env)
-    assert finished.code == 2
-    [line] = finished.errors
-    assert said in line
-
-
-# -------------------------------------------------------- what Lightning does when it is not told
+# -------------------------------------------------------------------------------------- Lightning
 
 
 @pytest.fixture
@@ -345,10 +244,93 @@ def test_sharding_by_its_name_is_for_gpus(alone):
 
 def test_the_trainer_sends_a_flag_before_every_step(tmp_path):
     """And waits for it, on a GPU with all that is queued."""
-    sent = {}
-    for script in (RAW, FABRIC, TRAINER):
-        command = launcher(script, 2, HOOKED) + f" {JOB} {GPT} --max-steps 3"
-        succeed(f"{command} --output-dir {tmp_path}/{script}", forked=True, HOOKS="sent")
+    sent, scripts = {}, ("pytorch_torchrun_DDP", "lightning_Fabric", "lightning_Trainer")
+    for script in scripts:
+        command = launcher(script, 2, HOOKED)
+        succeed(f"{command} {GPT} --max-steps 3 --output-dir {tmp_path}/{script}", forked=True)
         sent[script] = json.loads((tmp_path / script / "result.json").read_text())
-    assert sent[FABRIC]["calls"] == sent[RAW]["calls"]
-    assert sent[TRAINER]["calls"] == sent[RAW]["calls"] | {"broadcast": 1}
+    raw, fabric, trainer = (sent[script]["calls"] for script in scripts)
+    assert fabric == raw and trainer == raw | {"broadcast": 1}
+
+
+# ----------------------------------------------------------------------------------- transformers
+
+
+class Line(nn.Module):
+    """Returns a loss whose gradient is large, or NaN in one step."""
+
+    def __init__(self, nan_in=None):
+        super().__init__()
+        self.weight, self.calls, self.nan_in = nn.Parameter(torch.zeros(1)), 0, nan_in
+
+    def forward(self, x):
+        self.calls += 1
+        return {"loss": (math.nan if self.calls == self.nan_in else 100.0) * self.weight.sum()}
+
+
+def trainer(tmp_path, model, steps=4, **options):
+    data = [{"x": torch.zeros(1)}] * 4
+    options = {"report_to": "none", "disable_tqdm": True, "use_cpu": True} | options
+    options |= {"output_dir": tmp_path, "max_steps": steps, "per_device_train_batch_size": 1}
+    args = transformers.TrainingArguments(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return transformers.Trainer(model=model, args=args, train_dataset=data,
+                                optimizers=(optimizer, None))  # fmt: skip
+
+
+def test_gradients_are_clipped(tmp_path):
+    """To a norm of 1: the step of a gradient of 100 at a rate of 1 is 1."""
+    model = Line()
+    trainer(tmp_path, model, steps=1).train()
+    assert model.weight.item() == pytest.approx(-1.0, rel=1e-4)
+
+
+def test_the_rate_goes_down_to_nothing(tmp_path):
+    """Linearly, without a warm-up, where nothing else is asked for."""
+    seen, model = [], Line()
+    run = trainer(tmp_path, model)
+    step = run.optimizer.step
+
+    def look(*args, **kwargs):
+        seen.append(run.optimizer.param_groups[0]["lr"])
+        return step(*args, **kwargs)
+
+    run.optimizer.step = look
+    run.train()
+    assert seen == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_a_loss_that_is_nan_is_hidden(tmp_path):
+    """What is logged is a number, though the weight is NaN from the second step on."""
+    model = Line(nan_in=2)
+    run = trainer(tmp_path, model, logging_steps=1)
+    run.train()
+    assert model.weight.isnan().all()
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and all(math.isfinite(loss) for loss in losses)
+
+
+def test_random_numbers_begin_anew(tmp_path):
+    """With 42, whatever seed was set before; and equally on all ranks."""
+    torch.manual_seed(7)
+    trainer(tmp_path, Line())
+    drawn = torch.rand(1)
+    torch.manual_seed(42)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_ddp_looks_for_unused_parameters(tmp_path):
+    """At every step; PyTorch's own default is not to."""
+    assert trainer(tmp_path, Line()).accelerator.ddp_handler.find_unused_parameters is True
+
+
+def test_several_gpus_without_a_launcher_are_data_parallel(tmp_path):
+    """A script started by plain python on two GPUs."""
+    run = trainer(tmp_path, Line())
+    run.args._n_gpu = 2
+    assert isinstance(run._wrap_model(run.model), nn.DataParallel)
+
+
+def test_checkpoints_every_500_steps_in_files_of_its_own(tmp_path):
+    args = transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True)
+    assert (args.save_strategy, args.save_steps, args.save_total_limit) == ("steps", 500, None)
