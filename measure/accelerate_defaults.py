@@ -1,5 +1,5 @@
 """What Accelerate does by default, on two ranks on a CPU. Started by torchrun, prints a line of
-JSON, which tests/test_accelerate.py checks."""
+JSON, which tests/test_library_defaults.py checks."""
 
 import json
 import os

@@ -52,7 +52,7 @@ LIBRARIES = {  # what a server imports for scripts with such a name
     "transformers_": ("transformers.trainer",),
 }
 
-LONG = ("test_injection", "test_readme", "test_multi_node", "test_benchmark")  # come first
+LONG = ("test_injection", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
 commands = {}  # of the test that runs, to be repeated by hand if it fails: keys, in their order

@@ -3,12 +3,10 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 
-import jsonschema
 import pytest
 import yaml
 from conftest import (
@@ -127,38 +125,6 @@ def test_files_of_clusters(node, lost, how, reference, tmp_path):
     check_that_a_lost_agent_can_come_back(nodes, output, reference, lost, how)
 
 
-def kubeflow_accepts(text):
-    """Whether the classes of its API have all that a file says: they leave out unknown keys."""
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    with contextlib.suppress(ValueError):
-        documents = list(yaml.safe_load_all(text))
-        kinds = [getattr(models, f"TrainerV1alpha1{document['kind']}") for document in documents]
-        return [
-            kind.from_dict(d).to_dict() for kind, d in zip(kinds, documents, strict=True)
-        ] == documents
-    return False
-
-
-def skypilot_accepts(text):
-    schema = json.loads((ROOT / "tests" / "schemas" / "skypilot_task.json").read_text())
-    return jsonschema.Draft202012Validator(schema).is_valid(yaml.safe_load(text))
-
-
-@pytest.mark.parametrize(
-    "name, accepts, keys",
-    [
-        ("kubeflow", kubeflow_accepts, "restartStrategy terminationGracePeriodSeconds claimName"),
-        ("kubeflow", kubeflow_accepts, "numProcPerNode podFailurePolicy onPodConditions status"),
-        ("skypilot", skypilot_accepts, "num_nodes use_spot max_restarts_on_errors run"),
-    ],
-)
-def test_schemas_of_clusters(name, accepts, keys):
-    """Also, that a misspelt key is refused: Kubernetes would drop it and say nothing."""
-    text = (ROOT / "config" / f"{name}_torchrun.yaml").read_text()
-    assert accepts(text)
-    assert not [key for key in keys.split() if accepts(re.sub(rf"\b{key}:", f"{key}s:", text))]
-
-
 as_root = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
@@ -233,21 +199,3 @@ def test_slurm_file(tmp_path):
     finished = launch(command, **env, SLURM_RESTART_COUNT="1")
     assert finished.code == 0, str(finished)
     assert "resumed from" in finished.stdout and (output / "model.pt").is_file()
-
-
-def test_hostfile():
-    """DeepSpeed's own reader understands it."""
-    deepspeed = pytest.importorskip("deepspeed.launcher.runner")
-    assert deepspeed.fetch_hostfile(str(ROOT / "config" / "hostfile")) == {"node1": 4, "node2": 4}
-
-
-def test_the_files_agree_with_the_page():
-    page = (ROOT / "docs" / "multi_node.md").read_text()
-    assert (ROOT / "config" / "hostfile").read_text().split("\n", 2)[2].strip() in page
-    words = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "--rdzv_backend=c10d", "--max-restarts=3"]
-    words += ["pytorch_torchrun_DDP.py --output-dir ", " --resume auto"]
-    for name in ["slurm_torchrun.sbatch", "kubeflow_torchrun.yaml", "skypilot_torchrun.yaml"]:
-        text = (ROOT / "config" / name).read_text()
-        assert not [word for word in words if word not in page or word not in text], name
-        assert "29400" in page and ("29400" in text or "PET_MASTER_PORT" in text)
-        assert "exec torchrun" in text or "scancel --signal" in text  # the signal must reach it

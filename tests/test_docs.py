@@ -1,0 +1,406 @@
+"""README, docs/ and what else people read: commands run as shown, flags exist, links have a target,
+both languages say the same, and the quotes on docs/troubleshooting.md are what PyTorch prints."""
+
+import argparse
+import contextlib
+import difflib
+import inspect
+import io
+import json
+import mmap
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+import yaml
+from checkout import copy_checkout
+from conftest import ROOT, cases, launch, succeed
+from torch.nn.parallel import DistributedDataParallel
+
+import common
+from harness import cli, settings
+from report.pages import list_pages
+from techniques import TECHNIQUES
+
+ENGLISH, CHINESE = list_pages(ROOT, chinese=False), list_pages(ROOT, chinese=True)
+README = (ROOT / "README.md").read_text()
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
+QUICK = "--epochs 1 --train-samples 1024 --batch-size 64 --eval-samples 200 --lr 0.02"
+SMALL = "--model squeezenet1_1"  # a sixteenth of ResNet-18's parameters
+FIRST = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return copy_checkout(tmp_path, "config")
+
+
+# --------------------------------------------------------------------------------------- commands
+
+
+def shell_lines(page):
+    blocks = re.findall(r"^```bash\n(.*?)\n```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return "\n".join(blocks).replace("\\\n", " ").splitlines()
+
+
+PROGRAMS = ["estimate", "model_inference", "benchmark", "timeline"]
+OURS = re.compile(r"(pytorch_\w+|model_inference|benchmark|timeline)\.py")
+
+
+def script_in(line):
+    """The script that a line of a page starts, and the words after it; unless the line is one to be
+    filled in."""
+    is_whole = not re.search(r"^diff |\$\(| [A-Z]{4,}\b", line)
+    words = shlex.split(line, comments=True) if is_whole else []
+    at = next((i for i, word in enumerate(words) if OURS.fullmatch(word)), len(words))
+    return (*words[at : at + 1], words[at + 1 :]) if at < len(words) else (None, [])
+
+
+LESSONS = [  # the commands of docs/techniques/
+    line
+    for page in ENGLISH
+    if page.parent.name == "techniques"
+    for line in shell_lines(page)
+    if (script_in(line)[0] or "").startswith("pytorch_") and "collectives" not in line
+]
+LAUNCHED = {line.split(" pytorch_")[0].split(" --")[0]: line for line in reversed(LESSONS)}
+# One of each launcher is typed; the others are in test_first_command and test_scripts.py
+TYPED = [c for c in LAUNCHED.values() if not c.startswith(("torchrun", "python pytorch_"))]
+
+
+def test_first_command(checkout):
+    """Started as the README says, but for one epoch of less, in which it learns already."""
+    assert f"pip install -r requirements.txt && {FIRST}" in README
+    finished = succeed(f"{FIRST} {QUICK}", cwd=checkout)
+    result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
+    assert result["eval_accuracy"][-1] > 0.3
+    assert len(finished.lines) == 3 + 1 + 2
+    example = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    shown = [line.split(":")[0].split()[0] for line in example]
+    ours = [line.split(":")[0].split()[0] for line in finished.lines]
+    assert shown == [*ours[:3], *ours[3:4] * 5, *ours[4:]], "the README's example output"
+
+
+@pytest.mark.full
+def test_the_first_command_learns(checkout):
+    """All of it, in the time of a coffee; after a step at a rate of nearly 0 it is chance. (Without
+    BatchNorm, whose running statistics are useless after one step on any data.)"""
+    path = checkout / "runs/pytorch_torchrun_DDP/result.json"
+    succeed(FIRST, cwd=checkout)
+    assert json.loads(path.read_text())["eval_accuracy"][-1] > 0.93
+    succeed(f"{FIRST} --norm group --max-steps 1 --lr 1e-9", cwd=checkout, forked=True)
+    assert json.loads(path.read_text())["eval_accuracy"][-1] < 0.3
+
+
+@pytest.mark.parametrize("command", cases([(c,) for c in LESSONS], TYPED.__contains__))
+def test_each_command_as_typed(command, checkout):
+    """With a short job instead of the default one."""
+    forked = command not in LAUNCHED.values()
+    script = re.search(r"(\w+)\.py", command)[1]
+    only_gpt = "only_gpt=True" in (ROOT / f"{script}.py").read_text()
+    model = "" if only_gpt or "--model" in command else SMALL
+    finished = succeed(f"{command} {SHORT} {model}", cwd=checkout, forked=forked)
+    result = json.loads((checkout / "runs" / script / "result.json").read_text())
+    assert result["technique"] == script
+    assert forked or result["command"].startswith(command)
+    assert result["world_size"] == int((re.findall(r"--nproc_per_node=(\d)", command) or [1])[0])
+    assert not finished.our_warnings
+
+
+def test_plain_python_is_a_world_of_one(checkout):
+    command = f"python pytorch_torchrun_DDP.py {SHORT} {SMALL}"
+    finished = succeed(command, cwd=checkout, forked=True)
+    assert "pytorch_torchrun_DDP: 1 x cpu (gloo)" in finished.lines[0] and not finished.stderr
+    result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
+    assert result["command"] == command
+
+
+class Parsed(Exception):
+    """A command line was read, and accepted."""
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """A function that runs a script here until it has accepted its flags."""
+
+    def then_stop(function):
+        def parse_and_stop(*args):
+            raise Parsed(function(*args))
+
+        return parse_and_stop
+
+    def run(script, words):
+        trains = script.startswith("pytorch_") and "collectives" not in script
+        where = common if trains else argparse.ArgumentParser
+        with monkeypatch.context() as patch, pytest.raises(Parsed):
+            patch.setattr(where, "parse_args", then_stop(where.parse_args))
+            patch.setattr(sys, "argv", [script, *words])
+            runpy.run_path(script, run_name="__main__")
+
+    monkeypatch.chdir(ROOT)
+    return run
+
+
+@pytest.mark.parametrize("page", [*ENGLISH, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_flags_of_commands_exist(page, parse):
+    """Each script accepts those that a page gives it."""
+    for line in shell_lines(page):
+        script, words = script_in(line)
+        if script:
+            parse(script, words)
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+def test_both_spellings_of_the_local_rank(spelling, parse):
+    """torch.distributed.launch has passed one or the other, depending on its version."""
+    parse("pytorch_DDP.py", [f"{spelling}=0"])
+
+
+def test_the_notebook_has_commands_that_work(parse):
+    cells = json.loads((ROOT / "config/kaggle.ipynb").read_text())["cells"]
+    lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+    lines = [line.strip()[1:] for line in lines if line.startswith("!")]
+    lines = [line for line in lines if not line.startswith(("git clone", "pip install -q"))]
+    assert len(lines) == 5
+    for line in lines:
+        script, words = script_in(line)
+        if script:
+            parse(script, words)
+
+
+# ------------------------------------------------------------------------------------------- help
+
+SCRIPTS = [
+    path.stem
+    for kind in ("pytorch", "accelerate", "lightning", "transformers")
+    for path in sorted(ROOT.glob(f"{kind}_*.py"))
+    if path.stem != "pytorch_collectives"  # which trains nothing
+]
+
+
+@pytest.mark.parametrize(
+    "script", cases([(n,) for n in SCRIPTS + PROGRAMS], lambda n: "pytorch" in n or n in PROGRAMS)
+)
+def test_help(script, monkeypatch):
+    """Each flag has a help text, in 80 columns, without broken words."""
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+    text = printed.getvalue()
+    assert text.startswith(f"usage: {script}.py")
+    groups = re.findall(r"^[a-z -]+:\n((?:  .*\n?)+)", text, re.MULTILINE)
+    flags = [f for group in groups for f in re.split(r"\n(?=-)", textwrap.dedent(group))]
+    flags = [flag for flag in flags if flag.startswith("-")]
+    assert len(flags) > 2 and len(text.splitlines()) < 150
+    for flag in flags:
+        words = flag.split()
+        assert len(words) > 2 and re.search(r"(  |\n) *\w", flag), f"{flag} has no help"
+        assert not any(word.endswith("-") for word in words), f"a word is broken: {flag}"
+        assert script in PROGRAMS or all(len(line) <= 80 for line in flag.splitlines())
+    shown = {flag for flag in ("--image-size", "--norm", "--experts") if f"  {flag} " in text}
+    if script in ("pytorch_PP", "pytorch_EP"):  # what a script does not train is not shown
+        assert shown == ({"--experts"} if script == "pytorch_EP" else set())
+
+
+def test_settings_are_what_was_given(monkeypatch, tmp_path):
+    """Also in a file, and without what the launcher adds; result.json has all of them."""
+    (tmp_path / "job.args").write_text("--epochs 2  # few\n--lr 0.1\n")
+    given = [f"@{tmp_path}/job.args", "--local_rank=1", "--data-dir", "a folder"]
+    monkeypatch.setattr(sys, "argv", ["x.py", *given])
+    assert cli.given_flags() == "--epochs 2 --lr 0.1 --data-dir 'a folder'"
+    monkeypatch.setattr(sys, "argv", ["x.py", "--epochs", "2"])
+    args = common.parse_args(common.argument_parser(""))
+    words = settings.as_words(args)
+    assert words[words.index("--epochs") + 1] == "2" and "--batch-size" in words
+
+
+# ------------------------------------------------------------------------------------------ pages
+
+
+@pytest.mark.parametrize("english, chinese", list(zip(ENGLISH, CHINESE, strict=True)), ids=name_of)
+def test_both_languages_have_the_same_blocks_and_figures(english, chinese):
+    ours, theirs = english.read_text(), chinese.read_text()
+    assert FENCED.findall(ours) == FENCED.findall(theirs)
+    ours, theirs = FENCED.sub("", ours), FENCED.sub("", theirs)
+    for pattern in (r"^\|.*\|$", r"^- ", r"^!\["):
+        counts = [len(re.findall(pattern, text, re.MULTILINE)) for text in (ours, theirs)]
+        assert counts[0] == counts[1], pattern
+    for pattern in (r"^#+ ", r"^<!-- .*? -->"):  # the same sections, with the same tables
+        assert re.findall(pattern, ours, re.M) == re.findall(pattern, theirs, re.M)
+    rows = (" ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)) for text in (ours, theirs))
+    found, expected = (re.findall(r"\d+(?:[.,]\d+)*(?: %|e-\d+)?", row) for row in rows)
+    assert found == expected
+
+
+@pytest.mark.parametrize("page", ENGLISH + CHINESE, ids=name_of)
+def test_links_lead_somewhere(page):
+    """To a file, and to a heading in it; and to pages of the same language."""
+    text = FENCED.sub("", page.read_text())
+    for label, link in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not heading or heading in anchors(target.read_text()), link
+        if target in ENGLISH + CHINESE and label not in ("中文", "English"):
+            assert (target in CHINESE) == (page in CHINESE), f"{link} is in the other language"
+
+
+def anchors(text):
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+@pytest.mark.parametrize(
+    "child, parent",
+    [(t.name, t.parent) for t in TECHNIQUES if t.parent and t.name != "ND_parallel"],
+)
+def test_a_script_is_its_parent_and_a_technique(child, parent):
+    """Most lines of the parent's code are in the child, letter for letter and in order; DDP,
+    DeepSpeed and tensor parallelism, the largest steps, bound both numbers. (ND_parallel is made
+    of several.)"""
+    old, new = (code_of(name) for name in (parent, child))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    shared = sum(block.size for block in matcher.get_matching_blocks())
+    assert shared > 0.67 * len(old), "lines of the parent are missing"
+    assert len(new) - shared < 0.72 * len(new), "more than a technique"
+
+
+def code_of(name):
+    lines = (ROOT / f"pytorch_{name}.py").read_text().split('"""\n', 1)[1].splitlines()
+    return [line.partition("  #")[0] for line in lines if line.strip()]
+
+
+def test_forms_and_workflows():
+    """They are valid, and the workflow of each commit runs what CONTRIBUTING.md says."""
+    workflows = {
+        path.name: [
+            step["run"]
+            for job in yaml.safe_load(path.read_text())["jobs"].values()
+            for step in job["steps"]
+            if "run" in step
+        ]
+        for path in (ROOT / ".github/workflows").glob("*.yml")
+    }
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert workflows["ci.yml"] == [".ci/run"]
+    assert workflows["pages.yml"] == [re.findall(r"```bash\n(.*)\n", contributing)[-1]]
+    for form in ("wrong_figure", "gpu_results"):
+        found = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())
+        fields = [item for item in found["body"] if item["type"] != "markdown"]
+        assert found["name"] and len({item["id"] for item in fields}) == len(fields) >= 3
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert all(found[key] for key in ("cff-version", "message", "title", "authors", "license"))
+
+
+# -------------------------------------------------------------------------------- troubleshooting
+
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
+ROWS = re.findall(r"^\| (.+) \| .+ \| (.+) \|$", TROUBLES, re.MULTILINE)
+PROVOKED = {where[1:-1]: seen for seen, where in ROWS if re.fullmatch(r"`\w+`", where)}
+SOURCES = {seen: where[1:-1] for seen, where in ROWS if re.fullmatch(r"`(lib|dist).+`", where)}
+SECTIONS = {
+    section.partition("\n")[0]: re.findall(r"\| `(\w+)` \|$", section, re.MULTILINE)
+    for section in TROUBLES.split("\n## ")
+}
+WORDS = re.compile(r"`(.+?)`")
+SLOW = "compiled_late"  # waits for a compiler
+SECTIONS = {title: [n for n in names if n != SLOW] for title, names in SECTIONS.items()}
+SECTIONS = {title: names for title, names in SECTIONS.items() if names} | {SLOW: [SLOW]}
+# https://github.com/pytorch/pytorch/pull/175851
+FIXED = "preserve_version" in inspect.getsource(DistributedDataParallel._sync_buffers)
+
+
+@pytest.mark.parametrize("section", cases([(s,) for s in SECTIONS], lambda s: s != SLOW))
+def test_troubles_provoked_and_remedied(section):
+    """One after the other, by the same two ranks."""
+    names = " ".join(SECTIONS[section])
+    command = f"torchrun --standalone --nproc_per_node=2 tests/troubles.py {names}"
+    finished = launch(command, forked=True, timeout=120)
+    assert finished.code == 0, str(finished)
+    for name in SECTIONS[section]:
+        ends = re.findall(rf"^== {name}, rank \d\n(.*?)^== end$", finished.stderr, re.M | re.S)
+        assert len(ends) == 2 and all(end.startswith("remedied\n") for end in ends), str(finished)
+        if name == "two_forwards" and FIXED:
+            continue
+        assert "nothing happened" not in "".join(ends), str(finished)
+        for words in WORDS.findall(PROVOKED[name]) or ["AssertionError"]:
+            assert words in finished.stderr, f"{words}\n{finished}"
+
+
+def test_troubles_of_a_gpu():
+    """The words are in the library that prints them."""
+    packages = Path(torch.__file__).parents[1]
+    for seen, name in SOURCES.items():
+        for path in [*packages.glob(f"torch/*/{name}"), *packages.glob(f"nvidia/nccl/lib/{name}")]:
+            with open(path, "rb") as file:
+                text, words = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), WORDS.findall(seen)
+                assert any(text.find(word.encode()) >= 0 for word in words), seen
+
+
+# ------------------------------------------------------------------------------ files for clusters
+
+
+def kubeflow_accepts(text):
+    """Whether the classes of its API have all that a file says: they leave out unknown keys."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    documents = list(yaml.safe_load_all(text))
+    with contextlib.suppress(ValueError):
+        kinds = [getattr(models, f"TrainerV1alpha1{document['kind']}") for document in documents]
+        return documents == [
+            kind.from_dict(d).to_dict() for kind, d in zip(kinds, documents, strict=True)
+        ]
+    return False
+
+
+def skypilot_accepts(text):
+    schema = json.loads((ROOT / "tests" / "schemas" / "skypilot_task.json").read_text())
+    return jsonschema.Draft202012Validator(schema).is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    "name, accepts, keys",
+    [
+        ("kubeflow", kubeflow_accepts, "restartStrategy terminationGracePeriodSeconds claimName"),
+        ("kubeflow", kubeflow_accepts, "numProcPerNode podFailurePolicy onPodConditions status"),
+        ("skypilot", skypilot_accepts, "num_nodes use_spot max_restarts_on_errors run"),
+    ],
+)
+def test_schemas_of_clusters(name, accepts, keys):
+    """Also, that a misspelt key is refused: Kubernetes would drop it and say nothing."""
+    text = (ROOT / "config" / f"{name}_torchrun.yaml").read_text()
+    assert accepts(text)
+    assert not [key for key in keys.split() if accepts(re.sub(rf"\b{key}:", f"{key}s:", text))]
+
+
+def test_hostfile():
+    """DeepSpeed's own reader understands it."""
+    deepspeed = pytest.importorskip("deepspeed.launcher.runner")
+    assert deepspeed.fetch_hostfile(str(ROOT / "config" / "hostfile")) == {"node1": 4, "node2": 4}
+
+
+def test_files_of_clusters_agree_with_their_page():
+    page = (ROOT / "docs" / "multi_node.md").read_text()
+    assert (ROOT / "config" / "hostfile").read_text().split("\n", 2)[2].strip() in page
+    words = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "--rdzv_backend=c10d", "--max-restarts=3"]
+    words += ["pytorch_torchrun_DDP.py --output-dir ", " --resume auto"]
+    for name in ["slurm_torchrun.sbatch", "kubeflow_torchrun.yaml", "skypilot_torchrun.yaml"]:
+        text = (ROOT / "config" / name).read_text()
+        assert not [word for word in words if word not in page or word not in text], name
+        assert "29400" in page and ("29400" in text or "PET_MASTER_PORT" in text)
+        assert "exec torchrun" in text or "scancel --signal" in text  # the signal must reach it
