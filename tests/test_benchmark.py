@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import collect_proof
 import pytest
 import torch
 from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
+from measure import collect_proof
 from report import everything, pages, plots
 from report.results import Unusable
 from report.theory import theory
