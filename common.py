@@ -32,10 +32,10 @@ from hangs import watch as hangs
 from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
 from harness.data import TaskData
-from harness.files import load_file, save_file
 from harness.measure import device_name, whole
-from harness.run import Run, stop_if_asked, total_steps
+from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, identity_of, read_flags
+from harness.state import load_file, save_file
 from harness.world import (
     die_with_launcher,
     keep_no_free_memory,
@@ -52,7 +52,7 @@ from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
 from libraries.accelerate_launch import check_launch
-from libraries.flat import gather_state, shard_state_on_load
+from libraries.flat import WholeState
 from remote import storage as remote
 from remote.storage import local_folder
 
@@ -64,8 +64,8 @@ __all__ = [
     "make_store", "world", "size_of", "check_tensor_parallel", "make_datasets",
     "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of", "attention",
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
-    "shard_state_on_load", "Run", "gather_state", "evaluate", "save_model", "load_file",
-    "save_file", "stop_if_asked", "local_folder",  # pytorch_checkpoint.py, transformers_Trainer.py
+    "WholeState", "Run", "evaluate", "save_model",
+    "load_file", "save_file", "local_folder",  # pytorch_checkpoint.py
     "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
 ]
 # fmt: on

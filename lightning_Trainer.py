@@ -72,21 +72,17 @@ class Task(lightning.LightningModule):
     def on_train_start(self):  # Trainer: has set its SIGTERM handler; Run's replaces it
         if self.deepspeed:
             self.trainer.model.lr_scheduler = self.scheduler
-            self.held = deepspeed_engine.load_snapshot(self.run, self.trainer.model)
-        elif self.fsdp:
-            self.run.load_sharded_snapshot(self.model, self.optimizer, self.scheduler)
+            self.held = deepspeed_engine.resume(self.run, self.trainer.model)
         else:
             self.trainer.model.broadcast_buffers = False  # DDP: broadcast before evaluation
-            self.run.load_snapshot(self.model, self.optimizer, self.scheduler)
+            self.run.resume(self.model, self.optimizer, self.scheduler)
         self.trainer.fit_loop.max_epochs -= self.run.start_epoch  # Trainer: counts from 0
 
     def save(self):
         if self.deepspeed:
-            deepspeed_engine.save_snapshot(self.run, self.trainer.model)
-        elif self.fsdp:
-            self.run.save_sharded_snapshot(self.model, self.optimizer, self.scheduler)
+            deepspeed_engine.save(self.run, self.trainer.model)
         else:
-            self.run.save_snapshot(self.model, self.optimizer, self.scheduler)
+            self.run.save(self.model, self.optimizer, self.scheduler)
 
     # 5. Train
     def on_train_epoch_start(self):

@@ -85,7 +85,7 @@ def main():
         optimizer = optimizer_class(common.parameter_groups(args, model), **options)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model, optimizer, scheduler)
+    run.resume(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -102,17 +102,13 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                if args.use_zero:
-                    optimizer.consolidate_state_dict(to=0)  # ZeRO: gathers all shards on rank 0
-                run.save_snapshot(model, optimizer, scheduler)
+                run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        if args.use_zero:
-            optimizer.consolidate_state_dict(to=0)  # ZeRO: on every rank, or rank 0 waits forever
-        run.save_snapshot(model, optimizer, scheduler)
+        run.save(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

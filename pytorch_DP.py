@@ -70,7 +70,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
     run = common.Run(args, device, train_loader, gpus)  # DP: counts the memory of all GPUs
-    run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
+    run.resume(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -89,11 +89,11 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
+                run.save(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         run.report(common.evaluate(replica, eval_loader, device))  # DP: on the first GPU
-        run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
+        run.save(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
     common.save_model(args, model.state_dict())

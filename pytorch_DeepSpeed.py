@@ -91,7 +91,7 @@ def main():
     )
     dtype = next(model.parameters()).dtype  # DeepSpeed: bfloat16 if the file says so
     run = common.Run(args, device, train_loader)
-    held = deepspeed_engine.load_snapshot(run, model)  # DeepSpeed: each rank reads its shards
+    held = deepspeed_engine.resume(run, model)  # DeepSpeed: each rank reads its shards
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -104,13 +104,13 @@ def main():
             model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                deepspeed_engine.save_snapshot(run, model)  # DeepSpeed: each rank writes its shards
+                deepspeed_engine.save(run, model)  # DeepSpeed: each rank writes its shards
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        deepspeed_engine.save_snapshot(run, model)
+        deepspeed_engine.save(run, model)
 
     # 7. Save and report
     # DeepSpeed: gathers the fp32 copy on the CPU of rank 0, one tensor at a time

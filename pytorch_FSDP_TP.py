@@ -159,7 +159,7 @@ def main():
     optimizer = common.make_optimizer(args, model, fused=False)  # TP: fused rejects mixed DTensors
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_sharded_snapshot(model, optimizer, scheduler)  # TP: each rank reads its shards
+    run.resume(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -179,11 +179,11 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's shards
+                run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # TP: this rank's shards
+        run.save(model, optimizer, scheduler)
 
     # 7. Save and report
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)

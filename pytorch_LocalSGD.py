@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
+from libraries import local_sgd
 
 
 class CommonWeights:
@@ -135,7 +136,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     outer = CommonWeights(list(model.parameters()), args.outer_lr, args.outer_momentum)
-    run.load_snapshot(model, optimizer, scheduler, outer=outer)
+    local_sgd.resume(run, model, optimizer, scheduler, outer)  # local: its own file
     outer.begin()
 
     # 5. Train
@@ -157,7 +158,7 @@ def main():
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 # local: each rank writes its own optimizer state, and its weights if they differ
-                run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=apart)
+                local_sgd.save(run, model, optimizer, scheduler, outer, apart)
 
         # 6. Evaluate
         if run.step % args.sync_every > 0:
@@ -165,7 +166,7 @@ def main():
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model, optimizer, scheduler, outer=outer, apart=False)
+        local_sgd.save(run, model, optimizer, scheduler, outer, apart=False)
 
     # 7. Save and report
     if rank == 0:

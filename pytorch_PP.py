@@ -167,7 +167,7 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_sharded_snapshot(model, optimizer, scheduler)  # PP: each rank reads its stages
+    run.resume(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -188,11 +188,11 @@ def main():
             loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: 0 on other ranks
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: this rank's stages
+                run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
-        run.save_sharded_snapshot(model, optimizer, scheduler)  # PP: this rank's stages
+        run.save(model, optimizer, scheduler)
 
     # 7. Save and report
     parts = [None] * world_size if rank == 0 else None

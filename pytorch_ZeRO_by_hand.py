@@ -15,7 +15,6 @@ Sends       per step and rank, per parameter, 4 * (N - 1) / N bytes to gather th
 
 import os
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -142,11 +141,10 @@ def main():
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
     optimizer = optimizer_class(sharded, **options)  # ZeRO: has state for shards only
-    common.shard_state_on_load(optimizer, buckets, groups)
-    whole_state = partial(common.gather_state, optimizer, buckets, groups)  # ZeRO: for snapshots
+    optimizer.whole = common.WholeState(optimizer, buckets, groups)  # ZeRO: for snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model, optimizer, scheduler)
+    run.resume(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -167,13 +165,13 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save_snapshot(model, whole_state(), scheduler)
+                run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model, whole_state(), scheduler)
+        run.save(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

@@ -51,7 +51,7 @@ def main():
     # are scaled down before the step. bfloat16 has the range of fp32 and needs no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model, optimizer, scheduler, scaler=scaler)
+    run.resume(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -71,13 +71,13 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
+                run.save(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         with torch.autocast(device.type, dtype):  # AMP: as in training
             metrics = common.evaluate(model, eval_loader, device)
         run.report(metrics)
-        run.save_snapshot(model, optimizer, scheduler, scaler=scaler)
+        run.save(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
     common.save_model(args, model.state_dict())

@@ -38,7 +38,7 @@ def save(run, model, optimizer, group, writing):
     """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
         writing.result()  # DCP: raises the exception of the thread
-    rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
+    rank, folder = dist.get_rank(), run.snapshot_folder
     for old in whole_checkpoints(folder.parent)[:-2] if rank == 0 else []:
         (old / ".metadata").unlink()  # DCP: first, as it was written last
         shutil.rmtree(old)
@@ -46,28 +46,29 @@ def save(run, model, optimizer, group, writing):
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
-    others = run.store.about | run.state_dict() | {"param_groups": state["param_groups"]}
+    others = run.state_dict() | {"param_groups": state["param_groups"]}
     if rank == 0:  # DCP: separate, as DCP would pickle non-tensors and load any pickle
         folder.mkdir(parents=True, exist_ok=True)
         common.save_file(others, folder / "run.pt")
-    if run.args.async_save and not (run.stop.agreed or run.step == run.total_steps):
+    if run.args.async_save and not run.ends_now:
         # It returns when the shards are copied to the CPU; a thread writes the copy.
         return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: a future
     dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: now; `.metadata` comes last
-    common.stop_if_asked(run, str(folder))
+    run.stop_if_asked(str(folder))
 
 
 def load(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
     asked, others = run.args.resume, None
-    whole = whole_checkpoints(run.store.folder if asked in ("auto", "none") else Path(asked))
-    if asked not in ("auto", "none") and not whole:
+    own = asked in ("auto", "none")
+    whole = whole_checkpoints(run.snapshot_folder.parent if own else Path(asked))
+    if not (own or whole):
         common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")
     found = [whole[-1] if whole and asked != "none" else None]
     dist.broadcast_object_list(found, src=0)  # DCP: all ranks take the one that rank 0 sees
     if path := found[0]:
-        run.store.resumed, others = path, common.load_file(path / "run.pt", "--resume")
-        run.store.check(others, "param_groups")  # same model, data and batch size
+        others = common.load_file(path / "run.pt", "--resume")
+        run.check(path, others)  # same model, data and batch size
         weights, state = dcp_state.get_state_dict(model, optimizer)
         tensors = {"model": weights, "optimizer": state["state"]}  # DCP: for these keys, each rank
         dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards

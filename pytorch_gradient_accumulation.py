@@ -81,7 +81,7 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.load_snapshot(model, optimizer, scheduler)
+    run.resume(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in range(run.start_epoch, run.epochs):
@@ -107,13 +107,13 @@ def main():
             scheduler.step()
             run.log(batch_loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save_snapshot(model, optimizer, scheduler)
+                run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save_snapshot(model, optimizer, scheduler)
+        run.save(model, optimizer, scheduler)
 
     # 7. Save and report
     if rank == 0:

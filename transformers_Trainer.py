@@ -103,20 +103,20 @@ def main():
     def batches():
         ddp = trainer.model_wrapped  # Trainer: has wrapped the model by now
         ddp.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
-        run.load_snapshot(ddp, optimizer, scheduler)
+        run.resume(ddp, optimizer, scheduler)
         for epoch in range(run.start_epoch, run.epochs):
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
             for images, labels in run.batches(train_loader, epoch):
                 yield {"images": images, "targets": labels}  # Trainer: returns after the step
                 run.log(trainer.loss)  # copied from the device only when it is printed
                 if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                    run.save_snapshot(model, optimizer, scheduler)
+                    run.save(model, optimizer, scheduler)
 
             # 6. Evaluate
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
             run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-            run.save_snapshot(model, optimizer, scheduler)
+            run.save(model, optimizer, scheduler)
 
     transformers.logging.set_verbosity_error()  # Trainer: warns of a run without steps
     gpus = [device] if device.type == "cuda" else []

@@ -123,7 +123,7 @@ class ShortRun:
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
         self.args, self.step, self.held = args, 0, {}
 
-    def load_snapshot(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
+    def resume(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
         gc.collect()  # frees the blocks of other stages
         self.optimizer = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
         groups = [*optimizer.param_groups, *self.optimizer.param_groups]
@@ -138,13 +138,11 @@ class ShortRun:
             optimizer.step()
             optimizer.zero_grad()
 
-    load_sharded_snapshot = load_snapshot
-
     def load_engine(self, engine) -> dict:
-        """:meth:`load_snapshot` for DeepSpeed, which has its own buffers."""
+        """:meth:`resume` for DeepSpeed, which has its own buffers."""
         from libraries import deepspeed_engine
 
-        self.load_snapshot(engine.module, engine.basic_optimizer)
+        self.resume(engine.module, engine.basic_optimizer)
         self.held = deepspeed_engine.track_tensors(self, engine)
         return self.held
 
@@ -219,7 +217,7 @@ def run_script(
     common.make_model = job.make_model
     nn.Module.to_empty = lambda module, **_: module
     common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
-    deepspeed_engine.load_snapshot = ShortRun.load_engine
+    deepspeed_engine.resume = ShortRun.load_engine
     if layers:
         find = decoder.size_of_name
         decoder.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)

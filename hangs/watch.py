@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from hangs.diagnosis import call_of, describe, diagnose
-from harness.trust import PlainUnpickler
 from harness.world import print0, world
 
 WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
@@ -47,6 +46,13 @@ STORE_ENDED = (KeyError, OSError, RuntimeError)  # or not a launcher's store
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # 2.11
 
 Frames = list[tuple[FrameType, int]]  # with line numbers, from the outermost to the innermost
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads a dump of PyTorch's flight recorder, which has dicts, lists, strings and numbers."""
+
+    def find_class(self, module: str, name: str):
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 class Watch:

@@ -4,7 +4,9 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -24,40 +26,13 @@ from harness.meter import LossMeter
 from harness.profile import closer_look
 from harness.run_state import RunState
 from harness.settings import identity_of
-from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
-from harness.world import exit_all, print0, wait_for_gloo, world
+from harness.world import exit_all, print0, this_script, wait_for_gloo, world
 from remote.mirror import open_snapshots
 
 
 def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-
-
-def stop_if_asked(run: "Run", saved: str | None) -> None:
-    """End a run that was asked to stop by a signal. All ranks call it.
-
-    Args:
-        saved: the snapshot to resume from.
-    """
-    run.display.flush()
-    if not run.stop.agreed:
-        return
-    run.display.close()
-    when = f"by {signal.Signals(run.stop.agreed).name} after step {run.step} of {run.total_steps}"
-    where = f"snapshot {saved}" if saved else "no snapshot was written"
-    print0(f"stopped {when}: {where}; resume with --resume auto")
-    exit_all(128 + run.stop.agreed)
-
-
-def exit_done(store: SnapshotStore, at: str) -> NoReturn:
-    """Exit if the resumed run had already finished. All ranks call it."""
-    print0(
-        f"nothing left to do: {store.resumed} is {at}; resume with more --epochs or --max-steps, "
-        "or start from scratch with --resume none"
-    )
-    store.copy_results()
-    exit_all(0)
 
 
 class Run:
@@ -89,69 +64,105 @@ class Run:
         """Number of optimizer steps so far."""
         return self.state.step
 
+    @property
+    def snapshot_folder(self) -> Path:
+        """The folder of a snapshot after this step, for a script that writes it by itself."""
+        return self.store.folder / self.state.snapshot_name
+
+    @property
+    def ends_now(self) -> bool:
+        """Whether the run ends after this step: with its last step, or because it was asked to."""
+        return bool(self.stop.agreed) or self.step == self.total_steps
+
     # ------------------------------------------------------------------------------- snapshots
 
-    def load_snapshot(self, model: nn.Module, optimizer, scheduler, **others) -> None:
+    def resume(
+        self, model: nn.Module, optimizer, scheduler, read=None, engine=None, **others
+    ) -> None:
         """Resume from the snapshot that ``--resume`` selects, or start from scratch.
+
+        It may have been written by any technique, at any number of ranks. All ranks call this.
 
         Args:
             model: may be wrapped by DDP.
+            scheduler: ``None`` if a library handles it.
+            read: reads what :meth:`save` let a library write: gets the folder and the content of
+                ``state.pt``. If it returns False, model and optimizer are read as usual.
+            engine: see :meth:`start`.
             others: other objects with ``state_dict()`` and ``load_state_dict()``, by name.
         """
-        snapshot = self.store.find("model")
-        if snapshot:
-            state.load_plain(self.store.resumed, snapshot, model, optimizer, **others)
-            if isinstance(model, DistributedDataParallel) and self.args.deterministic:
-                state.rebuild_buckets(model, self.train_set.example(2).to(self.device))
-        self.start(model, optimizer, scheduler, snapshot, scaler=others.get("scaler"))
+        snapshot = self.store.find()
+        path = self.store.resumed
+        if snapshot and not (read and read(path, snapshot)):
+            if "param_groups" not in snapshot:
+                why = f"was written by {snapshot['technique']}.py in a format that {this_script()}"
+                why += ".py cannot read; use one of its own, or --weights with a model.pt"
+                fail(f"--resume {path} {snapshot.get('only', why)}")
+            state.load(path, snapshot["param_groups"], model, optimizer)
+        for name, other in others.items() if snapshot else ():
+            if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
+                other.load_state_dict(snapshot.get(name, {}))
+            else:
+                print0(f"{path} contains no {name} state; {name} is reset")
+        if snapshot and isinstance(model, DistributedDataParallel) and self.args.deterministic:
+            state.rebuild_buckets(model, self.train_set.example(2).to(self.device))
+        self.start(
+            model, optimizer, scheduler, snapshot, scaler=others.get("scaler"), engine=engine
+        )
 
-    def save_snapshot(self, model: nn.Module, optimizer, scheduler, apart=None, **others) -> None:
-        """Write a snapshot for ``--resume``. Rank 0 writes it, and all ranks call this.
+    def save(self, model: nn.Module | None, optimizer, scheduler, write=None, **others) -> None:
+        """Write a snapshot for ``--resume``; then end the run if it was asked to stop.
 
-        It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept.
-
-        Args:
-            apart: if each rank has its own optimizer state: whether the weights differ, too.
-        """
-        parts = {"model": state.plain(model), "optimizer": optimizer, "scheduler": scheduler}
-        if apart is None:
-            return self.write_snapshot(**parts, **others)
-        write, size = state.own_files(parts["model"], optimizer)
-        self.write_snapshot(write, size, apart=apart, **parts, **others)
-
-    def load_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
-        """:meth:`load_snapshot` of a sharded model: each rank reads its shards."""
-        snapshot = self.store.find("param_groups")
-        if snapshot:
-            state.load_sharded(self.store.resumed, snapshot, model, optimizer)
-        self.start(model, optimizer, scheduler, snapshot)
-
-    def save_sharded_snapshot(self, model: nn.Module, optimizer, scheduler) -> None:
-        """:meth:`save_snapshot` of a sharded model: each rank writes its shards."""
-        write, size, parts = state.sharded_parts(model, optimizer)
-        self.write_snapshot(write, size, scheduler=scheduler, **parts)
-
-    def write_snapshot(self, write_files: Callable | None = None, size: int = 0, **parts) -> None:
-        """Write a snapshot; then end the run if it was asked to stop. All ranks call it.
+        It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept. All ranks
+        call this, and each writes its part of the model and of the optimizer's state.
 
         Args:
-            write_files: puts further files into the folder that it is given; all ranks call it.
-            size: how many bytes, of all ranks.
-            parts: other entries of ``state.pt``, by name.
+            model: ``None`` if ``write`` writes model and optimizer.
+            write: writes further files into the folder that it is given; all ranks call it.
+            others: other entries of ``state.pt``, by name: objects with a ``state_dict()``, or
+                plain data.
         """
-        name, parts = self.state.snapshot_name, self.state_dict() | parts
-        saved, failure = self.store.save(name, parts, write_files, size)
+        parts, writers = self.state_dict(), [write] if write else []
+        for name, other in {"scheduler": scheduler, **others}.items():
+            parts[name] = other.state_dict() if hasattr(other, "state_dict") else other
+        if model:
+            tensors, parts["param_groups"] = state.gather(model, optimizer)
+            writers.append(partial(state.save, tensors))
+        saved, failure = self.store.save(self.state.snapshot_name, parts, writers)
         if failure and self.args.on_save_error == "stop":
             fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
             print0(f"step {self.step}: {failure}; training continues (--on-save-error continue)")
-        stop_if_asked(self, saved)
+        self.stop_if_asked(saved)
 
     def state_dict(self) -> dict:
-        """The state of the run for a snapshot, after a check of model and optimizer for NaN."""
+        """The state of the run for a snapshot, after a check of model and optimizer for NaN. All
+        ranks call it."""
         self.guard.check_snapshot()
         parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
-        return {name: part and part.state_dict() for name, part in parts.items()}
+        parts = {name: part and part.state_dict() for name, part in parts.items()}
+        return self.store.about | parts
+
+    def check(self, path: Path, snapshot: dict) -> None:
+        """End the run if it cannot resume from a snapshot that a script has read by itself."""
+        self.store.check(path, snapshot)
+
+    def stop_if_asked(self, saved: str | None) -> None:
+        """End the run if it was asked to stop by a signal. All ranks call it.
+
+        Args:
+            saved: the snapshot to resume from.
+        """
+        self.display.flush()
+        if not (signum := self.stop.agreed):
+            return
+        self.display.close()
+        where = f"snapshot {saved}" if saved else "no snapshot was written"
+        print0(
+            f"stopped by {signal.Signals(signum).name} after step {self.step} of "
+            f"{self.total_steps}: {where}; resume with --resume auto"
+        )
+        exit_all(128 + signum)
 
     def snapshot_is_due(self) -> bool:
         """Whether to save a snapshot after this step: at every ``--snapshot-every``-th step, and
@@ -187,7 +198,7 @@ class Run:
             self.start_epoch = self.state.epochs
             done = self.start_epoch >= self.epochs
             if done and self.store.has_result():
-                exit_done(self.store, f"at step {self.step} of {self.total_steps}")
+                self.exit_done()
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -199,6 +210,16 @@ class Run:
         self.display.open(self.step + 1)
         self.stop.listen()
         hangs.listen(self.args.timeout)
+
+    def exit_done(self) -> NoReturn:
+        """Exit because the resumed run had already finished. All ranks call it."""
+        print0(
+            f"nothing left to do: {self.store.resumed} is at step {self.step} of "
+            f"{self.total_steps}; resume with more --epochs or --max-steps, or start from scratch "
+            "with --resume none"
+        )
+        self.store.copy_results()
+        exit_all(0)
 
     # ---------------------------------------------------------------------------------- steps
 

@@ -2,19 +2,16 @@
 
 import argparse
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from harness.cli import fail
-from harness.files import load_file, sync
-from harness.measure import count_bytes
+from harness.state import load_file, sync
 from harness.world import (
     Failed,
     gather_objects,
@@ -27,6 +24,7 @@ from harness.world import (
 )
 from remote.storage import fetch_input, local_folder
 
+FORMAT = 2  # of a snapshot: tensors as safetensors, and all else in state.pt
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 
 
@@ -45,8 +43,12 @@ def list_files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
 
 
-def find_damage(folder: Path) -> str | None:
-    """What is wrong with a snapshot's files; ``None`` if they are intact."""
+def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is wrong with a snapshot's files; ``None`` if they are intact.
+
+    Args:
+        rank, ranks: verify the checksums of this rank's share of the files only.
+    """
     try:
         *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -54,8 +56,8 @@ def find_damage(folder: Path) -> str | None:
             raise ValueError("truncated")
         if differ := sorted(expected.keys() ^ set(list_files(folder))):
             return f"{differ[0]} is {'missing' if differ[0] in expected else 'not of it'}"
-        for name, digest in expected.items():
-            if sha256(folder / name) != digest:
+        for name in list(expected)[rank::ranks]:
+            if sha256(folder / name) != expected[name]:
                 return f"{name} is not what was written"
     except (OSError, ValueError) as error:  # ValueError: no such line, or no text
         return f"{SUMS} cannot be read ({type(error).__name__})"
@@ -67,7 +69,7 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
-def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> str | None:
+def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
     """Write a snapshot atomically, and delete all but the last two.
 
     It is written under a name that begins with a dot, flushed to disk, and then renamed. All ranks
@@ -76,35 +78,37 @@ def write_snapshot(folder: Path, write: Callable[[Path], None], needed: int) -> 
     Args:
         folder: ``.../step-*``; the last two by name are kept.
         write: writes the files into the given folder; all ranks call it.
-        needed: bytes that all ranks will write, to check the free space first.
 
     Returns:
         ``None``, or why it could not be written, on all ranks. Older snapshots still exist then.
     """
-    part = folder.with_name(f".{folder.name}.part")
+    part, rank = folder.with_name(f".{folder.name}.part"), world().rank
     try:
-        together(make_room, part, needed, here=world().rank == 0)
+        together(make_room, part, here=rank == 0)
         together(write, part)
-        [names, *_] = together(list_files, part, here=world().rank == 0)
-        sums = together(bring_to_disk, part, names[world().rank :: world().size])
-        together(seal_and_rename, part, folder, sums, here=world().rank == 0)
+        names, *others = together(list_files, part)
+        if lost := {name for theirs in others for name in theirs} - set(names):
+            raise Failed(f"{min(lost)} is on another machine; give an --output-dir that all share")
+        # A rank on another machine does not see the files if only rank 0 has written any.
+        readers = [0, *(r for r, theirs in enumerate(others, 1) if theirs == names)]
+        share = names[readers.index(rank) :: len(readers)] if rank in readers else []
+        sums = together(bring_to_disk, part, share)
+        together(seal_and_rename, part, folder, sums, here=rank == 0)
     except Failed as error:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder.parent).free:,}"
-        if world().rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        return f"{folder} could not be written ({error}; {needed:,} bytes needed, {free} free)"
+        return f"{folder} could not be written ({error}; {free} bytes free)"
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return None
 
 
-def make_room(part: Path, needed: int) -> None:
-    """Create the temporary folder of a new snapshot, if there is enough space."""
+def make_room(part: Path) -> None:
+    """Create the temporary folder of a new snapshot."""
     part.parent.mkdir(parents=True, exist_ok=True)
     for old in part.parent.glob(".*.part"):  # of a killed attempt
         shutil.rmtree(old)
-    if shutil.disk_usage(part.parent).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     part.mkdir()
 
 
@@ -120,7 +124,8 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
     lines = sorted(f"{theirs[name]}  {name}\n" for theirs in sums for name in theirs)
     (part / SUMS).write_text("".join(lines))
     sync(part / SUMS)
-    sync(part)
+    for place in {part, *((part / name).parent for theirs in sums for name in theirs)}:
+        sync(place)
     if folder.exists():  # a damaged one, from which no run can resume
         shutil.rmtree(folder)
     os.replace(part, folder)
@@ -143,37 +148,32 @@ class SnapshotStore:
     def __init__(self, args: argparse.Namespace, identity: dict):
         self.args, self.output_dir = args, local_folder(args.output_dir)
         self.folder = self.output_dir / "snapshots"
-        self.about = {"technique": this_script(), "launch": launch_id(), "job": identity}
+        self.about = {"format": FORMAT, "technique": this_script(), "launch": launch_id()}
+        self.about["identity"] = identity  # all of this is in state.pt
         self.resumed = None  # the path of the one that this run resumes from
 
     def save(
-        self, name: str, parts: dict, write_files: Callable | None = None, size: int = 0
+        self, name: str, state: dict, writers: list[Callable[[Path], None]]
     ) -> tuple[str | None, str | None]:
         """Write the snapshot of a step.
 
         Args:
-            parts: entries of ``state.pt``, by name: plain data, or objects with a
-                ``state_dict()``.
-            write_files: see :meth:`Run.write_snapshot`.
-            size: bytes of these files, over all ranks.
+            state: for ``state.pt``, with what is in :attr:`about`.
+            writers: write all other files, into the folder that they are given.
 
         Returns:
             the snapshot's path for ``--resume``, if it was written; and the error with its fix, if
             there was one.
         """
-        folder, state = self.folder / name, dict(self.about)
-        if world().rank == 0:
-            for part, value in parts.items():
-                state[part] = value.state_dict() if hasattr(value, "state_dict") else value
-            size += count_bytes(t for t in tree_leaves(state) if torch.is_tensor(t))
+        folder = self.folder / name
 
         def write_all(part: Path) -> None:
-            if write_files:  # first: if it communicates, all ranks must call it
-                write_files(part)
+            for write in writers:  # first: if they communicate, all ranks must call them
+                write(part)
             if world().rank == 0:
                 torch.save(state, part / "state.pt")
 
-        if failure := write_snapshot(folder, write_all, size):
+        if failure := write_snapshot(folder, write_all):
             return None, f"{failure}; free some disk space"
         if failure := self.copy_snapshot(folder):
             return str(folder), f"{failure}; check the server"
@@ -203,62 +203,42 @@ class SnapshotStore:
         found = world().rank == 0 and (self.output_dir / "result.json").exists()
         return max_over_ranks([found])[0] > 0
 
-    def find(self, needed: str) -> dict | None:
+    # ------------------------------------------------------------------------------- resume
+
+    def find(self) -> dict | None:
         """The content of ``state.pt`` of the snapshot to resume from, identical on every rank; its
         path is :attr:`resumed`. ``None`` if the run starts from scratch.
 
-        Args:
-            needed: an entry that the snapshots of this script contain.
+        A run that its launcher has restarted uses its own snapshot, if it has written one; any
+        other run uses ``--resume``.
         """
         fetch_input(self.args.resume, "--resume")  # by all ranks; below it is already local
         restarted = max_over_ranks([world().restarts])[0] > 0  # each machine counts its own
         if restarted or self.args.resume == "auto":
             self.fetch()
-        [self.resumed, *_] = gather_objects(self.choose(restarted) if world().rank == 0 else None)
-        if self.resumed is None:
-            return None
-        if not self.resumed.exists():
+        own = list_snapshots(self.folder) if restarted else []
+        candidates = [(path, launch_id(), False) for path in own]
+        candidates += self.asked_for() if world().rank == 0 else []
+        for candidate in gather_objects(candidates)[0]:  # those of rank 0
+            if snapshot := self.read(*candidate):
+                return self.check(candidate[0], snapshot)
+        if self.args.resume not in ("auto", "none"):
             fail(
-                f"{self.resumed} is not on this machine; give an --output-dir that all machines "
-                "share"
+                f"--resume {self.args.resume} has no valid snapshot; give a folder such as "
+                "snapshots/step-00001000 (a model.pt goes to --weights)"
             )
-        snapshot = load_file(self.resumed / "state.pt", "--resume")
-        self.check(snapshot, needed)
-        return snapshot
+        return None
 
-    def check(self, snapshot: dict, needed: str) -> None:
-        """End the run if it cannot resume from a snapshot."""
-        if "job" not in snapshot:
-            fail(
-                f"--resume {self.resumed} has no snapshot of this version of the scripts; give "
-                "another"
-            )
-        for name, ours in self.about["job"].items():
-            theirs = snapshot["job"].get(name)
-            if theirs != ours:
-                flag = f"--{name.replace('_', '-')}"
-                fail(
-                    f"--resume {self.resumed} is from a run with {flag} {theirs}, and this run has "
-                    f"{ours}; use the same value, or --resume none"
-                )
-        if needed not in snapshot:
-            fail(
-                f"--resume {self.resumed} was written by {snapshot['technique']}.py in a format "
-                f"that {this_script()}.py cannot read; use one of its own, or --weights with a "
-                "model.pt"
-            )
+    def asked_for(self) -> list[tuple[Path, None, bool]]:
+        """The snapshots that ``--resume`` selects, best first. It may name one, or a folder with
+        several. Rank 0 calls it.
 
-    def choose(self, restarted: bool) -> Path | None:
-        """The snapshot to resume from. A run that its launcher has restarted uses its own snapshot,
-        if it has written one; any other run uses ``--resume``."""
-        own = self.good_ones(self.folder, launch_id()) if restarted else iter(())
-        return next(own, None) or self.asked_for()
-
-    def asked_for(self) -> Path | None:
-        """The snapshot that ``--resume`` selects. It may name one, or a folder with several."""
+        Returns:
+            arguments of :meth:`read`.
+        """
         asked, folder = self.args.resume, self.folder
         if asked == "none":
-            return None
+            return []
         if asked != "auto":
             folder = fetch_input(asked, "--resume")
             if not folder.exists():
@@ -266,35 +246,46 @@ class SnapshotStore:
             if (self.output_dir / "previous").resolve() in folder.resolve().parents:
                 fail(f"--resume {folder}: a new run replaces previous/; move it away first")
             if (folder / "state.pt").exists() or (folder / SUMS).exists():
-                if damage := find_damage(folder):
-                    fail(f"--resume {folder} is damaged: {damage}; give another, or auto")
-                return folder
+                return [(folder, None, True)]
             if (folder / "snapshots").is_dir():
                 folder = folder / "snapshots"
-        found = next(self.good_ones(folder), None)
-        if found is None and asked != "auto":
-            fail(
-                f"--resume {asked} has no valid snapshot; give a folder such as "
-                "snapshots/step-00001000 (a model.pt goes to --weights)"
-            )
-        return found
+        return [(path, None, False) for path in list_snapshots(folder)]
 
-    def good_ones(self, folder: Path, launch: str | None = None) -> Iterator[Path]:
-        """The valid snapshots, newest first; damaged ones are reported.
+    def read(self, path: Path, launch: str | None, named: bool) -> dict | None:
+        """The content of ``state.pt``, if the snapshot is valid. A damaged one is reported.
 
         Args:
-            launch: only those that this launch wrote.
+            launch: if given, only if this launch wrote it.
+            named: ``--resume`` names this snapshot, under whatever name, so there is no other.
         """
-        for path in list_snapshots(folder):
-            if damage := find_damage(path):
-                print0(f"snapshot {path} is damaged and ignored: {damage}")
-                continue
-            state = load_file(path / "state.pt", "--resume")
-            step = state.get("run", {}).get("step", 0)
-            if path.name.split("-")[1] != f"{step:08}":  # all files of an older snapshot
-                print0(f"snapshot {path} is damaged and ignored: its content is from step {step}")
-            elif launch in (None, state.get("launch")):
-                yield path
+        if not path.exists():
+            fail(f"{path} is not on this machine; give an --output-dir that all machines share")
+        found = gather_objects(find_damage(path, world().rank, world().size))
+        damage = next(filter(None, found), None)
+        if damage and named:
+            fail(f"--resume {path} is damaged: {damage}; give another, or auto")
+        state = {} if damage else load_file(path / "state.pt", "--resume")
+        step = state.get("run", {}).get("step", 0)
+        if not (damage or named) and path.name.split("-")[1] != f"{step:08}":
+            damage = f"its content is from step {step}"  # all files of an older snapshot
+        if damage:
+            print0(f"snapshot {path} is damaged and ignored: {damage}")
+        return None if damage or launch not in (None, state.get("launch")) else state
+
+    def check(self, path: Path, snapshot: dict) -> dict:
+        """End the run if it cannot resume from the snapshot at ``path``; return it otherwise."""
+        self.resumed = path
+        if snapshot.get("format") != FORMAT:
+            fail(f"--resume {path} has no snapshot of this version of the scripts; give another")
+        for name, ours in self.about["identity"].items():
+            theirs = snapshot["identity"].get(name)
+            if theirs != ours:
+                flag = f"--{name.replace('_', '-')}"
+                fail(
+                    f"--resume {path} is from a run with {flag} {theirs}, and this run has {ours}; "
+                    "use the same value, or --resume none"
+                )
+        return snapshot
 
     def archive_previous_run(self) -> None:
         """Move the files of an earlier run in this folder to ``previous/``, and delete its curves

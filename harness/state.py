@@ -1,22 +1,77 @@
-"""The state of a model and its optimizer in a snapshot, plain or sharded, and how to load it."""
+"""The tensors of a model and its optimizer in a snapshot: safetensors files, which every script
+reads at any number of ranks; and files of plain state dicts."""
 
-from collections.abc import Callable
-from functools import partial
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
-from harness import trust
 from harness.cli import fail
-from harness.files import load_file
-from harness.measure import count_bytes
-from harness.world import gather_objects, print0, this_script, world
+from harness.measure import local
+from harness.world import gather_objects
 
-# --------------------------------------------------------------------------------- a plain model
+TENSORS = "tensors"  # the folder in that of a snapshot
+FILE_SIZE = 2**30  # bytes of a file, roughly: each is put together in memory before it is written
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the list of files of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_file(state: dict, path: Path) -> None:
+    """Atomic ``torch.save``: leaves either the old file or the complete new one."""
+    temporary = path.with_name(f".{path.name}.part")
+    torch.save(state, temporary)
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
+    """``torch.load`` of a dict of tensors and plain types, onto the CPU.
+
+    Args:
+        flag: that named the file, for the error message.
+        mmap: read each tensor only when it is used.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # damaged files raise any of a dozen types
+        fail(
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: it is damaged, "
+            "or contains objects other than tensors); give another file"
+        )
+    if not isinstance(state, dict):
+        fail(f"{flag} {path} contains a {type(state).__name__}, not a dict; give another")
+    return state
+
+
+def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
+    """Check that weights have the names and shapes of a model.
+
+    Args:
+        complaint: start of the error message, which also names an entry that differs.
+    """
+    shapes = {name: t.shape for name, t in model.state_dict().items()}
+    theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
+    wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
+    if wrong:
+        fail(f"{complaint}: {wrong[0]} differs, and maybe others; use that run's settings")
+
+
+# ----------------------------------------------------------------------- tensors of a snapshot
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -24,23 +79,143 @@ def plain(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def load_plain(path: Path, snapshot: dict, model: nn.Module, optimizer, **others) -> None:
-    """Load model, optimizer and other objects with a ``state_dict()`` from a snapshot."""
-    if "apart" in snapshot:
-        snapshot = snapshot | read_own(path, snapshot)
-    plain(model).load_state_dict(snapshot["model"])
-    state = snapshot["optimizer"]
-    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        saved["fused"] = own.get("fused")  # the script decides how a step is computed
-    optimizer.load_state_dict(state)
-    for name, other in others.items():
-        if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
-            other.load_state_dict(snapshot.get(name, {}))
-        else:
-            print0(f"{path} contains no {name} state; {name} is reset")
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, str]]:
+    """This rank's weights and buffers, or its shards of them, by name in a snapshot; and the names
+    of the parameters, of a shared one the first."""
+    tensors, names = {}, {}
+    for name, tensor in plain(model).state_dict(keep_vars=True).items():  # FSDP: the shards
+        tensors[f"model.{name}"] = tensor.detach()
+        names.setdefault(tensor, name)
+    return tensors, names
 
 
-def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> None:
+def gather(model: nn.Module, optimizer) -> tuple[dict[str, Tensor], list[dict]]:
+    """What :func:`save` writes. All ranks call it.
+
+    Args:
+        optimizer: if it updates shards that are no parameters of the model, its attribute ``whole``
+            has ``state``, ``param_groups`` and ``load_state_dict()`` of the model's parameters.
+
+    Returns:
+        this rank's tensors, or its shards of them, by name in the snapshot; and the optimizer's
+        parameter groups of all ranks, which differ by pipeline stage.
+    """
+    tensors, names = named_tensors(model)
+    optimizer = getattr(optimizer, "whole", optimizer)
+    own = getattr(optimizer, "optim", optimizer)  # the local one of ZeroRedundancyOptimizer
+    for parameter, state in own.state.items():
+        tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()}
+    for name, tensor in tensors.items():
+        if not torch.is_tensor(tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; snapshots contain only tensors")
+    groups = [
+        group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    everyone = [group for rank in gather_objects(groups) for group in rank]
+    return tensors, list({tuple(group["params"]): group for group in everyone}.values())
+
+
+class PlainTensors(dcp.DefaultSavePlanner):
+    """Hands over each tensor as safetensors needs it: on the CPU, contiguous, and in memory of its
+    own. Of a tensor that several ranks have, the lowest rank writes its copy."""
+
+    def __init__(self):
+        super().__init__(dedup_save_to_lowest_rank=True)
+
+    def transform_object(self, write_item, object: Tensor) -> Tensor:
+        return torch.empty(object.shape, dtype=object.dtype).copy_(object)
+
+
+@contextlib.contextmanager
+def original_error():
+    """Raise the first error of any rank, which DCP wraps in one of its own. No warning for a single
+    process without a group."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+def save(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write tensors to the folder of a snapshot: each rank what no lower rank writes."""
+    sizes, files, total = {}, {}, 0
+    for theirs in gather_objects({name: local(t).nbytes for name, t in tensors.items()}):
+        sizes |= {name: max(size, sizes.get(name, 0)) for name, size in theirs.items()}
+    for name, size in sizes.items():
+        files[name], total = 1 + total // FILE_SIZE, total + size
+    writer = HuggingFaceStorageWriter(str(folder / TENSORS), files, save_distributed=True)
+    with original_error():
+        dcp.save(tensors, storage_writer=writer, planner=PlainTensors())
+
+
+def load(folder: Path, groups: list[dict], model: nn.Module, optimizer) -> None:
+    """Load what this rank needs from a snapshot. All ranks call it.
+
+    Args:
+        groups: the parameter groups that :func:`gather` returned.
+    """
+    weights, names = named_tensors(model)
+    optimizer, state = getattr(optimizer, "whole", optimizer), {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    try:
+        reader = HuggingFaceStorageReader(str(folder / TENSORS))
+        saved = reader.read_metadata().state_dict_metadata
+        check_names(saved, {*weights, *(f"optimizer.{names[p]}" for p in parameters)})
+        tensors, entries = dict(weights), {}
+        for name in saved:
+            entries.setdefault(name.rpartition(".")[0], []).append(name)
+        for index, parameter in enumerate(parameters):
+            own = entries.get(f"optimizer.{names[parameter]}", ())  # none, if it had no gradient
+            room = {name: make_room(saved[name], parameter) for name in own}
+            state[index] = {name.rpartition(".")[2]: tensor for name, tensor in room.items()}
+            tensors |= room
+        with original_error():
+            dcp.load(tensors, storage_reader=reader)
+    except Exception as error:  # damaged files raise any of a dozen types
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        fail(f"--resume {folder} cannot be loaded ({why}); give another, or none")
+    plain(model).load_state_dict({n.removeprefix("model."): t for n, t in weights.items()})
+    own_groups, index = [], 0
+    for group in optimizer.param_groups:
+        name = names[group["params"][0]] if group["params"] else None
+        theirs = next((saved for saved in groups if name in saved["params"]), {})
+        places = list(range(index, index := index + len(group["params"])))
+        # The script decides how a step is computed.
+        own_groups.append(group | theirs | {"params": places, "fused": group.get("fused")})
+    optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+
+
+def check_names(saved: Iterable[str], known: set[str]) -> None:
+    """Check that a snapshot has the weights of this model, all ranks together, and no others.
+
+    Args:
+        known: this rank's weights, and parameters of its optimizer.
+
+    Raises:
+        ValueError: if there is any other, or one is missing.
+    """
+    known = set().union(*gather_objects(known))
+    saved = {name if name.startswith("model.") else name.rpartition(".")[0] for name in saved}
+    differ = (saved - known) | {name for name in known - saved if name.startswith("model.")}
+    if differ:
+        raise ValueError(f"only one of snapshot and model has {min(differ)}")
+
+
+def make_room(saved, parameter: Tensor) -> Tensor:
+    """A tensor for an entry of the optimizer's state: sharded as its parameter, or whole.
+
+    Args:
+        saved: its size and dtype, as DCP's metadata.
+    """
+    dtype = saved.properties.dtype
+    if saved.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(saved.size, dtype=dtype)
+
+
+def rebuild_buckets(model: DistributedDataParallel, inputs: Tensor) -> None:
     """Let DDP sort its gradients into the buckets that it uses from its second step on.
 
     DDP sorts them in the order of the first step, and the position in a bucket affects the rounding
@@ -55,100 +230,3 @@ def rebuild_buckets(model: DistributedDataParallel, inputs: torch.Tensor) -> Non
     model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
-
-
-# ------------------------------------------------------ ranks with different optimizer states
-
-# Rank 0's state is in state.pt, like a state that all ranks share; other ranks have own files.
-
-
-def own_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05}.pt"
-
-
-def own_files(model: nn.Module, optimizer) -> tuple[Callable, int]:
-    """A function that writes one file per rank except rank 0 into the folder of a snapshot, and
-    their total size in bytes."""
-    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    tensors = (t for t in tree_leaves(own) if torch.is_tensor(t))
-
-    def write_own(folder: Path) -> None:
-        if world().rank > 0:
-            torch.save(own, own_file(folder, world().rank))
-
-    return write_own, (world().size - 1) * count_bytes(tensors)
-
-
-def read_own(path: Path, snapshot: dict) -> dict:
-    """This rank's own entries of a snapshot.
-
-    With the same script and number of ranks, each rank resumes from its own file. Any other run
-    takes the weights, if all ranks had the same, and the mean of their optimizer states.
-    """
-    writer, ranks = snapshot["technique"], len(snapshot["run"]["ranks"])
-    read = partial(load_file, flag="--resume")
-    if (this_script(), world().size) == (writer, ranks):
-        return read(own_file(path, world().rank)) if world().rank > 0 else {}
-    if snapshot["apart"]:
-        fail(
-            f"--resume {path} was written between two synchronizations, when each of {ranks} ranks "
-            f"had its own weights; resume with {writer}.py on {ranks} ranks, or from a snapshot at "
-            "the end of an epoch"
-        )
-    mean = snapshot["optimizer"]["state"]
-    for rank in range(1, ranks):
-        other = read(own_file(path, rank))["optimizer"]["state"]
-        mean = tree_map(
-            lambda a, b, n=rank: a + (b - a) / (n + 1) if torch.is_tensor(a) else a, mean, other
-        )
-    return {"optimizer": snapshot["optimizer"] | {"state": mean}}
-
-
-# ------------------------------------------------------------------------------ a sharded model
-
-
-def load_sharded(path: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
-    """Each rank reads what it needs, at any number of ranks
-    (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as dcp_state
-
-    try:
-        trust.check_sharded(path / "shards")
-    except trust.UntrustedSnapshot as error:
-        fail(f"--resume {path} is rejected: {error}; use a snapshot that you trust")
-    weights, state = dcp_state.get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state["state"]}, checkpoint_id=path / "shards")
-    for group in state["param_groups"]:  # of this rank's parameters
-        name = next(iter(group["params"]), None)
-        theirs = (saved for saved in snapshot["param_groups"] if name in saved["params"])
-        group |= next(theirs, {}) | {"params": group["params"], "fused": group.get("fused")}
-    dcp_state.set_model_state_dict(model, weights)
-    dcp_state.set_optimizer_state_dict(model, optimizer, state)
-
-
-def sharded_parts(model: nn.Module, optimizer):
-    """What each rank saves of a sharded model.
-
-    Returns:
-        a function that writes the shards into the folder of a snapshot, the bytes that all ranks
-        write, and additional entries for ``state.pt``.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as dcp_state
-
-    for buffer in model.buffers():  # any rank's copy may be written
-        dist.broadcast(buffer, src=0)
-    weights, state = dcp_state.get_state_dict(model, optimizer)
-    shards = {"model": weights, "optimizer": state["state"]}
-
-    def write(folder: Path) -> None:
-        try:
-            dcp.save(shards, checkpoint_id=folder / "shards")
-        except dcp.CheckpointException as error:  # wraps the errors of all ranks
-            raise next(iter(error.failures.values()))[0] from None
-
-    size = count_bytes(tree_leaves(shards)) * world().size
-    groups = [group for rank in gather_objects(state["param_groups"]) for group in rank]
-    different = {tuple(group["params"]): group for group in groups}  # differ by pipeline stage
-    return write, size, {"param_groups": list(different.values())}

@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from harness.files import load_file
+from harness.state import load_file
 from jobs.choice import Settings
 from jobs.classifiers import check_model_name, make_model
 from jobs.images import MEAN, STD

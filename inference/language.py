@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import jobs.text
 from harness.cli import fail
-from harness.files import load_file
+from harness.state import load_file
 from inference import onnx_file
 from inference.runtimes import Runner, TorchRunner
 from jobs.decoder import make_model, size_of

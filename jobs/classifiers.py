@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.cli import fail
-from harness.files import check_weights, load_file
+from harness.state import check_weights, load_file
 from harness.world import is_first_here, max_over_ranks, world
 from remote.storage import fetch_input
 

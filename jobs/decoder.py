@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.cli import fail
-from harness.files import check_weights, load_file
+from harness.state import check_weights, load_file
 from jobs import gpt, llama, llama_folder
 from jobs.gpt import GPT, Decoder, Size
 from jobs.llama import Llama, LlamaSize

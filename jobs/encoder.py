@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.cli import fail, import_optional
-from harness.files import check_weights, load_file
+from harness.state import check_weights, load_file
 from jobs import reviews
 from remote.storage import fetch_input
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.cli import fail
-from harness.measure import count_bytes, optimizer_tensors
-from harness.trust import UntrustedSnapshot
 from harness.world import print0, world
 
 # ---------------------------------------------------------------------------------- configuration
@@ -83,6 +81,10 @@ def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dic
 # ------------------------------------------------------------------------------------- snapshots
 
 
+class UntrustedSnapshot(Exception):
+    """A snapshot that would run code while it is loaded."""
+
+
 def check_pickles(folder: Path) -> None:
     """Check that DeepSpeed's files contain only tensors and a few of its own classes.
 
@@ -96,14 +98,14 @@ def check_pickles(folder: Path) -> None:
             raise UntrustedSnapshot(f"{file.name} contains {names}, which DeepSpeed does not use")
 
 
-def load_snapshot(run, engine) -> dict:
+def resume(run, engine) -> dict:
     """Resume from the snapshot that ``--resume`` selects, or start; and attach to the engine.
 
     Returns:
         the tensors that :meth:`Run.finish` counts, by name; complete after the last step.
     """
-    snapshot, path = run.store.find("scheduler"), run.store.resumed
-    if snapshot:
+
+    def read(path: Path, snapshot: dict) -> bool:
         try:
             check_pickles(path / "zero")
             found, _ = engine.load_checkpoint(path, "zero")
@@ -112,9 +114,11 @@ def load_snapshot(run, engine) -> dict:
             fail(f"--resume {path} cannot be loaded ({why}); give another, or none")
         if found is None:
             fail(f"--resume {path} contains no DeepSpeed checkpoint; give another, or none")
+        return True
+
     ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
-    run.start(engine.module, engine.basic_optimizer, ours, snapshot, engine=engine)
+    run.resume(engine.module, engine.basic_optimizer, ours, read=read, engine=engine)
     watch_steps(run, engine)
     return track_tensors(run, engine)
 
@@ -134,7 +138,7 @@ def watch_steps(run, engine) -> None:
     engine.step = watched_step
 
 
-def save_snapshot(run, engine) -> None:
+def save(run, engine) -> None:
     """Write a snapshot: DeepSpeed's checkpoint, and the state of the run."""
 
     def write(folder: Path) -> None:
@@ -143,11 +147,7 @@ def save_snapshot(run, engine) -> None:
         if world().rank == 0:
             (folder / "latest").write_text("zero")  # for zero_to_fp32.py
 
-    optimizer = engine.basic_optimizer
-    tensors = optimizer_tensors(optimizer)
-    tensors += [p for group in optimizer.param_groups for p in group["params"]]
-    size = count_bytes(engine.parameters()) + world().size * count_bytes(tensors)
-    run.write_snapshot(write, size, scheduler=engine.lr_scheduler)
+    run.save(None, None, engine.lr_scheduler, write=write)
 
 
 @contextlib.contextmanager

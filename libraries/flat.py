@@ -1,4 +1,4 @@
-"""Gather the state of an optimizer of shards as a plain optimizer's state, and shard it again.
+"""The state of an optimizer of flat shards, by parameter, as snapshots contain it.
 
 For scripts that flatten parameters into buckets themselves: every script can resume from their
 snapshots, at any number of ranks. A bucket is a flat buffer. It has ``parameters``, their
@@ -6,64 +6,61 @@ snapshots, at any number of ranks. A bucket is a flat buffer. It has ``parameter
 flattens tensors, padded to equal shards, and ``own(row)`` returns this rank's shard.
 """
 
-import copy
-from functools import partial
-
 import torch
 import torch.distributed as dist
 
 
-def index_parameters(groups: list[dict]) -> dict:
-    """The index of each parameter in an optimizer of these groups."""
-    return {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
+class WholeState:
+    """What a plain optimizer of ``groups`` would have. See :func:`harness.state.gather`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]):
+        self.optimizer, self.buckets, self.groups = optimizer, buckets, groups
+
+    @property
+    def param_groups(self) -> list[dict]:
+        pairs = zip(self.optimizer.param_groups, self.groups, strict=True)
+        return [own | {"params": whole["params"]} for own, whole in pairs]
+
+    @property
+    def state(self) -> dict:
+        """The gathered state, on the CPU of rank 0; empty on other ranks. All ranks call it."""
+        state = {}
+        for bucket in self.buckets:
+            for name, value in self.optimizer.state[bucket.shard].items():
+                for p, part in zip(bucket.parameters, gather_value(bucket, value), strict=False):
+                    state.setdefault(p, {})[name] = part
+        return state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a plain optimizer's state. All ranks have the same, and each keeps its shards."""
+        index = {p: i for i, p in enumerate(p for group in self.groups for p in group["params"])}
+        places, state = {}, {}
+        for group in self.optimizer.param_groups:
+            places |= {shard: len(places) + i for i, shard in enumerate(group["params"])}
+        for bucket in self.buckets:
+            of_each = [state_dict["state"][index[p]] for p in bucket.parameters]
+            state[places[bucket.shard]] = {
+                name: bucket.own(bucket.in_a_row([values[name] for values in of_each])).clone()
+                if value.shape == bucket.parameters[0].shape
+                else value
+                for name, value in of_each[0].items()
+            }
+        groups = [
+            saved | {"params": [places[shard] for shard in own["params"]]}
+            for saved, own in zip(
+                state_dict["param_groups"], self.optimizer.param_groups, strict=True
+            )
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def gather_state(optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]) -> dict:
-    """The state dict of a plain optimizer of ``groups``, on the CPU of rank 0; empty on other
-    ranks. All ranks call it."""
-    numbers, state = index_parameters(groups), {}
-    for bucket in buckets:
-        for name, value in optimizer.state[bucket.shard].items():
-            for p, part in zip(bucket.parameters, gather_value(bucket, value), strict=False):
-                state.setdefault(numbers[p], {})[name] = part
-    if dist.get_rank() != 0:
-        return {}
-    own = optimizer.state_dict()["param_groups"]
-    places = [[numbers[p] for p in group["params"]] for group in groups]
-    own = [group | {"params": params} for group, params in zip(own, places, strict=True)]
-    return {"state": state, "param_groups": own}
-
-
-def gather_value(bucket, value) -> list:
+def gather_value(bucket, value: torch.Tensor) -> list[torch.Tensor]:
     """An entry of a shard's state, split by parameter of the bucket. Only rank 0 gets it."""
-    if not torch.is_tensor(value) or value.shape != bucket.shard.shape:
-        # such as a step count: one per parameter, as a shared one would be incremented by each.
-        return [copy.deepcopy(value) for _ in bucket.parameters]
+    if value.shape != bucket.shard.shape:  # a step count
+        return [value] * len(bucket.parameters) if dist.get_rank() == 0 else []
     row = value.new_empty(len(value) * dist.get_world_size())
     dist.all_gather_into_tensor(row, value)
     if dist.get_rank() != 0:
         return []
     parts = row[: sum(bucket.sizes)].cpu().split(bucket.sizes)
     return [part.view_as(p) for part, p in zip(parts, bucket.parameters, strict=True)]
-
-
-def shard_state_on_load(optimizer, buckets: list, groups: list[dict]) -> None:
-    """Let ``load_state_dict()`` accept the state of a plain optimizer of ``groups``."""
-    optimizer.register_load_state_dict_pre_hook(partial(shard_state, buckets, groups))
-
-
-def shard_state(buckets: list, groups: list[dict], optimizer, state_dict: dict) -> dict:
-    """Shard the state dict of a plain optimizer of ``groups`` for this rank's optimizer."""
-    numbers, places = index_parameters(groups), index_parameters(optimizer.param_groups)
-    state = {}
-    for bucket in buckets:
-        of_each = [state_dict["state"][numbers[p]] for p in bucket.parameters]
-        state[places[bucket.shard]] = {
-            name: bucket.own(bucket.in_a_row([values[name] for values in of_each]))
-            if torch.is_tensor(value) and value.shape == bucket.parameters[0].shape
-            else value
-            for name, value in of_each[0].items()
-        }
-    own = [[places[shard] for shard in group["params"]] for group in optimizer.param_groups]
-    saved = zip(state_dict["param_groups"], own, strict=True)
-    return {"state": state, "param_groups": [g | {"params": params} for g, params in saved]}

@@ -22,6 +22,7 @@ import pytest
 import torch
 from fork_server import Server
 from PIL import Image
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -259,6 +260,13 @@ def state(folder):
     """What the newest holds; of the run itself beside the parts."""
     found = torch.load(snapshots(folder)[0] / "state.pt", weights_only=True)
     return found | found["run"]
+
+
+def tensors_of(snapshot):
+    """The tensors in a snapshot of one process, by name; of several, the last shards that are
+    read."""
+    files = sorted(snapshot.glob("tensors/*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def free_port():

@@ -13,7 +13,7 @@ from conftest import ROOT, launch
 from torch import nn
 
 import common
-from harness import files
+from harness import state
 from harness.settings import read_flags
 from jobs import images
 from jobs.choice import Settings
@@ -131,7 +131,7 @@ def test_reference_job_is_written_down(monkeypatch, tmp_path, become):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file.pt"
-    files.save_file({"a": torch.zeros(3)}, path)
+    state.save_file({"a": torch.zeros(3)}, path)
 
     def fail_half_way(state, file):
         Path(file).write_bytes(b"half")
@@ -139,9 +139,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(torch, "save", fail_half_way)
-        files.save_file({"a": torch.ones(3)}, path)
+        state.save_file({"a": torch.ones(3)}, path)
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.zeros(3))
-    files.save_file({"a": torch.ones(3)}, path)
+    state.save_file({"a": torch.ones(3)}, path)
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.ones(3))
 
 

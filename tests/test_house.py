@@ -35,6 +35,7 @@ MAY_KNOW = {  # of ours; besides its own room
     "timeline": {"harness", "report"},
     "lightning_Trainer": {"common", "libraries"},  # for DeepSpeed,
     "pytorch_DeepSpeed": {"common", "libraries"},  # which keeps things in places of its own
+    "pytorch_LocalSGD": {"common", "libraries"},  # as do its snapshots
     "pytorch_ND_parallel": {  # which is made of lessons
         "common",
         "libraries",

@@ -64,7 +64,7 @@ def test_the_injector_notices_what_is_wrong(tmp_path):
     """A script that forgets to go on, and one that does not exist."""
     broken = tmp_path / "pytorch_broken.py"
     text = (ROOT / "pytorch_torchrun_DDP.py").read_text()
-    loads = "run.load_snapshot(model, optimizer, scheduler)"
+    loads = "run.resume(model, optimizer, scheduler)"
     assert loads in text
     begins = "run.start(model.module, optimizer, scheduler, None)"
     broken.write_text(text.replace(loads, begins))

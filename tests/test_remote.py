@@ -268,7 +268,7 @@ def fails(flags, monkeypatch, capsys):
         train_set, _ = common.make_datasets(args)
         common.make_model(args, train_set.classes)
         loader = common.make_loader(args, train_set, args.batch_size)
-        common.Run(args, torch.device("cpu"), loader).load_snapshot(None, None, None)
+        common.Run(args, torch.device("cpu"), loader).resume(None, None, None)
     assert end.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     return lines[-1]

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HOOKED, launcher, snapshots, started, state, succeed, wait_for
-from small_resnet import small_resnet
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from harness.state import load_plain
-from jobs.classifiers import use_group_norm
+from harness import state as snapshot_state
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"
 
@@ -185,32 +184,28 @@ def test_float16_goes_on_from_a_snapshot_without_a_scaler(tmp_path):
     assert f"{snapshot} contains no scaler state; scaler is reset" in finished.stdout
 
 
-def test_how_a_step_is_computed_is_the_scripts_to_say():
+def test_how_a_step_is_computed_is_the_scripts_to_say(tmp_path):
     """A snapshot of before the steps were fused is gone on from with fused ones."""
     model = torch.nn.Linear(2, 2)
     plain, fused = (torch.optim.SGD(model.parameters(), 0.1, fused=f) for f in (False, True))
-    snapshot = {"model": model.state_dict(), "optimizer": plain.state_dict()}
-    load_plain(Path("snapshot"), snapshot, model, fused)
+    tensors, groups = snapshot_state.gather(model, plain)
+    snapshot_state.save(tensors, tmp_path)
+    snapshot_state.load(tmp_path, groups, model, fused)
     assert fused.param_groups[0]["fused"] is True
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_consolidated_state_loads_into_the_plain_optimizer(optimizer, tmp_path):
-    """What ZeroRedundancyOptimizer gathered is what the same script without it has."""
+def test_the_state_of_a_zero_optimizer_is_that_of_a_plain_one(optimizer, tmp_path):
+    """Each rank writes the state of its parameters; together it is what the script has without."""
     job = f"--norm group --double --epochs 1 --optimizer {optimizer} --output-dir {tmp_path}"
-    states = []
+    found = []
     for flags in ("", "--use_zero"):
         run(start("pytorch_DDP_ZeRO", 2, f"{flags} {job}"))
-        states.append(state(tmp_path))
-    model = small_resnet(num_classes=10)
-    use_group_norm(model)
-    model.double().load_state_dict(states[1]["model"])
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    plain = kind(model.parameters(), 0.1)
-    plain.load_state_dict(states[1]["optimizer"])
-    expected = states[0]["optimizer"]["state"]
-    loaded = plain.state_dict()["state"]
-    assert loaded.keys() == expected.keys() and len(expected) == len(list(model.parameters()))
-    for number, values in expected.items():
-        for name, value in values.items():
-            torch.testing.assert_close(loaded[number][name], value, rtol=1e-9, atol=1e-12)
+        files = sorted(snapshots(tmp_path)[0].glob("tensors/*.safetensors"))
+        assert len(files) == (2 if flags else 1)
+        found.append({name: t for file in files for name, t in load_file(file).items()})
+    expected, found = found
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("optimizer.") for name in found)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)

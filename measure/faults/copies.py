@@ -38,7 +38,7 @@ from harness.measure import git_commit  # noqa: E402
 from harness.snapshots import find_damage, write_snapshot  # noqa: E402
 from remote.mirror import RemoteStore, by_snapshot, complete  # noqa: E402
 
-FILES, BYTES = ("state.pt", "shards/__0_0.distcp", "shards/__1_0.distcp"), 2**22
+FILES, BYTES = ("state.pt", "tensors/1.safetensors", "tensors/2.safetensors"), 2**22
 BEGUN = os.pipe()  # of a process that begins to upload
 URL, OLD, NEW, LAST = "s3://bucket/run", "step-00000001", "step-00000002", "step-00000003"
 
@@ -139,7 +139,7 @@ def write_files(step, part):
 
 
 def write(store, step):
-    assert not write_snapshot(store.folder / step, lambda part: write_files(step, part), 0)
+    assert not write_snapshot(store.folder / step, lambda part: write_files(step, part))
 
 
 def prepare():

@@ -1,0 +1,64 @@
+"""Snapshots of Local SGD, whose ranks have different optimizer states, and different weights
+between two synchronizations.
+
+Each rank writes and reads a file of its own. After a synchronization, a snapshot also has what
+every script reads at any number of ranks: the common weights and the mean of the optimizer states.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.state import load_file
+from harness.world import this_script, world
+
+
+def own_file(folder: Path) -> Path:
+    return folder / f"rank-{world().rank:05}.pt"
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """The mean of a tensor over all ranks, as a new tensor."""
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> None:
+    """Write a snapshot. All ranks call it.
+
+    Args:
+        outer: has the state of the outer step.
+        apart: whether the ranks have different weights.
+    """
+    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    parts = {"write": lambda folder: torch.save(own, own_file(folder)), "outer": outer}
+    if apart:
+        why = "was written between two synchronizations, when each of {n} ranks had its own "
+        why += "weights; resume with {script}.py on {n} ranks, or from a snapshot at the end of an "
+        only = f"{why}epoch".format(n=world().size, script=this_script())
+        return run.save(None, None, scheduler, only=only, **parts)
+    state = {p: {k: mean(t) for k, t in entries.items()} for p, entries in optimizer.state.items()}
+    average = SimpleNamespace(state=state, param_groups=optimizer.param_groups)
+    run.save(model, average, scheduler, **parts)
+
+
+def resume(run, model: nn.Module, optimizer, scheduler, outer) -> None:
+    """Resume: with the same script and number of ranks, each rank from its own file."""
+
+    def read(folder: Path, snapshot: dict) -> bool:
+        writer = snapshot["technique"], len(snapshot["run"]["ranks"])
+        if writer != (this_script(), world().size):
+            return False
+        own = load_file(own_file(folder), "--resume")
+        groups = zip(own["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
+        for saved, group in groups:
+            saved["fused"] = group.get("fused")  # the script decides how a step is computed
+        model.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"])
+        return True
+
+    run.resume(model, optimizer, scheduler, read=read, outer=outer)
