@@ -66,7 +66,8 @@ __all__ = [
     "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
     "WholeState", "Run", "evaluate", "save_model",
     "load_file", "save_file", "local_folder",  # pytorch_checkpoint.py
-    "ArgumentParser", "check_writable", "UnreadableImage",  # model_inference.py
+    # model_inference.py
+    "ArgumentParser", "check_writable", "UnreadableImage", "read_flags", "fill",
 ]
 # fmt: on
 

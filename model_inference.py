@@ -21,20 +21,19 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import common
-from inference import language
-from inference.classifier import load_classifier
+from inference import classifier, language
 from inference.export import INPUT, compare, write_onnx
 from inference.images import batches, find_images, load_split, read_image
 from inference.measure import PRECISIONS, measure
 from inference.runtimes import PROVIDERS, OnnxRunner, Runner, TorchRunner, make_session
-from inference.trained import complete_as_trained
-from jobs.decoder import is_decoder
+from inference.trained import Trained, as_trained
 
 
 def main():
@@ -109,26 +108,22 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Trained:
     """Read the command line; the file of the weights fills in flags that are not set."""
-    args = argument_parser().parse_args()
-    check_flags(args)
+    args = check_flags(common.read_flags(argument_parser(), Trained))
     if args.onnx:
-        args.session = make_session(args.weights, args.provider)
-    complete_as_trained(args)
+        args = replace(args, session=make_session(args.weights, args.provider))
+    args = as_trained(args)
     if args.dataset == "reviews" or args.model.startswith("encoder"):
         common.fail(
             f"{args.weights}: {args.model} classifies text, which this script does not support; "
             "docs/ecosystem.md shows how to use it"
         )
-    args.gpt = is_decoder(args.model)
-    check_gpt(args) if args.gpt else check_classifier(args)
-    return args
+    return check_gpt(args) if args.gpt else check_classifier(args)
 
 
-def check_gpt(args: argparse.Namespace) -> None:
+def check_gpt(args: Trained) -> Trained:
     """Reject flags for classifiers."""
-    args.tokenizer, args.train_samples = args.tokenizer or "chars", None
     if args.benchmark or args.runtime == "compile" or args.precision not in ("fp32", None):
         common.fail(
             f"--benchmark, --runtime compile and --precision do not support {args.model}, which "
@@ -136,17 +131,20 @@ def check_gpt(args: argparse.Namespace) -> None:
         )
     if args.input and args.input != "test":
         common.fail(f"--input {args.input}: {args.model} needs --input test or --prompt TEXT")
+    args = common.fill(args, tokenizer="chars")
+    return args if args.onnx else language.complete(args)
 
 
-def check_classifier(args: argparse.Namespace) -> None:
+def check_classifier(args: Trained) -> Trained:
     """Reject flags for a GPT."""
     if args.prompt is not None:
         common.fail(f"--prompt needs a GPT, and {args.model} classifies images; use --input")
-    args.norm = "group" if args.norm == "group" else "batch"  # sync has the same parameters
-    args.top_k = args.top_k or 3
+    norm = "group" if args.norm == "group" else "batch"  # sync has the same parameters
+    args = common.fill(replace(args, norm=norm), top_k=3)
+    return args if args.onnx else classifier.complete(args)
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: Trained) -> Trained:
     """Reject invalid combinations, and fill in defaults that depend on other flags."""
     if bool(args.input) + (args.prompt is not None) + bool(args.export) + args.benchmark != 1:
         common.fail("give one of --input, --prompt, --export and --benchmark (--help: flags)")
@@ -154,7 +152,6 @@ def check_flags(args: argparse.Namespace) -> None:
         common.fail("--prompt is empty; give at least one character")
     if not args.weights.is_file():
         common.fail(f"--weights {args.weights}: no such file; a training script writes a model.pt")
-    args.onnx = args.weights.suffix == ".onnx"
     if args.onnx and (args.export or args.benchmark or args.runtime in ("torch", "compile")):
         common.fail(f"--weights {args.weights} runs in ONNX Runtime only; give the model.pt")
     if args.onnx and args.precision:
@@ -162,16 +159,16 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         common.fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = replace(args, device="cuda" if torch.cuda.is_available() else "cpu")
     if args.precision == "bf16" and (args.export or args.runtime == "onnxruntime"):
         common.fail("--precision bf16 runs in PyTorch only; for ONNX use fp32, fp16 or int8")
     if args.precision == "bf16" and args.device == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             common.fail(f"--precision bf16: {torch.cuda.get_device_name()} lacks bf16; use fp16")
-    args.provider = args.provider or PROVIDERS[args.device]
+    args = common.fill(args, provider=PROVIDERS[args.device], output_dir=args.weights.parent)
     if not args.benchmark:
-        args.runtime = args.runtime or ("onnxruntime" if args.onnx else "torch")
-        args.precision = args.precision or "fp32"
+        runtime = "onnxruntime" if args.onnx else "torch"
+        args = common.fill(args, runtime=runtime, precision="fp32")
         if args.precision == "int8" and args.runtime != "onnxruntime" and not args.export:
             common.fail("--precision int8 needs ONNX Runtime; add --runtime onnxruntime")
     if args.export:
@@ -179,20 +176,20 @@ def check_flags(args: argparse.Namespace) -> None:
             common.fail(f"--export {args.export} is a folder; give a file, such as model.onnx")
         common.check_writable(args.export.parent, f"--export {args.export}")
     if args.benchmark:
-        args.output_dir = args.output_dir or args.weights.parent
         common.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
+    return args
 
 
 # ---------------------------------------------------------------------------------- load weights
 
 
-def make_runner(args: argparse.Namespace) -> Runner:
+def make_runner(args: Trained) -> Runner:
     """Load ``--weights`` into the selected runtime and precision."""
     if args.gpt and args.runtime == "torch":
         return TorchRunner(language.load_gpt(args), args.device)
     if args.runtime != "onnxruntime":
-        classifier = load_classifier(args, args.precision)
-        return TorchRunner(classifier, args.device, compiled=args.runtime == "compile")
+        model = classifier.load_classifier(args, args.precision)
+        return TorchRunner(model, args.device, compiled=args.runtime == "compile")
     if args.onnx:
         return OnnxRunner(args.session, args.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +201,7 @@ def make_runner(args: argparse.Namespace) -> Runner:
 # --------------------------------------------------------------------------------------- predict
 
 
-def predict(args: argparse.Namespace) -> int:
+def predict(args: Trained) -> int:
     """Run ``--input``. Returns the exit code: 1 if some files could not be read."""
     if args.input == "test":
         print_accuracy(args)
@@ -244,7 +241,7 @@ def predict(args: argparse.Namespace) -> int:
     return 1 if unreadable else 0
 
 
-def print_accuracy(args: argparse.Namespace) -> None:
+def print_accuracy(args: Trained) -> None:
     """Print the accuracy on the test split that training used."""
     runner = make_runner(args)
     if args.gpt:
@@ -266,7 +263,7 @@ def print_accuracy(args: argparse.Namespace) -> None:
         print(f"accuracy {accuracy:.2%} of {n:,} ({args.dataset}, {args.runtime})")
 
 
-def write(args: argparse.Namespace) -> None:
+def write(args: Trained) -> None:
     """Print ``--prompt`` and the text that the GPT generates."""
     runner = make_runner(args)
     began = time.perf_counter()
@@ -279,7 +276,7 @@ def write(args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------- export
 
 
-def export(args: argparse.Namespace) -> None:
+def export(args: Trained) -> None:
     """Write ``--export`` and compare it with PyTorch in fp32; leave no file if that fails."""
     started = time.perf_counter()
     temporary = args.export.with_name(f".{args.export.name}.part")
@@ -297,17 +294,17 @@ def export(args: argparse.Namespace) -> None:
     print(f"done: {size:.1f} MiB, {seconds:.0f} s")
 
 
-def export_classifier(args: argparse.Namespace, path: Path) -> None:
+def export_classifier(args: Trained, path: Path) -> None:
     """Export in the selected precision, and compare."""
     write_onnx(args, args.precision, path)
     print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
-    compare(args, path)
+    compare(args, args.precision, path)
 
 
 # --------------------------------------------------------------------------------------- measure
 
 
-def benchmark(args: argparse.Namespace) -> None:
+def benchmark(args: Trained) -> None:
     """Measure every runtime and precision that runs here, and write ``inference.json``."""
     from report.tables import inference_markdown
 

@@ -1,12 +1,12 @@
 """A trained model with its normalization: uint8 images in, float32 logits out."""
 
-import argparse
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from harness.state import load_file
-from jobs.choice import Settings
+from inference.trained import Trained
 from jobs.classifiers import check_model_name, make_model
 from jobs.images import MEAN, STD
 
@@ -31,14 +31,16 @@ class Classifier(nn.Module):
         return self.model(images.to(self.dtype)).float()
 
 
-def load_classifier(args: argparse.Namespace, precision: str) -> Classifier:
+def complete(args: Trained) -> Trained:
+    """Fill in what only ``--weights`` says: the number of classes."""
+    if args.classes is not None:
+        return args
+    *_, bias = load_file(args.weights, "--weights").values()  # of the last layer
+    return replace(args, classes=[f"class {i}" for i in range(len(bias))])
+
+
+def load_classifier(args: Trained, precision: str) -> Classifier:
     """``--weights``, loaded strictly, in evaluation mode on the CPU."""
-    state = load_file(args.weights, "--weights")
-    if args.classes is None:  # the last tensor of a classifier is the bias of its last layer
-        args.classes = [f"class {i}" for i in range(len(list(state.values())[-1]))]
     check_model_name(args.model)
-    job = Settings(
-        model=args.model, norm=args.norm, weights=args.weights, batch_size=2,
-        image_size=args.image_size,
-    )  # fmt: skip
-    return Classifier(make_model(job, args.classes), DTYPES[precision]).eval()
+    model = make_model(replace(args, batch_size=2), args.classes)  # of the forward that checks it
+    return Classifier(model, DTYPES[precision]).eval()

@@ -1,6 +1,6 @@
 """Write a classifier as one ONNX file, in any precision, and compare it with PyTorch."""
 
-import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,13 +8,14 @@ import torch
 from inference import onnx_file
 from inference.classifier import load_classifier
 from inference.images import batches, load_split
+from inference.trained import Trained
 from jobs.images import Images
 
 INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
 CALIBRATION_IMAGES = 200
 
 
-def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
+def write_onnx(args: Trained, precision: str, path: Path) -> None:
     """Export, convert to the precision, add the metadata, check.
 
     fp16: converted by ONNX Runtime's own tool. int8: post-training static quantization of weights
@@ -35,11 +36,11 @@ def write_onnx(args: argparse.Namespace, precision: str, path: Path) -> None:
     onnx_file.complete(args, precision, INPUT, path)
 
 
-def quantize(args: argparse.Namespace, path: Path) -> None:
+def quantize(args: Trained, path: Path) -> None:
     """Quantize to int8 in place, in ONNX's QDQ format."""
     from onnxruntime import quantization
 
-    few = argparse.Namespace(**vars(args) | {"train_samples": CALIBRATION_IMAGES})
+    few = replace(args, train_samples=CALIBRATION_IMAGES)
     images = batches(load_split(few, "train"), 1, args.image_size, "calibrating")
 
     class Reader(quantization.CalibrationDataReader):
@@ -53,7 +54,7 @@ def quantize(args: argparse.Namespace, path: Path) -> None:
     )
 
 
-def compare(args: argparse.Namespace, path: Path) -> None:
+def compare(args: Trained, precision: str, path: Path) -> None:
     """Compare the file in ONNX Runtime with the model in PyTorch, in fp32.
 
     In fp32 logits must be within 1e-4 of the largest, at batches of 1, 3 and 16, and 99.9% of the
@@ -79,5 +80,5 @@ def compare(args: argparse.Namespace, path: Path) -> None:
         in_torch, in_onnx = (correct / len(images)).tolist()
         line += f", accuracy {in_torch:.2%} -> {in_onnx:.2%}"
     print(line)
-    if args.precision == "fp32" and not (difference <= 1e-4 and same >= 0.999 * len(images)):
+    if precision == "fp32" and not (difference <= 1e-4 and same >= 0.999 * len(images)):
         raise RuntimeError("the exported model does not compute the same")

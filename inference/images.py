@@ -1,6 +1,5 @@
 """Images for a trained model: files, or a split of the dataset that it was trained on."""
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from tqdm import tqdm
 import jobs.images
 from harness.cli import fail
 from harness.world import this_script
+from inference.trained import Trained
 from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, synthetic
 
 
@@ -50,7 +50,7 @@ def read_image(path: Path, side: int) -> Tensor:
     return resize(jobs.images.read_image(path, min(side, short_side))[None], side)
 
 
-def load_split(args: argparse.Namespace, split: str) -> Images:
+def load_split(args: Trained, split: str) -> Images:
     """The ``eval`` or ``train`` split, as training loaded it."""
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
     if args.dataset not in make:

@@ -1,8 +1,8 @@
 """A trained GPT: continue a prompt, evaluate the loss on a text, export to ONNX."""
 
-import argparse
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from harness.cli import fail
 from harness.state import load_file
 from inference import onnx_file
 from inference.runtimes import Runner, TorchRunner
+from inference.trained import Trained
 from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
 from libraries import hub
@@ -23,10 +24,9 @@ from libraries.attention_kernels import repeat
 INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
 
 
-def load_gpt(args: argparse.Namespace) -> Decoder:
-    """Load ``--weights``, in evaluation mode on the CPU. The file contains the vocabulary, and a
-    GPT's context."""
-    state = load_file(args.weights, "--weights")
+def complete(args: Trained) -> Trained:
+    """Fill in what only ``--weights`` says: the vocabulary, and a GPT's context."""
+    state = load_file(args.weights, "--weights", mmap=True)
     if not {"vocabulary", "token.weight"} <= state.keys():
         fail(f"--weights {args.weights} is not a {args.model}; give the model.pt of a GPT")
     if any(".experts." in name for name in state):
@@ -35,18 +35,21 @@ def load_gpt(args: argparse.Namespace) -> Decoder:
             "a model.pt that was trained without --experts"
         )
     if "position.weight" in state:
-        args.context = len(state["position.weight"])
-    args.context = args.context or size_of(args).context
+        args = replace(args, context=len(state["position.weight"]))
     if args.tokenizer != "hub":  # result.json has its tokens
-        args.classes = [chr(point) for point in state["vocabulary"].tolist()]
-    args.dropout, args.experts = 0.0, None
+        args = replace(args, classes=[chr(point) for point in state["vocabulary"].tolist()])
+    return replace(args, context=args.context or size_of(args).context, dropout=0.0)
+
+
+def load_gpt(args: Trained) -> Decoder:
+    """``--weights``, in evaluation mode on the CPU."""
     return make_model(args, args.classes).eval()
 
 
 # ------------------------------------------------------------------------------------ text, tokens
 
 
-def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
+def to_tokens(args: Trained, text: str) -> Tensor:
     """Encode a prompt as ``[1, time]``; fail if it has characters that the model does not know."""
     if args.tokenizer == "bytes":
         return torch.tensor([list(text.encode())])
@@ -62,7 +65,7 @@ def to_tokens(args: argparse.Namespace, text: str) -> Tensor:
     return torch.tensor([[numbers[character] for character in text]])
 
 
-def to_text(args: argparse.Namespace, tokens: list[int]) -> str:
+def to_text(args: Trained, tokens: list[int]) -> str:
     if args.tokenizer == "hub":
         return hub.load_tokenizer(args.weights.parent).decode(tokens)
     text = "".join(args.classes[token] for token in tokens)
@@ -111,7 +114,7 @@ class CachedRunner:
             block.attention.attend = attend
 
 
-def continue_text(args: argparse.Namespace, runner: Runner) -> str:
+def continue_text(args, runner: Runner) -> str:
     """``--prompt`` and ``--tokens`` sampled tokens.
 
     Up to the context length keys and values are cached. Beyond it the window moves, which changes
@@ -146,7 +149,7 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator) -> Te
 # -------------------------------------------------------------------------------------- test split
 
 
-def windows(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+def windows(args: Trained) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels of the test split, each position once, with a progress bar on a
     terminal."""
     if args.dataset == "auto":
@@ -160,7 +163,7 @@ def windows(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
         yield text.prepare_evaluation((numbers,), "cpu")
 
 
-def measure(args: argparse.Namespace, runner: Runner) -> dict[str, float]:
+def measure(args: Trained, runner: Runner) -> dict[str, float]:
     """Loss (mean cross-entropy), perplexity and accuracy over the test split."""
     loss = correct = n = 0
     for tokens, labels in windows(args):
@@ -175,7 +178,7 @@ def measure(args: argparse.Namespace, runner: Runner) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------ export
 
 
-def write_onnx(args: argparse.Namespace, path: Path) -> None:
+def write_onnx(args: Trained, path: Path) -> None:
     """Export in fp32 for any batch size and length up to the context; add metadata and check."""
     model = load_gpt(args)
     tokens = torch.zeros(2, args.context, dtype=torch.int64)
@@ -184,7 +187,7 @@ def write_onnx(args: argparse.Namespace, path: Path) -> None:
     onnx_file.complete(args, "fp32", INPUT, path)
 
 
-def compare(args: argparse.Namespace, path: Path) -> None:
+def compare(args: Trained, path: Path) -> None:
     """Compare the file in ONNX Runtime with the model in PyTorch: logits must be within 1e-4 of the
     largest at several batch sizes and lengths."""
     runners = onnx_file.open_both(args, load_gpt(args), path)

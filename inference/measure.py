@@ -1,7 +1,7 @@
 """Measure every runtime and precision, interleaved, each in its own process."""
 
-import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import multiprocessing
 import os
@@ -27,12 +27,13 @@ from harness.measure import (
 from inference.classifier import DTYPES, load_classifier
 from inference.export import write_onnx
 from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
+from inference.trained import Trained
 
 RUNTIMES = ["torch", "compile", "onnxruntime"]
 PRECISIONS = [*DTYPES, "int8"]
 
 
-def measure(args: argparse.Namespace) -> dict:
+def measure(args) -> dict:
     """Measure every runtime and precision that runs here, for ``inference.json``.
 
     Each has its own process, to measure its peak memory, and they take turns, so that the load of
@@ -65,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict:
 class Worker:
     """The main process's handle of a process that runs one runtime and precision."""
 
-    def __init__(self, args: argparse.Namespace, runtime: str, precision: str, path: Path | None):
+    def __init__(self, args: Trained, runtime: str, precision: str, path: Path | None):
         self.runtime, self.precision = runtime, precision
         self.turns = {}  # by batch size, what it answered each time
         context = multiprocessing.get_context("spawn")  # CUDA does not support fork
@@ -88,8 +89,10 @@ class Worker:
             return "its process ended, see above"
 
 
-def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
+def start_workers(args, folder: Path) -> list[Worker]:
     """Start a worker for each runtime and precision that runs here; report why others do not."""
+    trained = {field.name: getattr(args, field.name) for field in dataclasses.fields(Trained)}
+    trained = Trained(**trained | {"batch_size": args.batch_sizes[0]})  # without other flags
     wanted = [
         (runtime, precision)
         for runtime in ([args.runtime] if args.runtime else RUNTIMES)
@@ -105,7 +108,7 @@ def start_workers(args: argparse.Namespace, folder: Path) -> list[Worker]:
             except Exception as error:  # no onnx, no kernel, no conversion, ...
                 print(f"{runtime} {precision}: left out ({in_short(error)})", file=sys.stderr)
                 continue
-        worker = Worker(args, runtime, precision, path)
+        worker = Worker(trained, runtime, precision, path)
         answer = worker.receive()  # one after the other, so that loading does not interfere
         if isinstance(answer, str):
             print(f"{runtime} {precision}: left out ({answer})", file=sys.stderr)
@@ -148,8 +151,9 @@ def make_rows(worker: Worker, batch_sizes: list[int]) -> list[dict]:
 # ------------------------------------------------------------------------- in a worker's process
 
 
-def run_worker(pipe, args, runtime: str, precision: str, path: Path | None) -> None:
-    """Load the model, or report why it fails; then measure each requested batch size."""
+def run_worker(pipe, args: Trained, runtime: str, precision: str, path: Path | None) -> None:
+    """Load the model, and call it with a first batch, or report why it fails; then measure each
+    requested batch size."""
 
     def images_of(batch_size: int) -> Tensor:
         shape = (batch_size, 3, args.image_size, args.image_size)
@@ -162,8 +166,7 @@ def run_worker(pipe, args, runtime: str, precision: str, path: Path | None) -> N
         else:
             classifier = load_classifier(args, precision)
             runner = TorchRunner(classifier, args.device, compiled=runtime == "compile")
-        images = images_of(args.batch_sizes[0])
-        first = {args.batch_sizes[0]: time_call(runner, runner, images)}
+        first = {args.batch_size: time_call(runner, runner, images_of(args.batch_size))}
     except SystemExit:
         return
     except Exception as error:  # no kernel for this precision, no compiler, ...

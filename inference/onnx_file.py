@@ -1,6 +1,5 @@
 """An ONNX file: write one, add metadata, and compare it with PyTorch in ONNX Runtime."""
 
-import argparse
 import contextlib
 import sys
 import warnings
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.runtimes import OnnxRunner, TorchRunner, make_session
-from inference.trained import make_metadata
+from inference.trained import Trained, make_metadata
 
 
 def write(model: nn.Module, example: Tensor, name: str, shape: dict, path: Path) -> None:
@@ -30,7 +29,7 @@ def write(model: nn.Module, example: Tensor, name: str, shape: dict, path: Path)
     program.save(path, external_data=False)
 
 
-def complete(args: argparse.Namespace, precision: str, what: str, path: Path) -> None:
+def complete(args: Trained, precision: str, what: str, path: Path) -> None:
     """Add the metadata, and check the file.
 
     Args:
@@ -44,9 +43,7 @@ def complete(args: argparse.Namespace, precision: str, what: str, path: Path) ->
     onnx.save(model, path)
 
 
-def open_both(
-    args: argparse.Namespace, model: nn.Module, path: Path
-) -> tuple[TorchRunner, OnnxRunner]:
+def open_both(args: Trained, model: nn.Module, path: Path) -> tuple[TorchRunner, OnnxRunner]:
     """The model in PyTorch and the file in ONNX Runtime, both without TF32, which rounds to ten
     bits."""
     exact = {"use_tf32": False}

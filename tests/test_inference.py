@@ -26,6 +26,7 @@ from inference.classifier import load_classifier
 from inference.images import find_images, read_image
 from inference.measure import make_rows
 from inference.runtimes import TorchRunner
+from inference.trained import Trained
 from report.tables import inference_markdown
 
 JOB = "--dataset synthetic --train-samples 768 --eval-samples 500 -b 32 --epochs 2 --lr 0.02"
@@ -228,7 +229,7 @@ def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
     printed = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment()
     ).stdout
-    args = argparse.Namespace(
+    args = Trained(
         weights=trained / "model.pt", model="resnet18", norm="batch", image_size=32,
         classes=[f"class {i}" for i in range(10)],
     )  # fmt: skip

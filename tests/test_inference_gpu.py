@@ -12,11 +12,13 @@ import onnxruntime
 import pytest
 import torch
 
+import common
 import model_inference
 from inference import onnx_file
 from inference.classifier import Classifier
 from inference.measure import is_worth_it
 from inference.runtimes import TorchRunner, make_session
+from inference.trained import Trained
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -192,7 +194,7 @@ def test_a_gpu_without_bfloat16_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     (tmp_path / "model.pt").touch()
     flags = ["--weights", f"{tmp_path}/model.pt", "--input", "test", "--precision", "bf16"]
-    args = model_inference.argument_parser().parse_args(flags)
+    args = common.read_flags(model_inference.argument_parser(), Trained, flags)
     with pytest.raises(SystemExit) as exit:
         model_inference.check_flags(args)
     assert exit.value.code == 2 and "Tesla T4 lacks bf16" in capsys.readouterr().err
