@@ -46,11 +46,12 @@ from harness.world import (
     this_script,
     world,
 )
-from jobs import attention, choice
+from jobs import choice
 from jobs.choice import Settings, init_weights
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
+from libraries import attention
 from libraries.accelerate_launch import check_launch
 from libraries.flat import WholeState
 from remote import storage as remote
