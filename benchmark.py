@@ -42,21 +42,19 @@ import torch
 from tqdm import tqdm
 
 from harness.cli import ArgumentParser, check_writable, fail, number
-from harness.gpus import power_limits, summarize, watch_gpus
-from harness.measure import git_commit, hardware, versions
-from report import everything, pages, tables
-from report.results import SCHEMA, Unusable, read_results
+from harness.measure import git_commit, gpu_uuids, hardware, versions
+from measure import everything
+from measure.outcome import distance, is_parameter, read_curve, reason
+from report import fresh, pages, suites
+from report.results import SCHEMA, Unusable, load
 
 ROOT = Path(__file__).resolve().parent
 CONFIG, RESULTS, RUNS = ROOT / "config", ROOT / "results", ROOT / "runs" / "benchmark"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-KEPT = (  # of result.json, in each run of a row
-    "technique", "command", "world_size", "devices", "device", "threads", "model", "precision",
-    "tf32", "dataset", "image_size", "context", "global_batch_size", "optimizer", "train_samples",
-    "steps", "seconds_total", "images_per_second", "samples_per_second", "tokens_per_second",
-    "reviews_per_second",
-    "first_step_seconds", "step_ms", "peak_memory_gib", "state_bytes",
-)  # fmt: skip
+# Of result.json, not in each run of a row
+LEFT_OUT = ("settings", "versions", "git_commit", "gpu_uuids", "trained_between", "breakdown")
+LEFT_OUT += ("seconds", "train_loss", "seed")
+LAG = 1.0  # seconds: the driver's utilization is a mean over up to the last second
 
 
 def main():
@@ -203,11 +201,13 @@ def measure(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from {partial}", file=sys.stderr)
         raise SystemExit(130) from None
-    write_json(partial, found | {"complete": True})
+    commands = [run["command"] for row in found["rows"] for run in row["runs"]]
+    found |= {"complete": True, "files": fresh.files_of(ROOT, commands)}
+    write_json(partial, found)
     os.replace(partial, output)
     for table in suite["tables"]:
         if any(row["table"] == table for row in found["rows"]):
-            print(tables.suite_table(found, table), end="\n\n")
+            print(suites.suite_table(ROOT, found, table), end="\n\n")
     done = f"done: {output}"
     for how in ("failed", "left_out"):
         if names := [row["name"] for row in found["rows"] if row.get(how)]:
@@ -280,8 +280,7 @@ def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> d
         "hardware": hardware() | {"power_limits": power_limits()},
         "versions": all_versions(), "git_commit": git_commit(),
     }  # fmt: skip
-    with contextlib.suppress(FileNotFoundError):
-        found = read_results(partial)
+    if found := load(partial, ("schema", "rows")):
         same = ("suite", "job", "jobs", "hardware", "versions", "git_commit")
         changed = [key for key in same if found.get(key) != about[key]]
         if changed:
@@ -318,6 +317,7 @@ def run_steps(suite: dict, output: Path) -> None:
     about = {
         "command": re.sub(r" --output-dir \S+", "", command), "hardware": hardware(),
         "versions": all_versions(), "git_commit": git_commit(), "date": today(),
+        "files": fresh.files_of(ROOT, [command], (*fresh.BELOW, *suite.get("uses", ()))),
     }  # fmt: skip
     write_json(output, about | json.loads((folder / suite["writes"]).read_text()))
     print(f"done: {output}")
@@ -337,7 +337,7 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     """
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as log, watch_gpus() as samples:
+    with tempfile.TemporaryFile("w+") as log:
         try:
             process = subprocess.Popen(
                 [*words, "--output-dir", os.path.relpath(folder, ROOT)], cwd=ROOT,
@@ -346,10 +346,12 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
             )  # fmt: skip
         except FileNotFoundError:
             return None, f"{words[0]} is not installed"
+        samples, code = [], None
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
+            while code is None and time.perf_counter() - started < timeout:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.25)
+                samples += [(time.time(), utilization())] if torch.cuda.is_available() else []
         finally:
             end(process)
         log.seek(0)
@@ -359,8 +361,8 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     if code or not (folder / "result.json").is_file():
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
-    run = {key: result[key] for key in KEPT if key in result}
-    run["gpu"] = summarize(samples, result["gpu_uuids"], result["trained_between"])
+    run = {key: value for key, value in result.items() if key not in LEFT_OUT}
+    run["gpu"] = mean_utilization(samples, result["gpu_uuids"], result["trained_between"])
     run["eval_accuracy"], run["eval_samples"] = result["eval_accuracy"][-1], result["eval_samples"]
     run["eval_loss"] = result["eval_loss"][-1]
     run["seconds_process"] = time.perf_counter() - started
@@ -375,14 +377,42 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     return run, None
 
 
-def read_curve(folder: Path) -> list[list[float]]:
-    """Steps and losses from TensorBoard's file; empty if there is none."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def utilization() -> dict[str, float | None]:
+    """The percentage of time in which any kernel ran, of each GPU by its UUID; ``None`` where the
+    driver does not tell: for a MIG slice, or without NVIDIA's Python bindings."""
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    found = dict.fromkeys(gpu_uuids(devices))
+    for uuid, device in zip(found, devices, strict=True):
+        with contextlib.suppress(Exception):  # not installed, not permitted, not supported
+            found[uuid] = torch.cuda.utilization(device)
+    return found
 
-    reader = EventAccumulator(str(folder))
-    reader.Reload()
-    found = reader.Scalars("step/loss") if "step/loss" in reader.Tags()["scalars"] else []
-    return [[point.step, round(point.value, 4)] for point in found]
+
+def mean_utilization(samples: list, uuids: list[str], spans: list) -> dict | None:
+    """The mean of these GPUs in these spans of wall-clock time, without the first :data:`LAG` of
+    each. ``None`` if any of the GPUs has no samples."""
+    percents = [
+        figures.get(uuid)
+        for moment, figures in samples
+        if any(begin + LAG <= moment <= end for begin, end in spans)
+        for uuid in uuids
+    ]
+    if not percents or None in percents:
+        return None
+    return {"utilization_percent": sum(percents) / len(percents)}
+
+
+def power_limits() -> list[str]:
+    """Power limits of the visible GPUs, if the driver reports them."""
+    uuids = gpu_uuids([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+    words = ["nvidia-smi", f"--id={','.join(uuids)}", "--query-gpu=power.limit"]
+    try:
+        run = subprocess.run(
+            [*words, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True
+        )
+        return [f"{float(limit):.0f} W" for limit in run.stdout.split()] if uuids else []
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return []
 
 
 def end(process: subprocess.Popen) -> None:
@@ -395,38 +425,6 @@ def end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def is_parameter(name: str) -> bool:
-    """Whether a tensor is a parameter: not a statistic, a vocabulary or an encoder's extras."""
-    buffers = ("running_mean", "running_var", "num_batches_tracked", "vocabulary")
-    return not name.endswith((*buffers, "tokenizer", "config", "position_ids"))
-
-
-def distance(ours: dict, theirs: dict) -> float | None:
-    """The norm of the difference of two models' parameters, relative to the second's norm."""
-    names = [name for name in theirs if is_parameter(name)]
-    if names != [name for name in ours if is_parameter(name)]:
-        return None
-    flat, other = (torch.cat([s[n].flatten().double() for n in names]) for s in (ours, theirs))
-    return ((flat - other).norm() / other.norm()).item()
-
-
-def reason(text: str, code: int | None) -> str:
-    """Why a run failed, in a few words, from its output."""
-    text = text.replace("|", "/")  # which would end a table cell
-    if re.search(r"out of memory|can't allocate memory|DefaultCPUAllocator", text, re.IGNORECASE):
-        return "out of memory"
-    if missing := re.search(r"No module named '([\w.]+)'", text):
-        return f"{missing[1]} is not installed"
-    if ours := re.findall(r"^\w+: error: (.*)$", text, re.MULTILINE):
-        return ours[-1]
-    if errors := re.findall(
-        r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception): .*)$", text, re.MULTILINE
-    ):
-        return errors[0][:200]
-    lines = text.strip().splitlines() or ["no output"]
-    return f"exit code {code}: {lines[-1][:200]}"
 
 
 def slug(name: str) -> str:

@@ -306,14 +306,14 @@ def export_classifier(args: Trained, path: Path) -> None:
 
 def benchmark(args: Trained) -> None:
     """Measure every runtime and precision that runs here, and write ``inference.json``."""
-    from report.tables import inference_markdown
+    from report.measured import inference_table
 
     result = measure(args)
     path = args.output_dir / "inference.json"
     temporary = path.with_name(f".{path.name}.part")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     os.replace(temporary, path)
-    print(inference_markdown(result))
+    print(inference_table(result))
     print(f"done: {path}")
 
 

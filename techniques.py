@@ -411,12 +411,12 @@ LESSONS = [
         case("", 3, 1, 2, 4, traits="same_bits tied llama"),
         shows=("gather", "free", "after_forward")),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *DATA, case()),
-    row("accelerate_FSDP", "FSDP", LIBRARY, *FSDP, case()),
-    row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
     row("lightning_Fabric", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Trainer", "torchrun_DDP", LIBRARY, *both(lightning), case(),
         case("--strategy fsdp"), case("--strategy deepspeed_stage_2")),
     row("transformers_Trainer", "torchrun_DDP", LIBRARY, *DATA, case()),
+    row("accelerate_FSDP", "FSDP", LIBRARY, *FSDP, case()),
+    row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
 ]  # fmt: skip
 TECHNIQUES = [one for one in LESSONS if one.course in COURSE and "no_training" not in one.traits]
 LIBRARIES = [one for one in LESSONS if one.course == LIBRARY]

@@ -15,6 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from harness.measure import git_commit  # noqa: E402
+from report import fresh  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
 TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss", "shared", "silent")
@@ -32,15 +33,19 @@ def read_measured(paths):
             found[node.get("name")][key] = row
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     about = {"versions": versions, "machine": platform.processor() or platform.machine()}
-    before = json.loads(PROOF.read_text()) if PROOF.is_file() else {"commits": {}}
-    tables, commits = {}, before["commits"]
+    before = json.loads(PROOF.read_text()) if PROOF.is_file() else {"measured": {}}
+    tables, measured = {}, before["measured"]
     for table, rows in found.items():
         rows = sorted(rows.values(), key=lambda row: json.dumps(row, sort_keys=True))
         if not rows and table not in before:
             raise SystemExit(f"{paths} have no measurement for the table '{table}'")
         tables[table] = rows or before[table]
-        commits |= {table: git_commit()} if rows else {}
-    return about | {"commits": commits} | tables
+        if rows:
+            scripts = {f"{row['script'].split()[0]}.py" for row in rows}
+            below = ["examples/silent/ranks.py"] if table == "silent_examples" else fresh.BELOW
+            files = fresh.files_of(ROOT, scripts, below)
+            measured[table] = {"git_commit": git_commit(), "files": files}
+    return about | {"measured": measured} | tables
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from harness.measure import git_commit, hardware, versions  # noqa: E402
+from report.fresh import files_of  # noqa: E402
 
 RECIPE = "@config/shakespeare.args --device cpu --print-freq 500"
 FLAGS = {"muon": f"{RECIPE} --max-steps 600", "float8": f"{RECIPE} --max-steps 300"}
@@ -59,6 +60,6 @@ for row in ROWS[what]:
 found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
 found[what] = {
     "rows": rows, "flags": FLAGS[what], "hardware": hardware(), "versions": versions(),
-    "git_commit": git_commit(),
+    "git_commit": git_commit(), "files": files_of(ROOT, ROWS[what]),
 }  # fmt: skip
 RESULTS.write_text(json.dumps(found, indent=1) + "\n")

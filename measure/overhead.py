@@ -38,6 +38,7 @@ sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
 import common  # noqa: E402
 from harness.clock import WARMUP_STEPS, StepClock  # noqa: E402
 from harness.measure import git_commit, hardware, versions  # noqa: E402
+from report.fresh import files_of  # noqa: E402
 
 
 def write_result(name: str, **found) -> None:
@@ -47,6 +48,7 @@ def write_result(name: str, **found) -> None:
     found["command"] = f"{launcher} measure/overhead.py {what} "
     found["command"] += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
+    found["files"] = files_of(ROOT, [found["command"]])
     if common.world().rank == 0:
         (ROOT / "results" / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 

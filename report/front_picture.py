@@ -1,9 +1,7 @@
 """The README's picture: memory of one rank by technique, as stacked bars, from results/gpt.json."""
 
-from pathlib import Path
-
 from report.plots import COLOURS, memory_parts
-from report.results import read_results, read_words
+from report.results import read_words
 from report.timeline_picture import text
 
 ROWS = {  # of the suite, and the bar's label
@@ -23,12 +21,9 @@ THEMES = {"light": ("#1f2328", "#57606a"), "dark": ("#f0f6fc", "#9198a1")}  # in
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 640, 112, 76, 78, 30, 12
 
 
-def pictures(root: Path) -> dict[str, str]:
+def pictures(gpt: dict) -> dict[str, str]:
     """SVGs by name, for light and dark pages, in both languages; none without all the rows."""
-    path = root / "results" / "gpt.json"
-    rows = (
-        {row["name"]: row["runs"] for row in read_results(path)["rows"]} if path.is_file() else {}
-    )
+    rows = {row["name"]: row["runs"] for row in gpt["rows"]}
     if not all(rows.get(name) for name in ROWS):
         return {}
     runs = {title: rows[name][0] for name, title in ROWS.items()}

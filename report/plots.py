@@ -7,7 +7,9 @@ import os
 import re
 from pathlib import Path
 
+from report.blocks import size_name
 from report.results import name_of
+from techniques import technique
 
 GREY = "#7d8590"  # readable on light and dark pages
 COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d288bd", "#8d8d8d"]
@@ -53,14 +55,14 @@ def curves(rows: list[dict]) -> dict:
 
 
 def loss_by_bytes(rows: list[dict]) -> dict:
-    """The loss on text against the bytes that a rank has sent: gradients at every step, by the
-    theory of docs/proof.md, or weights at every H-th step."""
+    """The loss on text against the bytes that a rank has sent, by theory."""
     values = {}
     for row in rows:
         run = row["runs"][0]
         ranks = run["world_size"]
-        every = re.search(r"--sync-every (\d+)", run["command"])
-        sent = 8 * run["parameters"] * (ranks - 1) / ranks / (int(every[1]) if every else 1)
+        options = run["options"] | {"optimizer": run["optimizer"]}
+        sent = sum(technique(run["technique"]).sends(ranks, options).values())
+        sent *= run["parameters"]
         if ranks > 1:
             values[name_of(row)] = {str(round(step * sent)): loss for step, loss in run["curve"]}
     return {"unit": f"training loss ({run['model']}, {ranks} ranks)", "values": values}
@@ -82,11 +84,6 @@ def bandwidths(sweep: dict) -> dict[str, dict]:
         return {}
     unit = f"bus bandwidth, GB/s ({sweep['ranks']} ranks, {sweep['backend']})"
     return {"collectives": {"unit": unit, "values": values}}
-
-
-def size_name(size: float) -> str:
-    """A size in KiB or MiB."""
-    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
 
 
 def memory_parts(run: dict) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from report import stale, tables
-from report.results import middle, of_all, read_figures
+from report.blocks import column, draw, field, footer, gib
+from report.results import load, middle, of_all
+from report.suites import measured_where
 
 AGAIN = "python benchmark.py --suite estimate"
 OURS = {  # rows of the suite gpu that are published techniques, where the names differ
@@ -16,9 +17,9 @@ OURS = {  # rows of the suite gpu that are published techniques, where the names
 
 
 def read(root: Path) -> dict:
-    """``results/estimate.json``; see :func:`report.results.read_figures`."""
+    """``results/estimate.json``; see :func:`report.results.load`."""
     keys = ("published", "suites", "messages", "git_commit", "versions")
-    return read_figures(root / "results" / "estimate.json", keys, AGAIN)
+    return load(root / "results" / "estimate.json", keys, f"measure it again: {AGAIN}")
 
 
 def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
@@ -26,31 +27,38 @@ def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
     drawn = dict.fromkeys(("estimate", "scaling"), f"not measured yet: `{AGAIN}`")
     if not found:
         return drawn
-    since = stale.note(root, found["git_commit"], ["measure/estimates/published.py estimator"])
-    about = f"torch {found['versions']['torch']}; [results/estimate.json](results/estimate.json)"
-    drawn["estimate"] = f"{published_table(found, results.get('gpu'))}\n\n{about}{since}"
+    published = published_table(found, results["gpu"])
+    drawn["estimate"] = published + footer(root, found, "estimate.json")
     drawn["scaling"] = "not measured yet: `python benchmark.py --suite scaling`"
-    if scaled := results.get("scaling"):
-        rows = scaled["rows"]
-        where = tables.measured_where(scaled, rows) + stale.note_of_rows(root, scaled, rows)
-        drawn["scaling"] = f"{scaling_table(found, scaled)}\n\n{where}"
+    if rows := results["scaling"]["rows"]:
+        where = measured_where(root, results["scaling"], rows)
+        drawn["scaling"] = scaling_table(found, results["scaling"]) + where
     return drawn
 
 
-def published_table(found: dict, gpu: dict | None) -> str:
+def published_table(found: dict, gpu: dict) -> str:
     """Published and predicted figures, and for our own workload predicted and measured ones."""
-    rows = {row["name"]: row for row in gpu["rows"]} if gpu else {}
-    lines = []
-    for row in found["published"]:
-        ours = OURS.get(row["name"], row["name"])
-        runs = rows.get(ours, {"runs": []})["runs"]
-        took = middle(of_all(runs, "peak_memory_gib", "allocated"))
-        published, predicted = row["published_gb"], row["predicted"] / 1e9
-        cells = [f"`{row['name']}`", row["gpus"], f"{published:.2f}", f"{predicted:.2f}"]
-        cells += [f"{predicted / published:.3f}", tables.gib(found["suites"]["gpu"].get(ours))]
-        lines.append([*cells, "" if took is None else f"{took:.2f}"])
-    header = ["technique", "GPUs", "published GB", "predicted for that job", "ratio"]
-    return tables.markdown([*header, "predicted for ours, GiB", "measured, GiB"], lines)
+    measured = {row["name"]: row["runs"] for row in gpu["rows"]}
+
+    def ours(row: dict) -> str:
+        return OURS.get(row["name"], row["name"])
+
+    def runs_of(row: dict) -> list[dict]:
+        return measured.get(ours(row), [])
+
+    # fmt: off
+    return draw(
+        found["published"], column("technique", "技术", lambda row: f"`{row['name']}`"),
+        field("gpus", "GPUs", "GPU 数"), field("published_gb", "published GB", "公布值 GB", ".2f"),
+        column("predicted for that job", "对该任务的预测",
+               lambda row: row["predicted"] / 1e9, ".2f"),
+        column("ratio", "比值", lambda row: row["predicted"] / 1e9 / row["published_gb"], ".3f"),
+        column("predicted for ours, GiB", "对我们任务的预测 GiB",
+               lambda row: gib(found["suites"]["gpu"].get(ours(row)))),
+        column("measured, GiB", "实测 GiB",
+               lambda row: middle(of_all(runs_of(row), "peak_memory_gib", "allocated")), ".2f"),
+    )
+    # fmt: on
 
 
 def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
@@ -65,20 +73,26 @@ def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
 
 def scaling_table(found: dict, scaled: dict) -> str:
     """The step time on two ranks: predicted from one rank and communication, and measured."""
-    lines = []
-    for name, took in steps_of(found, scaled).items():
-        predicted = took[1] + 1e3 * found["messages"][name]["2"]
-        cells = [f"`{name}`", f"{took[1]:.0f}", f"{predicted:.0f}"]
-        if 2 in took:
-            cells += [f"{took[2]:.0f}", f"{predicted / took[2]:.2f}"]
-        lines.append(cells + [""] * (5 - len(cells)))
-    header = ["technique", "step ms, 1 rank", "2 ranks, predicted", "2 ranks, measured", "ratio"]
-    return tables.markdown(header, lines)
+    took = steps_of(found, scaled)
+
+    def predicted(name: str) -> float:
+        return took[name][1] + 1e3 * found["messages"][name]["2"]
+
+    # fmt: off
+    return draw(
+        took, column("technique", "技术", "`{}`".format),
+        column("step ms, 1 rank", "每步毫秒，1 进程", lambda name: took[name][1], ".0f"),
+        column("2 ranks, predicted", "2 进程，预测", predicted, ".0f"),
+        column("2 ranks, measured", "2 进程，实测", lambda name: took[name].get(2), ".0f"),
+        column("ratio", "比值",
+               lambda name: predicted(name) / took[name][2] if 2 in took[name] else None, ".2f"),
+    )
+    # fmt: on
 
 
-def scaling_plot(found: dict, scaled: dict | None) -> dict[str, dict]:
+def scaling_plot(found: dict, scaled: dict) -> dict[str, dict]:
     """Speed per rank relative to one rank: measured, and predicted up to 1,024 ranks."""
-    if not found or not scaled:
+    if not found or not scaled["rows"]:
         return {}
     values = {}
     for name, took in steps_of(found, scaled).items():

@@ -15,46 +15,34 @@ class Unusable(Exception):
     """A file that cannot be rendered or updated; the message names the file and the reason."""
 
 
-def read_results(path: Path) -> dict:
-    """Read the results of a suite.
+def load(path: Path, keys: Iterable[str] = (), again: str = "measure it again") -> dict:
+    """A result; empty if there is none.
+
+    Args:
+        keys: that it has to have.
+        again: how to make it, for the error message.
 
     Raises:
-        FileNotFoundError: there is no file.
-        Unusable: it is damaged, or has another schema.
+        Unusable: it is damaged, lacks a key, or has another schema.
     """
-    found = read_json(path, ("schema", "rows"), "measure it again")
-    if found["schema"] != SCHEMA:
-        theirs = found["schema"]
-        raise Unusable(f"{path} has schema {theirs} instead of {SCHEMA}; measure it again")
-    return found
-
-
-def read_figures(path: Path, keys: Iterable[str], again: str) -> dict:
-    """Read the results of a suite of steps, which the command ``again`` writes; empty if there are
-    none.
-
-    Raises:
-        Unusable: the file is damaged, or lacks one of the keys.
-    """
-    try:
-        return read_json(path, keys, f"measure it again: {again}")
-    except FileNotFoundError:
-        return {}
-
-
-def read_json(path: Path, keys: Iterable[str], cure: str) -> dict:
-    """See :func:`read_results`."""
     try:
         found = json.loads(path.read_text())
         missing = [key for key in keys if key not in found]
     except FileNotFoundError:
-        raise
+        return {}
     except (OSError, ValueError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise Unusable(f"{path} cannot be used ({why}); {cure}") from None
+        raise Unusable(f"{path} cannot be used ({why}); {again}") from None
     if missing:
-        raise Unusable(f"{path} has no {missing[0]}; {cure}")
+        raise Unusable(f"{path} has no {missing[0]}; {again}")
+    if found.get("schema", SCHEMA) != SCHEMA:
+        raise Unusable(f"{path} has schema {found['schema']} instead of {SCHEMA}; {again}")
     return found
+
+
+def read_suite(root: Path, name: str) -> dict:
+    """The results of a suite; without rows if there are none. See :func:`load`."""
+    return load(root / "results" / f"{name}.json", ("schema", "rows")) or {"rows": []}
 
 
 @functools.cache
@@ -63,12 +51,22 @@ def read_words() -> dict[str, dict[str, str]]:
     return json.loads(Path(__file__).with_name("chinese.json").read_text())
 
 
+def runs_of(rows: list[dict]) -> list[dict]:
+    return [run for row in rows for run in row["runs"]]
+
+
 def of_all(runs: list[dict], *keys: str) -> list:
-    """A value of each run."""
+    """A value of each run; ``None`` if it was not measured."""
     values = runs
     for key in keys:
-        values = [value and value[key] for value in values]
+        values = [value and value.get(key) for value in values]
     return values
+
+
+def middle(values: list) -> float | None:
+    """The median of the available values."""
+    values = [value for value in values if value is not None]
+    return statistics.median(values) if values else None
 
 
 def speeds_of(runs: list[dict]) -> list[float]:
@@ -89,14 +87,8 @@ def size_of(run: dict) -> str:
     return f"{run['image_size']}×{run['image_size']}"
 
 
-def middle(values: list) -> float | None:
-    """The median of the available values."""
-    values = [value for value in values if value is not None]
-    return statistics.median(values) if values else None
-
-
 def devices_of(run: dict) -> int:
-    """Number of devices per rank: DP uses all GPUs from one process. Older results lack it."""
+    """Number of devices of all ranks: DP uses all GPUs from one process. Older results lack it."""
     return run.get("devices", run["world_size"])
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from report.plots import COLOURS, GREY, size_name
+from report.blocks import size_name
+from report.plots import COLOURS, GREY
 from report.results import Unusable, read_words
 
 KINDS = ("phases", "compute", "communication", "overlap")

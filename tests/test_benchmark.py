@@ -15,10 +15,10 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from measure import collect_proof
-from report import everything, pages, plots
+from measure import collect_proof, everything
+from report import pages, plots
 from report.results import Unusable
-from report.theory import theory
+from techniques import technique
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
 
@@ -221,20 +221,21 @@ def test_the_repository_is_rendered():
 
 
 THEORY = {  # computed by hand from the table of docs/proof.md, "What a rank keeps and sends"
-    ("python pytorch_SingleGPU.py", 1, "sgd"): 12,
-    ("python pytorch_SingleGPU.py", 1, "adamw"): 16,
-    ("python pytorch_half_precision.py --master-weights", 1, "sgd"): 12,
-    ("torchrun pytorch_FSDP.py", 4, "adamw"): 4,
-    ("torchrun pytorch_DDP_ZeRO.py --use_zero", 4, "sgd"): 9,
-    ("torchrun pytorch_ZeRO_by_hand.py --stage 2", 4, "sgd"): 6,
-    ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage2_config.json", 4, "sgd"): 7,
-    ("x pytorch_DeepSpeed.py --deepspeed_config config/zero_stage3_config.json", 4, "sgd"): 5,
+    ("SingleGPU", 1, "sgd"): ({}, 12),
+    ("SingleGPU", 1, "adamw"): ({}, 16),
+    ("half_precision", 1, "sgd"): ({"master_weights": True}, 12),
+    ("FSDP", 4, "adamw"): ({}, 4),
+    ("DDP_ZeRO", 4, "sgd"): ({"use_zero": True}, 9),
+    ("ZeRO_by_hand", 4, "sgd"): ({"stage": 2}, 6),
+    ("DeepSpeed", 4, "sgd"): ({"deepspeed_config": "config/zero_stage2_config.json"}, 7),
+    ("accelerate_DeepSpeed", 4, "sgd"): ({"deepspeed_config": "config/zero_stage3_config.json"}, 5),
 }
 
 
 def test_theory():
-    for (command, ranks, optimizer), expected in THEORY.items():
-        assert sum(theory(command.split(), ranks, optimizer).values()) == expected, command
+    for (script, ranks, optimizer), (options, expected) in THEORY.items():
+        kept = technique(script).keeps(ranks, options | {"optimizer": optimizer})
+        assert sum(kept.values()) == expected, script
 
 
 MISTAKES = {
@@ -359,8 +360,9 @@ def test_a_suite_keeps_what_peers_measure(loop, tmp_path):
     command = f"python measure/peers.py --loop {loop} --dataset synthetic {flags}"
     succeed(f"{command} --output-dir {tmp_path}", forked=True)
     result = json.loads((tmp_path / "result.json").read_text())
-    of_text = "context samples_per_second tokens_per_second first_step_seconds reviews_per_second"
-    assert set(benchmark.KEPT) - set(of_text.split()) <= result.keys() and result["devices"] == 1
+    shown = "technique world_size device threads precision tf32 images_per_second step_ms"
+    assert {*shown.split(), "peak_memory_gib", "state_bytes", "train_samples"} <= result.keys()
+    assert result["devices"] == 1
     [[begin, end]] = result["trained_between"]
     assert 0 < end - begin < 60 and result["gpu_uuids"] == []
 
@@ -402,8 +404,8 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     }
     (checkout / "config/measure_all.json").write_text(json.dumps(parts))
     monkeypatch.setattr(everything, "busy_cores", lambda: 0.1)
-    monkeypatch.setattr(everything.stale, "note", lambda root, commit, *_: changed)
-    changed = ""
+    monkeypatch.setattr(everything, "state_of", lambda *_: {"code": code})
+    code = "before"
     assert everything.measure(checkout, "0" * 40, gpu=False) == ["bad"]
     assert (checkout / "runs/all/bad.log").read_text() == "to the log\n"
     fails.unlink()
@@ -411,15 +413,15 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     assert counted.read_text() == "\nsaid\n", "what was measured is not measured again"
     found = everything.read(checkout)
     assert [part["code"] for part in found.values()] == [0, 0] and "gpu" not in found
-    assert found["good"]["busy_cores"] == 0.1 and found["good"]["commands"]
     everything.print_plan(checkout, gpu=False)
     assert re.search(r"good +\d+\.\d min  done", capsys.readouterr().out)
-    changed = "; since then changed: common.py"
+    code = "after"
     assert not everything.measure(checkout, "0" * 40, gpu=False, only=["bad"])
     assert counted.read_text() == "\nsaid\n", "one part alone"
     rows = [{"name": "long", "failed": "timed out after 9 s"},
             {"name": "large", "failed": "out of memory"}]  # fmt: skip
     (checkout / "results/bad.json").write_text(json.dumps({"rows": rows}))
+    code = "later"
     assert everything.measure(checkout, "0" * 40, gpu=False, only=["bad"]) == ["bad"]
     assert (checkout / "runs/all/bad.log").read_text().endswith("failed: long\n")
     (checkout / "results/bad.json").unlink()
@@ -429,44 +431,22 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     assert counted.read_text() == 2 * "\nsaid\n"
 
 
-def test_a_part_that_failed_goes_on(checkout, monkeypatch):
-    """With the same code; its commit is that of the first attempt."""
-    part = {"commands": ["echo all >> ran; exit 1"], "again": ["echo again >> ran"]}
-    (checkout / "config/measure_all.json").write_text(json.dumps({"long": part}))
-    monkeypatch.setattr(everything, "busy_cores", lambda: 0.1)
-    monkeypatch.setattr(everything.stale, "note", lambda root, commit, *_: changed)
-    changed = ""
-    assert everything.measure(checkout, "0" * 40, gpu=False) == ["long"]
-    changed = "; since then changed: common.py"
-    assert everything.measure(checkout, "1" * 40, gpu=False) == ["long"]
-    changed = ""
-    assert not everything.measure(checkout, "2" * 40, gpu=False)
-    assert (checkout / "ran").read_text().split() == ["all", "all", "again"]
-    assert everything.read(checkout)["long"]["git_commit"] == "1" * 40
-    stopped = {"code": everything.STOPPED, "git_commit": "3" * 40, "seconds": 60}
-    (checkout / "results/all.json").write_text(json.dumps({"long": stopped}))
-    assert everything.measure(checkout, "3" * 40, gpu=False) == ["long"]
-    assert (checkout / "ran").read_text().endswith("again\nall\n"), "not all have run yet"
-    assert everything.read(checkout)["long"]["seconds"] >= 60
-
-
 def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
     monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
     parts = {"losses": {"untimed": True, "commands": ["true"]}}
     (checkout / "config/measure_all.json").write_text(json.dumps(parts))
     assert not everything.measure(checkout, "0" * 40, gpu=False)
-    assert everything.read(checkout)["losses"]["busy_cores"] == 1.3
-    monkeypatch.setattr(everything, "is_done", lambda *_: False)
+    monkeypatch.setattr(everything, "to_do", lambda root, parts: [*parts])
     monkeypatch.setattr("sys.argv", ["benchmark.py", "--suite", "all"])
     with pytest.raises(SystemExit) as stopped:
         benchmark.main()
     assert stopped.value.code == 2
-    assert re.search(r"other programs use 1\.3 cores: \S+", capsys.readouterr().err)
+    assert re.search(r"other programs use 1\.3 cores", capsys.readouterr().err)
 
 
 def test_cores_that_are_busy():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        wait_for(lambda: everything.busy_cores(0.2) > 0.5)
+        wait_for(lambda: everything.busy_cores() > 0.5)
         process.kill()
 
 

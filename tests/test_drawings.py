@@ -9,7 +9,7 @@ from conftest import ROOT
 from test_collectives import expected
 
 import benchmark
-from report import pages, plots
+from report import measured, pages, plots
 from report.results import Unusable
 
 ARROW = 233  # in a panel: what is left of it was there before
@@ -85,12 +85,12 @@ def small_sweep():
 
 
 def test_the_table_of_a_sweep():
-    *_, first, second, _, below = pages.sweep_block(ROOT, small_sweep()).splitlines()
+    *_, first, second, _, below = measured.sweep_block(ROOT, small_sweep()).splitlines()
     assert first == "| `all_gather` | 100 | 2.00 | 1.45 |"
     assert second == "| `broadcast` | 200 | 2.00 | 1.45 |"
     about = "A CPU, 2 cores, avx2; gloo, 2 ranks, messages up to 1 MiB; torch 2.15.0; "
     assert below == f"{about}[results/collectives.json](results/collectives.json)"
-    chinese = pages.translate(pages.sweep_block(ROOT, small_sweep()))
+    chinese = pages.translate(measured.sweep_block(ROOT, small_sweep()))
     assert "| 集合通信 | 延迟 µs | 带宽" in chinese and "2 个进程, 消息最大 1 MiB" in chinese
 
 
@@ -110,7 +110,7 @@ def test_the_plot_of_a_sweep(tmp_path):
 def test_a_sweep_that_is_not_there_or_says_too_little(tmp_path):
     assert pages.read_sweep(tmp_path) == {} and plots.bandwidths({}) == {}
     missing = "not measured yet: `python benchmark.py --suite collectives`"
-    assert pages.sweep_block(tmp_path, {}) == missing
+    assert measured.sweep_block(tmp_path, {}) == missing
     path = tmp_path / "results/collectives.json"
     path.parent.mkdir()
     for text in (json.dumps({"ranks": 2, "operations": {}}), "{", "[]"):

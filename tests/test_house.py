@@ -21,16 +21,14 @@ ROOMS = [
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room
-    "hangs": set(),
-    "remote": {"harness"},
-    "harness": {"hangs", "remote"},
+    "harness": set(),
     "libraries": {"harness"},
-    "jobs": {"libraries", "harness", "remote"},
-    "common": {"libraries", "jobs", "harness", "hangs", "remote"},
+    "jobs": {"libraries", "harness"},
+    "common": {"libraries", "jobs", "harness"},
     "inference": {"common", "libraries", "jobs", "harness"},
-    "report": set(),
+    "report": {"techniques"},
     "estimator": {"common", "libraries", "jobs", "harness"},
-    "website": {"report", "estimate", "estimator", "harness", "measure"},
+    "website": {"report", "estimate", "estimator", "harness", "measure", "techniques"},
     "estimate": {"estimator", "harness", "report", "jobs"},
     "model_inference": {"common", "inference", "report", "jobs"},
     "benchmark": {"harness", "report"},

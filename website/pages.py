@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path, PurePosixPath
 
-from report.scripts import PARENTS
+from techniques import TECHNIQUES
 from website import techniques
 
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -51,7 +51,7 @@ def prepare(root: Path, target: Path) -> Path:
             else:
                 shutil.copy(path, copy)
     linked = {name for name in linked if not name.startswith("docs/")}
-    for name in sorted(linked | {f"pytorch_{script}.py" for script in PARENTS}):
+    for name in sorted(linked | {f"{row.script}.py" for row in TECHNIQUES}):
         add_file(root, target, name)
     return target
 

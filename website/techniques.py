@@ -7,9 +7,9 @@ import re
 from html import escape
 from pathlib import Path
 
-from report import tables
+from report import measured
 from report.pages import translate
-from report.scripts import PARENTS
+from techniques import TECHNIQUES
 from website import area, side_by_side
 
 HEADINGS = {  # by key, in both languages
@@ -45,17 +45,17 @@ def add_to(root: Path, path: Path, text: str) -> str:
     name = path.name.partition(".")[0]
     if name == "SingleGPU":
         return "\n\n".join([text, *sections(root, name, chinese)]) + "\n"
-    if name not in PARENTS:
+    if name not in (parents := {row.name: row.parent for row in TECHNIQUES}):
         return text
 
     def block(match: re.Match) -> str:
-        old, new = (f"pytorch_{script}.py" for script in (PARENTS[name], name))
+        old, new = (f"pytorch_{script}.py" for script in (parents[name], name))
         both = (root / old).read_text(), (root / new).read_text()
-        parts = [heading("diff", chinese, PARENTS[name])]
+        parts = [heading("diff", chinese, parents[name])]
         parts.append(" → ".join(f"[{script}](../../{script})" for script in (old, new)))
         parts += [side_by_side.diff(*both, (old, new)), *sections(root, name, chinese)]
-        if measured := match[2].strip():
-            parts += [heading("measured", chinese), measured]
+        if figures := match[2].strip():
+            parts += [heading("measured", chinese), figures]
         return "\n\n".join(parts)
 
     return "---\nhide: [toc]\n---\n\n" + BLOCK.sub(block, text)  # the diff needs the room
@@ -117,6 +117,6 @@ def proof(root: Path, name: str, chinese: bool) -> list[str]:
     for table, words in PROOF.items():
         rows = [row for row in found[table] if row["script"].split()[0] == f"pytorch_{name}"]
         if rows and (table != "optimizers" or name == "Muon"):  # FSDP's are there to compare with
-            drawn = getattr(tables, f"{table}_table")(rows)
+            drawn = measured.PROOF[table](rows)
             parts += [f"{words[chinese]}:", translate(drawn) if chinese else drawn]
     return parts

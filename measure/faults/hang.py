@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fork_server import Server  # noqa: E402
 
 from harness.measure import git_commit  # noqa: E402
+from report import fresh  # noqa: E402
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 1"
 JOB += " --device cpu --timeout 5"
@@ -72,7 +73,9 @@ def main():
         finally:
             server.close()
     if args.output:
-        about = {"commit": git_commit(), "torch": torch.__version__, "rows": rows}
+        about = {"git_commit": git_commit(), "versions": {"torch": torch.__version__}, "rows": rows}
+        below = (*fresh.BELOW, "hangs")
+        about["files"] = fresh.files_of(ROOT, [f"{script}.py" for script in args.scripts], below)
         args.output.write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(any(row["missed"] for row in rows))
 
@@ -90,10 +93,8 @@ def try_one(server, script, fault):
             run = server.start(shlex.split(command), stdout=log, stderr=log, cwd=ROOT, env=env)
             run.wait(90)
             log.seek(0)
-            said = log.read()
-        lines = read_lines(said)
+            lines = read_lines(log.read())
         missed = judge(fault, lines)
-        missed += [] if said.count("; recorded in ") == 1 else ["printed once"]
         tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
         tool += [str(folder / "run/flight_recorder"), "--allow-incomplete-ranks"]
         read = subprocess.run(tool, capture_output=True, text=True)

@@ -1,0 +1,88 @@
+"""What every table is made of: columns, each with its Chinese title, and the line below."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from report import fresh
+
+TITLES: dict[str, str] = {}  # of all columns: Chinese, by the English ones
+
+
+class Column(NamedTuple):
+    """Made by :func:`column`."""
+
+    title: str | Callable
+    value: Callable
+    form: str
+
+
+def column(title: str | Callable, chinese: str | dict, value: Callable, form: str = "") -> Column:
+    """A column of a table: the one place to edit for a new one.
+
+    Args:
+        title: or a function of all rows that returns one of the keys of ``chinese``.
+        chinese: the title in Chinese, or a dictionary of titles; empty if it is the same.
+        value: a function of a row; for ``None`` the cell is empty.
+        form: of the cell, as in f-strings.
+    """
+    TITLES.update(chinese if isinstance(chinese, dict) else {title: chinese} if chinese else {})
+    return Column(title, value, form)
+
+
+def field(name: str, title: str, chinese: str, form: str = "") -> Column:
+    """A column of what a row has by this name."""
+    return column(title, chinese, lambda row: row[name], form)
+
+
+def draw(rows: Iterable, *columns: Column) -> str:
+    rows = list(rows)
+    heads = [c.title(rows) if callable(c.title) else c.title for c in columns]
+    cells = [[(c.value(row), c.form) for c in columns] for row in rows]
+    lines = [["" if v is None else f"{v:{form}}" for v, form in line] for line in cells]
+    lines = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def footer(
+    root: Path,
+    found: dict,
+    file: str,
+    *words: str,
+    first: str = "",
+    on_cpu: bool | None = None,
+    commands: Iterable[str] | None = None,
+) -> str:
+    """The line below a table: machine, version, what was run, file, and what has changed since.
+
+    Args:
+        found: the result.
+        file: in results/.
+        words: after the version; ``first``: before it.
+        on_cpu: whether to name the machine's CPU or its GPUs; neither by default.
+        commands: see :func:`fresh.note`.
+    """
+    about = [] if on_cpu is None else [machine_line(found["hardware"], on_cpu)]
+    about += [first] if first else []
+    about += [f"torch {found['versions']['torch']}", *words, f"[results/{file}](results/{file})"]
+    return f"\n\n{'; '.join(about)}{fresh.note(root, found, commands)}"
+
+
+def machine_line(machine: dict, on_cpu: bool) -> str:
+    if on_cpu:
+        return ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]])
+    return ", ".join(machine["gpus"] + machine.get("power_limits", []))
+
+
+def gib(size: float | None) -> str:
+    """Bytes in GiB; empty if there are none."""
+    return f"{size / 2**30:.2f}" if size else ""
+
+
+def digits(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def size_name(size: float) -> str:
+    """A size in KiB or MiB."""
+    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"

@@ -1,0 +1,98 @@
+"""Which measured code has changed since it was measured, for the line below each table.
+
+A result has the hash of every file that counts (:func:`files_of`). In Python only code counts:
+comments, docstrings and line breaks may change.
+"""
+
+import ast
+import functools
+import hashlib
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+BELOW = ("common.py", "jobs", "harness")  # every script uses them
+SHOWN = 6  # files; if there are more, the note says how many
+
+
+def files_of(root: Path, commands: Iterable[str], below: Iterable[str] = BELOW) -> dict[str, str]:
+    """The hash of each file that counts, by its path.
+
+    Args:
+        commands: what was measured. Every script and every file of config/ that they name counts.
+        below: files and folders that count in addition.
+    """
+    named = {word for command in commands for word in shlex.split(command)}
+    found = {}
+    for name in sorted({*below, *named}):
+        path = root / name
+        files = [path] if path.is_file() else path.rglob("*.py") if name in below else []
+        for file in files:
+            if file.suffix in (".py", ".json", ".yml"):
+                found[file.relative_to(root).as_posix()] = hash_of(file.read_bytes(), file.suffix)
+    return dict(sorted(found.items()))
+
+
+def note(
+    root: Path,
+    found: dict,
+    commands: Iterable[str] | None = None,
+    below: Iterable[str] = BELOW,
+) -> str:
+    """The note on changed code for the line below a table; empty if nothing has changed. Files that
+    are new do not count: they matter only if an old file uses them, which has changed then.
+
+    Args:
+        found: a result, with its ``files`` and the ``git_commit`` that it was measured at.
+        commands: that are in the table. Only files that they name count, and those ``below``.
+            Default: all files of the result.
+    """
+    named = {*below, *(word for line in commands or () for word in shlex.split(line))}
+    changed = [
+        path
+        for path, before in found.get("files", {}).items()
+        if commands is None or {path, path.split("/")[0]} & named
+        if hash_now(root / path) != before
+    ]
+    said = "; measured on uncommitted changes" if "-" in (found.get("git_commit") or "") else ""
+    if len(changed) > SHOWN:
+        return f"{said}; since then changed ({len(changed)} files): {', '.join(changed[:SHOWN])}, …"
+    return f"{said}; since then changed: {', '.join(changed)}" if changed else said
+
+
+def note_of_rows(root: Path, found: dict, rows: Iterable[dict]) -> str:
+    """:func:`note` for some rows of a suite's results."""
+    return note(root, found, [run["command"] for row in rows for run in row["runs"]])
+
+
+def hash_now(path: Path) -> str | None:
+    return hash_of(path.read_bytes(), path.suffix) if path.is_file() else None
+
+
+@functools.cache
+def hash_of(source: bytes, suffix: str) -> str:
+    """The hash of a file's code; of its lines, if it is not Python."""
+    code: Any = source.splitlines()
+    if suffix == ".py":
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if ast.get_docstring(node, clean=False) is not None:
+                    node.body = node.body[1:]
+        code = outline(tree)
+    return short_hash(code)
+
+
+def short_hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def outline(node: Any) -> Any:
+    """A syntax tree without what differs between versions of Python: fields that are empty."""
+    if isinstance(node, list):
+        return [outline(one) for one in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
+    return [type(node).__name__, *((name, outline(value)) for name, value in fields)]

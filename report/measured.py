@@ -1,0 +1,369 @@
+"""Tables of what tests and the programs of measure/ measured, and where which scripts have run."""
+
+import re
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from report.blocks import Column, column, digits, draw, field, footer, machine_line, size_name
+from report.results import Unusable, devices_of, load, of_all, runs_of
+from report.suites import KEPT, KEPT_ZH
+from techniques import LESSONS, TECHNIQUES
+
+# --------------------------------------------------------------------------------- of the tests
+
+
+def without_prefix(script: str) -> str:
+    return f"`{script.removeprefix('pytorch_')}`"
+
+
+def by_script(rows: list[dict]) -> list[tuple[str, list[dict]]]:
+    """The rows grouped by script, in the order of the course."""
+    order, groups = [row.script for row in LESSONS], {}
+    for row in rows:
+        groups.setdefault(row["script"], []).append(row)
+    return sorted(groups.items(), key=lambda pair: (order.index(pair[0].split()[0]), pair[0]))
+
+
+def in_order(rows: list[dict]) -> list[dict]:
+    return [row for _, group in by_script(rows) for row in group]
+
+
+def worst(title: str, chinese: str, optimizer: str) -> Column:
+    """A column of the largest relative difference of any tensor, over all world sizes."""
+
+    def value(group: tuple) -> str | None:
+        values = [row["value"] for row in group[1] if row["optimizer"] == optimizer]
+        return f"{max(values):.0e}" if values else None
+
+    return column(title, chinese, value)
+
+
+def kept_parts(group: tuple, ranks: int) -> str:
+    """parameters + gradients + optimizer (+ others), for SGD (AdamW)."""
+    at = {row["optimizer"]: row["kept"] for row in group[1] if row["ranks"] == ranks}
+    found = dict(at.get("sgd", at.get("adamw", {})))
+    parts = [digits(found.pop(kind)) for kind in ("parameters", "gradients") if found]
+    own = [digits(at["sgd"]["optimizer"])] if "sgd" in at else []
+    own += [f"({digits(at['adamw']['optimizer'])})"] if "adamw" in at else []
+    found.pop("optimizer", None)
+    others = [f"{digits(found[k])} {k.replace('_', ' ')}" for k in sorted(found) if found[k]]
+    return " + ".join([*parts, " ".join(own), *others])
+
+
+def sent_parts(group: tuple, ranks: int) -> str:
+    sent = {row["ranks"]: sorted(row["sent"].items()) for row in group[1]}.get(ranks, ())
+    return ", ".join(f"{digits(n)} {with_hyphen(kind)}" for kind, n in sent if digits(n) != "0")
+
+
+def with_hyphen(kind: str) -> str:
+    return kind.replace("_", "-")
+
+
+def of_ranks(value: Callable, *numbers: int) -> list[Column]:
+    """A column for each number of ranks."""
+    return [
+        column(f"{n} rank{'s' * (n > 1)}", f"{n} 进程", lambda group, n=n: value(group, n))
+        for n in numbers
+    ]
+
+
+# fmt: off
+GROUP = column("script", "脚本", lambda group: without_prefix(group[0]))
+SCRIPT = column("script", "脚本", lambda row: without_prefix(row["script"]))
+RANKS = column("ranks", "进程数", lambda row: str(row["ranks"]))
+MISTAKE = field("mistake", "mistake", "错误")
+
+
+def parity_table(rows: list[dict]) -> str:
+    return draw(
+        by_script(rows), GROUP,
+        column("ranks", "进程数",
+               lambda group: ", ".join(map(str, sorted({row["ranks"] for row in group[1]})))),
+        worst("SGD with momentum", "带动量的 SGD", "sgd"), worst("AdamW", "", "adamw"))
+
+
+parity_gpt_table = parity_shared_table = parity_table  # of the language model
+
+
+def bytes_table(rows: list[dict]) -> str:
+    return draw(by_script(rows), GROUP, *of_ranks(kept_parts, 1, 2, 4))
+
+
+def sent_table(rows: list[dict]) -> str:
+    return draw(by_script(rows), GROUP, *of_ranks(sent_parts, 2, 4))
+
+
+def loss_table(rows: list[dict]) -> str:
+    return draw(
+        in_order(rows), SCRIPT, RANKS, field("fp32", "loss in fp32", "fp32 损失", ".4f"),
+        field("value", "its loss", "它的损失", ".4f"),
+        column("difference", "差", lambda row: row["value"] / row["fp32"] - 1, "+.2%"))
+
+
+def shared_table(rows: list[dict]) -> str:
+    """State bytes and communication per rank, measured, with theory in brackets."""
+    return draw(
+        in_order(sorted(rows, key=lambda row: row["ranks"])), SCRIPT, RANKS,
+        column(KEPT, KEPT_ZH, lambda row: f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"),
+        column("sent kB (theory)", "发送 kB（理论）",
+               lambda row: f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"),
+        column("in", "方式", lambda row: ", ".join(map(with_hyphen, sorted(row["how"])))))
+
+
+def optimizers_table(rows: list[dict]) -> str:
+    """Communication and FLOPs of the optimizer step, against theory."""
+
+    def sent(row: dict) -> str:
+        theory = f" ({row['sent_theory']:.2f})" if "sent_theory" in row else ""
+        return f"{row['sent']:.2f}{theory}"
+
+    return draw(
+        sorted(rows, key=lambda row: (row["ranks"], -row["sent"])),
+        column("script", "脚本", lambda row: f"`{row['script']}`"), RANKS,
+        column("sent per matrix element (theory)", "每个矩阵元素的通信量（理论）", sent),
+        field("calls", "collectives", "集合通信次数"),
+        field("flops", "FLOPs x N", "FLOPs × N", ".2f"))
+
+
+def worst_first(rows: list[dict]) -> list[dict]:
+    return sorted(rows, key=lambda row: -row["value"])
+
+
+def silent_table(rows: list[dict]) -> str:
+    """Silent mistakes in model parallelism, with the error of the weights after twelve steps."""
+    return draw(worst_first(rows), MISTAKE, SCRIPT, field("value", "off by", "偏差", ".2f"))
+
+
+def silent_examples_table(rows: list[dict]) -> str:
+    """Silent mistakes in any training loop, with their errors."""
+    return draw(
+        worst_first(rows), MISTAKE, field("effect", "effect", "后果"),
+        field("value", "off by", "偏差", ".2g"), field("of", "measured on", "所测的量"),
+        column("run", "运行", lambda row: f"`{row['script']}.py`"))
+
+
+PROOF = {  # tables of results/proof.json
+    "parity": parity_table, "parity_gpt": parity_table, "parity_shared": parity_table,
+    "bytes": bytes_table, "sent": sent_table, "loss": loss_table, "shared": shared_table,
+    "silent": silent_table, "silent_examples": silent_examples_table,
+    "optimizers": optimizers_table,
+}
+
+
+def proof_blocks(root: Path, proof: dict) -> dict[str, str]:
+    return {
+        name: table(proof[name])
+        + footer(root, proof["measured"][name] | {"versions": proof["versions"]}, "proof.json")
+        for name, table in PROOF.items()
+    }
+
+
+# ------------------------------------------------------------------------- of programs of measure/
+
+HANGS = {  # what rank 1 does, in measure/faults/hang.py
+    "skip": "skips a collective", "order": "calls two collectives in another order",
+    "shape": "passes a tensor of another shape", "dtype": "passes another dtype",
+    "loop": "is in an endless loop", "stop": "is stopped (SIGSTOP)",
+    "kill": "is killed (SIGKILL)", "sleep": "waits for its loader",
+}
+
+
+def hangs_block(root: Path) -> str:
+    """The printed diagnosis, and the scripts whose rank, collective and line it named."""
+    found = load(root / "results" / "hangs.json", ("rows",))
+    groups = {fault: [row for row in found["rows"] if row["fault"] == fault] for fault in HANGS}
+    return draw(
+        groups, column("rank 1", "进程 1", HANGS.get),
+        column("first line, of DDP", "第一行（DDP）",
+               lambda f: f"`{groups[f][0]['lines'][0].partition('; recorded in')[0]}`"),
+        column("named in", "能指出的脚本",
+               lambda f: ", ".join(row["script"].removeprefix("pytorch_") for row in groups[f]
+                                   if not row["missed"])),
+    ) + footer(root, found, "hangs.json")
+
+
+def bubble_block(root: Path) -> str:
+    """The bubble: the share of a step in which a rank is idle."""
+    found = load(root / "results" / "bubble.json", ("rows",))
+    return draw(
+        found["rows"], column("schedule", "调度", lambda row: f"`{row['schedule']}`"),
+        field("microbatches", "micro-batches", "微批次"),
+        field("formula", "formula", "公式", ".1%"), field("order", "order", "顺序", ".1%"),
+        field("core", "compute alone", "只算计算", ".1%"), field("clock", "clock", "时钟", ".1%"),
+    ) + footer(root, found, "bubble.json", on_cpu=True)
+
+
+def saves_block(root: Path) -> str:
+    """How long a checkpoint blocks training, synchronous or asynchronous."""
+    found = load(root / "results" / "saves.json", ("seconds",))
+    seconds = found["seconds"]
+    whole = {"save": seconds["save"], "async_save": found["whole_after"]}
+    median = {kind: statistics.median(each) for kind, each in seconds.items()}
+
+    def held(kind: str) -> str:
+        low, mid, high = (1e3 * f(seconds[kind]) for f in (min, statistics.median, max))
+        return f"{mid:,.0f} ({low:,.0f}–{high:,.0f})"
+
+    return draw(
+        seconds, column("call", "调用", "`{}`".format),
+        column("saves", "保存次数", lambda kind: len(seconds[kind])),
+        column("step waits ms (min–max)", "训练步等待毫秒（最小–最大）", held),
+        column("relative to `save`", "相对 `save`",
+               lambda kind: median[kind] / statistics.median(whole["save"]), ".0%"),
+        column("complete after ms", "写完所需毫秒",
+               lambda kind: 1e3 * statistics.median(whole[kind]), ",.0f"),
+    ) + footer(root, found, "saves.json", f"`{found['command']}`", on_cpu=True)
+
+
+def overhead_block(root: Path) -> str:
+    """Steps of a script and of a bare loop, in turns in one process."""
+    found = load(root / "results" / "overhead.json", ("seconds",))
+    seconds, names = found["seconds"], {"bare": "bare loop", "script": "`pytorch_SingleGPU.py`"}
+    median = {loop: statistics.median(each) for loop, each in seconds.items()}
+    return draw(
+        names, column("loop", "训练循环", names.get),
+        column("steps", "步数", lambda loop: len(seconds[loop])),
+        column("median step ms", "每步毫秒（中位数）", lambda loop: 1e3 * median[loop], ".1f"),
+        column("of the bare loop", "相对裸循环", lambda loop: median["bare"] / median[loop], ".3f"),
+    ) + footer(root, found, "overhead.json", f"`{found['command']}`", on_cpu=True)
+
+
+def losses_blocks(root: Path) -> dict[str, str]:
+    """Losses of a technique and of the one that it replaces, for three seeds each."""
+
+    def label(row: dict) -> str:
+        script, _, flags = row["script"].partition(".py")
+        return without_prefix(script + flags)
+
+    columns = (
+        column("script", "脚本", label),
+        column("evaluation loss (mean)", "评估损失（平均）",
+               lambda row: statistics.mean(row["losses"]), ".4f"),
+        column("of each seed", "各随机种子",
+               lambda row: ", ".join(f"{loss:.4f}" for loss in row["losses"])),
+    )
+    return {
+        f"losses-{name}": draw(one["rows"], *columns)
+        + footer(root, one, "losses.json", first=f"`{one['flags']}`")
+        for name, one in load(root / "results" / "losses.json").items()
+    }
+
+
+OUTCOMES = {  # of trials, with their Chinese names
+    "fault": {"clean": "完好", "wrong": "有误", "hung": "挂起"},
+    "damage": {"fallback": "退回上一个", "silent": "未察觉", "failed": "失败"},
+}
+TRIAL = re.compile(r"trial +\d+: (\w+) .*?(clean|wrong|hung|fallback|silent|failed)\b")
+
+
+def outcomes_table(path: Path, what: str) -> str:
+    """Trials by kind and outcome, from the output of measure/faults/*.py, with its last line."""
+    if not path.is_file():
+        return "not measured yet"
+    command, where, *trials, summary = path.read_text().splitlines()
+    command = command.removeprefix("$ ")
+    found = [TRIAL.match(line) for line in trials]
+    if not all(found) or not summary.startswith(f"{len(found)} trials: "):
+        raise Unusable(f"{path} was modified; run {command} again")
+    ends = {kind: [m[2] for m in found if m[1] == kind] for kind in sorted({m[1] for m in found})}
+    ends["all"] = [match[2] for match in found]
+    table = draw(
+        ends, column(what, {"fault": "故障", "damage": "损坏"}[what], str),
+        column("trials", "次数", lambda kind: len(ends[kind])),
+        *(column(name, chinese, lambda kind, name=name: ends[kind].count(name))
+          for name, chinese in OUTCOMES[what].items()))
+    link = f"[results/{path.name}](results/{path.name})"
+    run, where = (textwrap.shorten(text, 360, placeholder=" …") for text in (command, where))
+    return f"{table}\n\n`{run}`: {summary} ({where}; {link})"
+
+
+def sweep_block(root: Path, found: dict) -> str:
+    """A row for each collective: latency and bandwidth."""
+    if not found:
+        return "not measured yet: `python benchmark.py --suite collectives`"
+    operations = found["operations"]
+    drawn = draw(
+        operations, column("collective", "集合通信", "`{}`".format),
+        column("latency µs", "延迟 µs", lambda name: 1e6 * operations[name]["latency"], ",.0f"),
+        column("bandwidth GB/s (fitted)", "带宽 GB/s（拟合）",
+               lambda name: operations[name]["bandwidth"] / 1e9, ".2f"),
+        column("bus GB/s (largest message)", "总线带宽 GB/s（最大的消息）",
+               lambda name: operations[name]["rows"][-1]["bus"] / 1e9, ".2f"))
+    largest = size_name(list(operations.values())[-1]["rows"][-1]["bytes"])
+    about = f"{found['backend']}, {found['ranks']} ranks, messages up to {largest}"
+    on_cpu = found["backend"] == "gloo"
+    return drawn + footer(root, found, "collectives.json", first=about, on_cpu=on_cpu)
+
+
+# ------------------------------------------------------------------- of model_inference.py
+
+
+def inference_table(found: dict) -> str:
+    """images/s per batch size, and in brackets p50 and p95 of a call in ms."""
+    rows, sizes = {}, list(dict.fromkeys(row["batch_size"] for row in found["rows"]))
+    for row in found["rows"]:
+        rows.setdefault((row["runtime"], row["precision"]), {})[row["batch_size"]] = row
+
+    def speed(group: dict, size: int) -> str | None:
+        if size not in group:
+            return None
+        now = group[size]["host_to_host"]
+        p50, p95 = now["latency_ms"]["p50"], now["latency_ms"]["p95"]
+        return f"{now['images_per_second']:,.1f} ({p50:.1f}, {p95:.1f})"
+
+    def memory(group: dict) -> float:
+        memory = next(iter(group.values()))["peak_memory_gib"]
+        return memory["device"] or memory["process"]
+
+    return draw(
+        rows, column("runtime", "运行时", lambda key: key[0]),
+        column("precision", "精度", lambda key: key[1]),
+        *(column(f"batch {n}", f"批 {n}", lambda key, n=n: speed(rows[key], n)) for n in sizes),
+        column("memory GiB", "内存 GiB", lambda key: memory(rows[key]), ".2f"),
+        column("first call s", "首次调用 s",
+               lambda key: next(iter(rows[key].values()))["first_call_s"], ".2f"))
+
+
+def inference_block(root: Path, found: dict) -> str:
+    """The same, with the hardware and versions."""
+    versions, where = found["versions"], machine_line(found["hardware"], found["device"] == "cpu")
+    onnx = [f"{name} {versions[name]}" for name in versions if name.startswith("onnx")]
+    packages = {"versions": {"torch": ", ".join([versions["torch"], *onnx])}}
+    about = f"{found['model']}, {found['image_size']}×{found['image_size']}; {where}"
+    return inference_table(found) + footer(root, found | packages, "inference.json", first=about)
+
+
+def hardware_table(suites: dict[str, dict], inference: dict) -> str:
+    """Which workloads were run on which hardware, according to the suites' results."""
+    places = {f"training on {where}": [] for where in ("a CPU", "one GPU", "several GPUs")}
+    for found in suites.values():
+        for run in runs_of(found["rows"]):
+            where = "several GPUs" if devices_of(run) > 1 else "one GPU"
+            where = "a CPU" if run["device"] == "cpu" else where
+            places[f"training on {where}"].append((run["technique"], found))
+    places |= {"inference on a CPU": [], "inference on a GPU": []}
+    places[f"inference on a {'CPU' if inference['device'] == 'cpu' else 'GPU'}"] = [("", inference)]
+
+    def scripts(what: str) -> str:
+        names = {technique for technique, _ in places[what] if technique.startswith("pytorch_")}
+        return f"{len(names)} / {len(TECHNIQUES)}" if what.startswith("training") else ""
+
+    def hardware(what: str) -> str:
+        if not places[what]:
+            return "not run yet"
+        machine = places[what][0][1]["hardware"]
+        if what.endswith("CPU"):
+            return machine["cpu"]
+        return ", ".join(f"{n} × {name}" for name, n in Counter(machine["gpus"]).items())
+
+    def of_result(*keys: str) -> Callable:
+        return lambda what: (of_all([found for _, found in places[what][:1]], *keys) or [None])[0]
+
+    return draw(
+        places, column("what", "内容", str), column("scripts", "脚本数", scripts),
+        column("hardware", "硬件", hardware), column("torch", "", of_result("versions", "torch")),
+        column("date", "日期", of_result("date")))
+# fmt: on

@@ -1,0 +1,336 @@
+"""Tables of what benchmark.py measured: medians over the repeats of each row of a suite."""
+
+import difflib
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from report.blocks import Column, column, digits, draw, footer, gib
+from report.results import (
+    ROOT,
+    Unusable,
+    devices_of,
+    middle,
+    name_of,
+    of_all,
+    runs_of,
+    speeds_of,
+    unit_of,
+)
+from techniques import LIBRARIES, decoder, technique
+
+# The figures of memory to show, and in brackets: on a GPU, on a CPU with --profile-memory, and on a
+# CPU without it.
+MEMORY = {
+    "reserved": ("allocated", "reserved"),
+    "allocated": ("process", "allocated"),
+    "process": ("process",),
+}
+KEPT, KEPT_ZH = "state B/param (theory)", "每参数字节（理论）"
+BARE, BARE_ZH = "of the bare loop", "相对裸循环"
+GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers, width
+
+# ------------------------------------------------------------------------------------------ cells
+
+
+def kind_of_memory(rows: list[dict]) -> str:
+    """The kind of ``MEMORY`` that these rows measured."""
+    found = [run["peak_memory_gib"] for run in runs_of(rows)]
+    known = {kind for memory in found for kind, size in memory.items() if size is not None}
+    return next((kind for kind in MEMORY if kind in known), "process")
+
+
+def memory(row: dict) -> str:
+    kinds = MEMORY[kind_of_memory([row])]
+    first, *more = [f"{middle(of_all(row['runs'], 'peak_memory_gib', kind)):.2f}" for kind in kinds]
+    return f"{first} ({more[0]})" if more else first
+
+
+def spread(values: list[float]) -> str:
+    """Median, minimum and maximum, with as many digits as three repeats justify."""
+    mid = statistics.median(values)
+    low, mid, high = (f"{v:,.{0 if mid >= 100 else 1}f}" for v in (min(values), mid, max(values)))
+    return mid if len(values) == 1 else f"{mid} ({low}–{high})"
+
+
+def speed(row: dict) -> str:
+    if not row["runs"]:
+        return row["failed"] or f"left out: {row['left_out']}"
+    return spread(speeds_of(row["runs"]))
+
+
+def ranks(row: dict) -> str:
+    """Number of ranks, and in brackets the number of GPUs if one rank uses several."""
+    if not row["runs"]:
+        return (re.findall(r" x(\d+)$", row["name"]) or [""])[0]
+    size, devices = row["runs"][0]["world_size"], devices_of(row["runs"][0])
+    return str(size) if devices == size else f"{size} ({devices})"
+
+
+def precision(row: dict) -> str:
+    """The precision, with a note on TF32. (Older results have one flag for both kinds.)"""
+    run = row["runs"][0]
+    kinds = run["tf32"].values() if isinstance(run["tf32"], dict) else [run["tf32"]]
+    return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
+
+
+def decoder_of(run: dict):
+    """The sizes of a run's GPT, for theory; ``None`` if it is no GPT. The vocabulary follows from
+    the number of parameters."""
+    shape = re.fullmatch(r"gpt-(\d+)x\d+x(\d+)", run["model"])
+    layers, width = map(int, shape.groups()) if shape else GPTS.get(run["model"], (0, 0))
+    if not layers:
+        return None
+    sizes = (run["context"], run["global_batch_size"])
+    experts = {"experts": run.get("experts", 0)}
+    empty = decoder(layers, width, 0, *sizes, **experts)
+    vocabulary = round((run["parameters"] - empty.whole) / 2 / width)
+    return decoder(layers, width, vocabulary, *sizes, **experts)
+
+
+def kept(run: dict, number: Callable = "{:.2f}".format) -> str | None:
+    """State bytes per parameter, with theory in brackets; a peer has neither."""
+    if not run["state_bytes"]:
+        return None
+    row = technique(run["technique"])
+    options = run["options"] | {"optimizer": run["optimizer"], "decoder": decoder_of(run)}
+    measured = number(sum(run["state_bytes"].values()) / run["parameters"])
+    if "needs_gpt" in row.traits and not options["decoder"]:
+        return measured
+    return f"{measured} ({number(sum(row.keeps(run['world_size'], options).values()))})"
+
+
+def title(row: dict) -> str:
+    some = row["runs"] and row["failed"]
+    return f"`{name_of(row)}`" + (f" ({len(row['runs'])} runs; then {row['failed']})" * bool(some))
+
+
+def title_or_why(row: dict) -> str:
+    return title(row) + ("" if row["runs"] else f" ({speed(row)})")
+
+
+def link(row: dict) -> str:
+    return f"[`{name_of(row)}`](docs/techniques/{name_of(row).split()[0]}.md)"
+
+
+def steps(row: dict) -> str:
+    p50, p95 = (middle(of_all(row["runs"], "step_ms", p)) for p in ("p50", "p95"))
+    return f"{p50:.0f} ({p95:.0f})"
+
+
+def epoch(row: dict) -> float:
+    return row["runs"][0]["train_samples"] / statistics.median(speeds_of(row["runs"]))
+
+
+def measured(title: str | Callable, chinese: str | dict, value: Callable, form="") -> Column:
+    """A column that is empty for a row without runs."""
+    return column(title, chinese, lambda row: value(row) if row["runs"] else None, form)
+
+
+def median(name: str, chinese: str, *keys: str, form: str) -> Column:
+    """A column with the median of a figure of all runs."""
+    return measured(name, chinese, lambda row: middle(of_all(row["runs"], *keys)), form)
+
+
+# ---------------------------------------------------------------------------------------- columns
+# fmt: off
+
+SPEEDS = {"images": "图像", "tokens": "token", "reviews": "影评"}
+SPEEDS = {f"{name}/s (min–max)": f"{chinese}/秒（最小–最大）" for name, chinese in SPEEDS.items()}
+PEAKS = {"peak GiB": "峰值内存 GiB", "peak GiB (allocated)": "峰值内存 GiB（已分配）"}
+PEAKS |= {"peak GiB (reserved)": "峰值显存 GiB（保留）"}
+RANKS = column(lambda rows: "ranks (GPUs)" if any(" (" in ranks(row) for row in rows) else "ranks",
+               {"ranks": "进程数", "ranks (GPUs)": "进程数（GPU）"}, ranks)
+SPEED = column(lambda rows: f"{unit_of(next(iter(runs_of(rows)), {}))} (min–max)", SPEEDS, speed)
+PEAK = measured(lambda rows: "peak GiB" if (kind := kind_of_memory(rows)) == "process"
+                else f"peak GiB ({kind})", PEAKS, memory)
+STATE = measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0]))
+
+# The columns of a technique's rows: for which suites and runs each is there; its titles and cells.
+COLUMNS: list[tuple[str, Column]] = [
+    ("timed", column("technique", "技术", title)),
+    ("untimed", column("technique", "技术", title_or_why)),
+    ("", RANKS),
+    ("", measured("precision", "精度", precision)),
+    ("timed", SPEED),
+    ("timed", measured("step ms (p95)", "每步毫秒（p95）", steps)),
+    ("timed text", median("first step s", "首步秒数", "first_step_seconds", form=",.1f")),
+    ("timed no_text", measured("epoch s", "每轮秒数", epoch, ",.1f")),
+    ("", PEAK),
+    ("gpu", median("GPU %", "", "gpu", "utilization_percent", form=".0f")),
+    ("", STATE),
+    ("weights", median("weights", "权重差", "weights_difference", form=".0e")),
+    ("text", median("loss", "损失", "eval_loss", form=".4f")),
+    ("no_text", median("accuracy", "准确率", "eval_accuracy", form=".1%")),
+]
+# fmt: on
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def techniques_table(rows: list[dict], times: bool = True) -> str:
+    """All columns that the rows have; without times if the suite is about results alone."""
+    runs = runs_of(rows)
+    text = bool(runs) and unit_of(runs[0]) == "tokens/s"  # without a meaningful epoch
+    known = {"timed" if times else "untimed", "text" if text else "no_text"}
+    known |= {"gpu"} if any(run["device"] != "cpu" for run in runs) else set()
+    if any(of_run is not None for of_run in of_all(runs, "weights_difference")):
+        known.add("weights")
+    return draw(rows, *(column for needs, column in COLUMNS if set(needs.split()) <= known))
+
+
+def suite_table(root: Path, found: dict, table: str) -> str:
+    """A table of a suite, and where its rows were measured."""
+    rows = [row for row in found["rows"] if row["table"] == table]
+    other = {"peers": peers_table, "amp": amp_table, "ecosystem": ecosystem_table}
+    drawn = other.get(table.rpartition("-")[2])
+    drawn = drawn(rows) if drawn else techniques_table(rows, found.get("times", True))
+    return drawn + measured_where(root, found, rows)
+
+
+def measured_where(root: Path, found: dict, rows: list[dict]) -> str:
+    """The line below a table of a suite."""
+    one = found["repeats"] == 1
+    times = "1 run of each" if one else f"{found['repeats']} runs of each, median (least–most)"
+    on_cpu = all(run["device"] == "cpu" for run in runs_of(found["rows"]))
+    commands = [run["command"] for run in runs_of(rows)]
+    return footer(root, found, f"{found['suite']}.json", times, commands=commands, on_cpu=on_cpu)
+
+
+def front_table(root: Path, found: dict, proof: dict, names: list[str], predicted: dict) -> str:
+    """One row per technique, with links to docs/techniques/: time, memory, and the difference from
+    a single process, as measured by the tests.
+
+    Args:
+        found: a suite's results.
+        proof: measurements of the tests.
+        names: of the rows to show.
+        predicted: predicted bytes on a GPU, by name of the row.
+    """
+    missing = {"runs": [], "failed": "not measured yet"}
+    known = {row["name"]: row for row in found["rows"]}
+    rows = [known.get(name, missing | {"name": name}) for name in names]
+    unit = unit_of(runs_of(found["rows"])[0])
+    # fmt: off
+    columns = [
+        column("technique", "技术", link), RANKS,
+        measured("difference from one process", "与单进程之差",
+                 lambda row: against_one_process(f"pytorch_{name_of(row)}", proof, unit)),
+        measured("predicted on a GPU", "GPU 上的预测值",
+                 lambda row: gib(predicted.get(row["name"]))),
+        PEAK, SPEED, measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0], digits)),
+    ]
+    # fmt: on
+    return draw(rows, *columns) + measured_where(root, found, [r for r in rows if r["runs"]])
+
+
+def against_one_process(script: str, proof: dict, unit: str) -> str:
+    """The largest difference of weights with SGD; of the loss, for a technique that rounds."""
+    rows = proof["parity" if unit == "images/s" else "parity_gpt"]
+    weights = [r["value"] for r in rows if (r["script"], r["optimizer"]) == (script, "sgd")]
+    if weights:
+        return f"weights {max(weights):.0e}".replace(" 0e+00", " 0")
+    losses = [row["value"] / row["fp32"] - 1 for row in proof["loss"] if row["script"] == script]
+    return f"loss {max(losses, key=abs):+.2%}" if losses and unit == "images/s" else ""
+
+
+def relative(title: str, chinese: str, units: list[dict], same: Callable) -> Column:
+    """A column of the speed relative to the reference row of its group.
+
+    Args:
+        units: reference rows.
+        same: a function of a row: its group.
+    """
+    of_group = {same(unit): unit["runs"] for unit in units if unit["runs"]}
+
+    def share(row: dict) -> str | None:
+        reference = of_group.get(same(row))
+        return reference and relative_speed(row["runs"], reference)
+
+    return measured(title, chinese, share)
+
+
+def relative_speed(runs: list[dict], reference: list[dict]) -> str:
+    """The ratio of the medians, and its range over the rounds."""
+    if runs is reference:
+        return "1.00"
+    ours, theirs = speeds_of(runs), speeds_of(reference)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
+    around = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ours) / statistics.median(theirs):.2f}{around}"
+
+
+def peers_table(rows: list[dict]) -> str:
+    """Training loops on the same workload, relative to the bare one of the same precision."""
+    units = [row for row in rows if row["name"].startswith("bare loop")]
+    share = relative(BARE, BARE_ZH, units, lambda row: row["runs"] and precision(row))
+    return draw(rows, column("loop", "训练循环", lambda row: row["name"]), SPEED, share, PEAK)
+
+
+def amp_table(rows: list[dict]) -> str:
+    """One model in SingleGPU, DP and DDP, each in fp32, with autocast and with a GradScaler, as in
+    the rows' names. Speed is also relative to the same technique in fp32."""
+    name, kind = (lambda row, i=i: name_of(row).split(", ")[i] for i in (0, 1))
+    units = [row for row in rows if kind(row) == "fp32"]
+    share = relative("of fp32", "相对 fp32", units, lambda row: (name(row), ranks(row)))
+    named = column("technique", "技术", name), column("precision", "精度", kind)
+    return draw(rows, *named, RANKS, SPEED, share, PEAK)
+
+
+# -------------------------------------------------------------- the libraries' scripts and ours
+
+
+def ecosystem_table(rows: list[dict]) -> str:
+    """A row for each script of a library and of ours that equals one: lines, speed, bytes. Speeds
+    are relative: to the bare loop, and to the raw script on as many ranks; in brackets the range
+    over the rounds."""
+    found = [row["runs"] for row in rows if row["runs"]]
+    runs = {(run[0]["technique"], run[0]["world_size"]): run for run in found}
+    raw = {one.script: f"pytorch_{one.parent}" for one in LIBRARIES}
+    raw = {"pytorch_SingleGPU": "pytorch_SingleGPU"} | {p: p for p in raw.values()} | raw
+
+    def share(ours: tuple[str, int], theirs: tuple[str, int]) -> str | None:
+        if ours == theirs or not {ours, theirs} <= set(runs):
+            return None
+        threads = [runs[key][0]["threads"] for key in (ours, theirs)]
+        if len(set(threads)) > 1:  # no comparison
+            raise Unusable(f"{ours} had {threads[0]} threads, {theirs} {threads[1]}")
+        return relative_speed(runs[ours], runs[theirs])
+
+    def bytes_of(name: str) -> str | None:
+        own = runs.get((name, 2), runs.get((name, 1), [{}]))[0]
+        return kept(own, digits) if own.get("state_bytes") else None
+
+    # fmt: off
+    return draw(
+        raw, column("script", "脚本", "`{}`".format),
+        column("lines", "行数", lambda name: len(code_of(name))),
+        column("not in SingleGPU", "SingleGPU 没有的行",
+               lambda name: count_new("pytorch_SingleGPU", name) or None),
+        column("not in the raw script", "原生脚本没有的行",
+               lambda name: count_new(raw[name], name) or None),
+        column(f"{BARE}, 1 rank", f"{BARE_ZH}，1 进程",
+               lambda name: share((name, 1), ("peer: bare", 1))),
+        column("of the raw script, 1 rank", "相对原生脚本，1 进程",
+               lambda name: share((name, 1), (raw[name], 1))),
+        column("of the raw script, 2 ranks", "相对原生脚本，2 进程",
+               lambda name: share((name, 2), (raw[name], 2))),
+        column(KEPT, KEPT_ZH, bytes_of),
+    )
+    # fmt: on
+
+
+def code_of(script: str) -> list[str]:
+    """A script's lines below its docstring, without empty ones, comments and spaces."""
+    lines = (ROOT / f"{script}.py").read_text().split('"""\n', 1)[1].splitlines()
+    lines = [re.sub(r"(^|  )#.*", "", line).strip() for line in lines]
+    return [line for line in lines if line]
+
+
+def count_new(parent: str, script: str) -> int:
+    """Number of lines of a script that its parent does not have."""
+    old, new = code_of(parent), code_of(script)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    return len(new) - sum(block.size for block in matcher.get_matching_blocks())
