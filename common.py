@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-from hangs import watch as hangs
+import hangs
 from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
 from harness.data import TaskData
@@ -46,11 +46,12 @@ from harness.world import (
     this_script,
     world,
 )
-from jobs import attention, choice
+from jobs import choice
 from jobs.choice import Settings, init_weights
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
+from libraries import attention
 from libraries.accelerate_launch import check_launch
 from libraries.flat import WholeState
 from remote import storage as remote
@@ -117,9 +118,12 @@ def prepare_process(args: Settings) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype."""
     die_with_launcher()
-    if world().size == world().local_size:
+    one_machine = world().size == world().local_size
+    if one_machine:
         listen_on_loopback()
-    hangs.prepare(Path(sys.argv[0]).absolute(), local_folder(args.output_dir))
+    records = local_folder(args.output_dir) / "flight_recorder"
+    script = Path(sys.argv[0]).absolute()
+    hangs.prepare(script, records, world().rank, world().size, one_machine)
     if args.profile_memory and args.device == "cpu":
         keep_no_free_memory()
     if world().rank == 0:
@@ -156,6 +160,7 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
         f"{args.task.data.describe(args)}, dataset {args.dataset}, {batch}"
     )
     print0(f"settings: {cli.given_flags() or 'defaults'}")
+    hangs.listen(args.timeout)
     args.task.models.check_model_name(args.model)
 
 

@@ -1,58 +1,40 @@
 """When a collective hangs: which one, the ranks that joined it, and the line where each rank is.
 
 PyTorch records the collectives of each process in its flight recorder. When one times out, loses a
-rank or aborts, all ranks write their records to ``--output-dir``/flight_recorder and tell each
-other where they are, and one of them prints a diagnosis. On a rank that does not wait itself, a
-thread answers, which checks once per second whether another rank has failed.
-
-Only the last two functions use private APIs of PyTorch.
+rank or aborts, the ranks that notice it ask all others where they are, every rank writes its record
+to a folder, and one of them prints a diagnosis.
 """
 
 import atexit
+import contextlib
 import ctypes
-import json
 import linecache
-import math
 import os
 import pickle
 import signal
-import socket
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import torch
 import torch.distributed as dist
 
-from hangs.diagnosis import call_of, describe, diagnose
-from harness.world import print0, world
+from hangs import recorder
+from hangs.diagnosis import diagnose
+from hangs.peers import ANSWER, ask, serve
 
 WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
 WORDS += ("Broken pipe",)  # in errors of gloo, NCCL and the store: another rank is late or gone
 PREFIX, REPORT = "rank_", "report.txt"  # file names; PyTorch's own tool expects the first
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-ANSWER = 6  # seconds that a rank has to answer
-LINGER = 2  # seconds that it then has to end by itself
-LAST = 50  # number of collectives per group to compare
-BEGIN = time.time()
-STORE_ENDED = (KeyError, OSError, RuntimeError)  # or not a launcher's store
-
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # 2.11
+LINGER = 2  # seconds that a rank has to end by itself, once the diagnosis is printed
 
 Frames = list[tuple[FrameType, int]]  # with line numbers, from the outermost to the innermost
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads a dump of PyTorch's flight recorder, which has dicts, lists, strings and numbers."""
-
-    def find_class(self, module: str, name: str):
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 class Watch:
@@ -61,14 +43,19 @@ class Watch:
     Args:
         script: the file whose lines are reported first.
         folder: for the records.
+        one_machine: all ranks share it.
     """
 
-    def __init__(self, script: Path, folder: Path):
-        self.script, self.folder = script, folder
-        self.process, self.told, self.over = os.getpid(), threading.Lock(), threading.Event()
-        self.stopped_at, self.continued = [], 0  # frames, and nanoseconds
+    def __init__(self, script: Path, folder: Path, rank: int, one_machine: bool):
+        self.script, self.folder, self.rank, self.one_machine = script, folder, rank, one_machine
+        self.process, self.began, self.peers = os.getpid(), time.time(), []
+        self.account, self.describing = None, threading.RLock()
+        self.stopped_at, self.continued = None, 0.0  # what locate() returns, and when
+        self.asked, self.over = threading.Lock(), threading.Event()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; default: none
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))  # of NCCL's watchdog
+        # If Python ends while a thread is in C++, it aborts: nothing is described from then on.
+        atexit.register(self.describing.acquire, timeout=ANSWER)
         sys.excepthook = self.after_exception
         if sys.platform == "linux":  # gloo aborts if sizes differ, NCCL's watchdog after a timeout
             self.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.before_abort)
@@ -76,14 +63,19 @@ class Watch:
             atexit.register(ctypes.CDLL(None).signal, signal.SIGABRT, None)  # no Python by then
 
     def start(self) -> None:
-        """Start to listen to the other ranks, all of which have joined by now. If the last run in
-        this folder could not report why it ended, rank 0 does."""
-        self.listener = threading.Thread(target=self.listen, daemon=True)
-        self.listener.start()
-        atexit.register(self.stop_listening)
-        if threading.current_thread() is threading.main_thread() and sys.platform == "linux":
+        """Answer the other ranks. If the last run in this folder could not report why it ended,
+        rank 0 does. All ranks call it."""
+        own, answers = None, {"claim": self.claim, "where": self.where, "end": self.end}
+        try:
+            own = serve(self.one_machine, answers)
+        except OSError as error:
+            print(f"rank {self.rank} cannot be asked where it hangs: {error}", file=sys.stderr)
+        peers = [None] * dist.get_world_size()
+        dist.all_gather_object(peers, own)
+        self.peers = peers
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCONT"):
             signal.signal(signal.SIGCONT, self.after_stop)
-        if world().rank == 0:
+        if self.rank == 0:
             self.explain_last_run()
 
     def explain_last_run(self) -> None:
@@ -94,107 +86,105 @@ class Watch:
             newest = max(path.stat().st_mtime for path in files.values())
             if said.exists() and said.stat().st_mtime > newest:
                 return
-            found = {int(r): PlainUnpickler(path.open("rb")).load() for r, path in files.items()}
-            accounts = {rank: self.account(recorded, "", None) for rank, recorded in found.items()}
-            print0(f"the last run hung: {self.write_report(accounts, {}, len(files))}")
+            accounts = {}
+            for rank, path in files.items():
+                with open(path, "rb") as file:
+                    recorded = recorder.PlainUnpickler(file).load()
+                accounts[int(rank)] = recorder.account_of(recorded, self.name_places)
+            report = self.write_report(accounts, {}, len(files))
+            print(f"the last run hung: {report}", flush=True)
         except Exception:  # missing or foreign files must not prevent training
             return
 
+    # ------------------------------------------------------------------- a collective has failed
+
     def after_exception(self, kind, error, trace) -> None:
+        frames, cause = list(traceback.walk_tb(trace)), error
+        while cause and not any(words in str(cause) for words in WORDS):
+            cause = cause.__cause__ or cause.__context__  # a pipeline's schedule wraps it
+            frames += traceback.walk_tb(cause.__traceback__) if cause else []
+        hung = cause and dist.is_initialized()
+        if hung:
+            self.describe(frames, "waits")  # before another rank asks
         sys.__excepthook__(kind, error, trace)
-        frames = list(traceback.walk_tb(trace))
-        while error and not any(words in str(error) for words in WORDS):
-            error = error.__cause__ or error.__context__  # a pipeline's schedule wraps it
-            frames += traceback.walk_tb(error.__traceback__) if error else []
-        if error and dist.is_initialized():
-            self.report(frames, "waits")
+        if hung:
+            self.report()
 
     def before_abort(self, signum: int) -> None:
         """Called by the thread that aborts the process, which ends when this returns."""
-        if os.getpid() == self.process:
-            self.report(main_frames(), "aborts")
+        if os.getpid() == self.process and dist.is_initialized():
+            self.describe(main_frames(), "aborts")
+            self.report()
 
     def after_stop(self, signum: int, frame: FrameType) -> None:
-        """Called first when a stopped process is continued: see :func:`collect`."""
-        self.stopped_at, self.continued = outermost_first(frame), time.time_ns()
+        """Called first when a process that a signal had stopped is continued: see :func:`ask`."""
+        self.stopped_at, self.continued = self.locate(outermost_first(frame)), time.time()
 
-    def listen(self) -> None:
-        try:
-            store = connect()
-            store.set(f"process {world().rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            if not self.appears(store, "failed"):
-                return
-            self.tell(store, main_frames(), "")
-            if not self.appears(store, "printed", 2 * ANSWER):
-                return
-        except STORE_ENDED:
-            return
-        if not self.over.wait(LINGER):
-            os._exit(1)  # otherwise the launcher would kill it half a minute later
+    def ask(self, question: str) -> dict:
+        """The answers of all ranks, including this one."""
+        with ThreadPoolExecutor(64) as pool:
+            found = pool.map(lambda own: own and ask(question, *own), self.peers)
+            return {rank: "it cannot be asked" if a is None else a for rank, a in enumerate(found)}
 
-    def appears(self, store: dist.Store, key: str, seconds: float = math.inf) -> bool:
-        """Whether a key is in the store within the seconds, and before the process ends."""
-        until = time.monotonic() + seconds
-        while not store.check([key]):
-            if self.over.wait(1) or time.monotonic() > until:
-                return False
-        return True
+    def report(self) -> None:
+        """Ask all ranks, and print the diagnosis unless another rank does."""
+        first = next((a for a in self.ask("claim").values() if isinstance(a, bool)), False)
+        if first:  # to ask the lowest rank that can answer
+            answers = self.ask("where")
+            silent = {rank: why for rank, why in answers.items() if isinstance(why, str)}
+            accounts = {rank: answers[rank] for rank in answers.keys() - silent.keys()}
+            report = self.write_report(accounts, silent, len(answers))
+            print(f"{self.script.stem}: error: {report}", file=sys.stderr, flush=True)
+            self.ask("end")
+        elif self.peers:  # otherwise the next start explains the records
+            self.over.wait(3 * ANSWER)
 
-    def stop_listening(self) -> None:
-        """Wait for the thread: if Python ends while it is in a call to the store, it aborts."""
+    # ------------------------------------------------ what a rank answers, in a thread of its own
+
+    def claim(self) -> bool:
+        """Whether this is the first rank that asks."""
+        return self.asked.acquire(blocking=False)
+
+    def where(self) -> dict:
+        self.claim()
+        return self.describe(main_frames(), "")
+
+    def end(self) -> None:
+        """The diagnosis is printed. The launcher would end a rank that does not wait only later."""
         self.over.set()
-        self.listener.join(ANSWER)
+        timer = threading.Timer(LINGER, os._exit, [1])
+        timer.daemon = True
+        timer.start()
 
-    def report(self, frames: Frames, why: str) -> None:
-        """Collect the reports of all ranks, and print the diagnosis unless another rank does."""
-        try:
-            store = connect()
-            store.set("failed", "")
-            self.tell(store, frames, why)
-            accounts, silent = collect(store)
-            if store.compare_set("printer", "", str(world().rank)) == str(world().rank).encode():
-                report = self.write_report(accounts, silent, world().size)
-                print(f"{self.script.stem}: error: {report}", file=sys.stderr, flush=True)
-                store.set("printed", "")
-            store.wait(["printed"], timedelta(seconds=ANSWER))
-        except STORE_ENDED:
-            return
+    def describe(self, frames: Frames, why: str) -> dict:
+        """Write this rank's record; its account for :func:`diagnose`. The first call counts."""
+        with self.describing:
+            if self.account:
+                return self.account
+            recorded = recorder.read_recorder()
+            with contextlib.suppress(OSError):  # such as a full disk
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / f"{PREFIX}{self.rank}").write_bytes(pickle.dumps(recorded))
+            stopped = time.time() - self.continued < 2 * ANSWER
+            at = self.stopped_at if stopped else self.locate(frames)
+            if stopped:
+                entries, until = recorded["entries"], self.continued * 1e9
+                recorded["entries"] = [e for e in entries if e["time_created_ns"] < until]
+            account = recorder.account_of(recorded, self.name_places, *at, why, stopped)
+            self.account = account
+            return account
 
-    def tell(self, store: dist.Store, frames: Frames, why: str) -> None:
-        """Write this rank's records, and tell the others where it is; only once."""
-        if not self.told.acquire(blocking=False):
-            return
-        recorded = read_recorder()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{PREFIX}{world().rank}").write_bytes(pickle.dumps(recorded))
-        if stopped := store.check([f"stopped {world().rank}"]) and bool(self.stopped_at):
-            frames, entries = self.stopped_at, recorded["entries"]
-            recorded["entries"] = [e for e in entries if e["time_created_ns"] < self.continued]
+    # --------------------------------------------------------------------------------- in words
+
+    def locate(self, frames: Frames) -> tuple[str, dict | None]:
+        """The line, and the message that it waits for."""
         places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-        account = self.account(recorded, why, awaited_message(frames), self.name_places(places))
-        account["stopped"] = stopped
-        store.set(f"account {world().rank}", json.dumps(account))
-
-    def account(self, recorded: dict, why: str, message: dict | None, place: str = "") -> dict:
-        """This rank's account for :func:`diagnose`."""
-        # Groups of other ranks may have the same name.
-        key = {name: f"{name} of {g['ranks']}" for name, g in recorded["pg_config"].items()}
-        calls, number_of = [], Counter()
-        for entry in reversed(recorded["entries"]):
-            name = entry["process_group"][0]
-            number_of[name] += 1
-            if number_of[name] <= LAST:
-                frames = [(Path(f["filename"]), f["line"]) for f in entry.get("frames", [])[::-1]]
-                place_of = self.name_places(frames)
-                calls.insert(0, call_of(entry, place_of) | {"group": key.get(name, name)})
-        groups = {key[name]: json.loads(g["ranks"]) for name, g in recorded["pg_config"].items()}
-        place = place or (calls[-1]["place"] if calls else "")
-        return {"why": why, "place": place, "message": message, "calls": calls, "groups": groups}
+        return self.name_places(places), recorder.awaited_message(frames)
 
     def name_places(self, places: list[tuple[Path, int]]) -> str:
         """The line of the script, and the innermost line outside of libraries."""
         ours = [p for p in places if p[0].is_file() and not str(p[0]).startswith(LIBRARIES)]
-        ours = [p for p in ours if p[0] != Path(__file__)]
+        ours = [p for p in ours if p[0].parent != Path(__file__).parent]
         of_script = [p for p in ours if p[0].absolute() == self.script]
         named = dict.fromkeys([*of_script[-1:], *ours[-1:]])
         return ", in ".join(
@@ -202,34 +192,47 @@ class Watch:
             for path, line in named
         )
 
-    def write_report(self, accounts: dict, silent: dict, world: int) -> str:
+    def write_report(self, accounts: dict, silent: dict, size: int) -> str:
         """Write the diagnosis of the ranks' accounts, and remove files of an earlier run."""
-        for path in self.folder.glob(f"{PREFIX}*"):
-            if accounts and world().rank in accounts and path.stat().st_mtime < BEGIN:
-                path.unlink()
-        first, *others = diagnose(accounts, silent, world)
+        first, *others = diagnose(accounts, silent, size)
         report = "\n  ".join([f"{first}; recorded in {self.folder}", *others])
-        (self.folder / REPORT).write_text(report + "\n")
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob(f"{PREFIX}*"):
+                if self.account and path.stat().st_mtime < self.began:
+                    path.unlink()
+            (self.folder / REPORT).write_text(report + "\n")
         return report
 
 
 watch: Watch | None = None  # of this process
 
 
-def prepare(script: Path, output_dir: Path) -> None:
-    """Start to record collectives, and explain them if they fail."""
+def prepare(script: Path, folder: Path, rank: int, size: int, one_machine: bool) -> None:
+    """Start to record collectives, to explain them if they fail.
+
+    Args:
+        script: the file whose lines are reported first.
+        folder: for the records of all ranks.
+        rank, size: of this process, and of the run.
+        one_machine: all ranks share it, so no other machine has to reach them.
+    """
     global watch
-    if world().size > 1:
-        watch = Watch(script, output_dir / "flight_recorder")
+    if size > 1:
+        watch = Watch(script, folder, rank, one_machine)
 
 
 def listen(timeout: float) -> None:
-    """Also answer other ranks; all ranks have joined by now. Groups that a device mesh or a library
-    has created get the timeout of the group of all ranks: ``timeout`` seconds."""
+    """Answer other ranks from now on. Groups that a device mesh or a library has created get the
+    timeout of the group of all ranks. All ranks call it, again after creating such groups.
+
+    Args:
+        timeout: in seconds.
+    """
     if watch and dist.is_initialized():
-        for group in groups_of_process():
-            set_timeout(timedelta(seconds=timeout), group)
-        watch.start()
+        for group in recorder.groups_of_process():
+            recorder.set_timeout(timedelta(seconds=timeout), group)
+        if not watch.peers:
+            watch.start()
 
 
 def main_frames() -> Frames:
@@ -238,97 +241,3 @@ def main_frames() -> Frames:
 
 def outermost_first(frame: FrameType) -> Frames:
     return list(traceback.walk_stack(frame))[::-1]
-
-
-def awaited_message(frames: Frames) -> dict | None:
-    """The send or receive that waits at these lines, which gloo does not record."""
-    if not frames or "torch/distributed" not in frames[-1][0].f_code.co_filename:
-        return None  # it is computing
-    for frame, _ in reversed(frames):
-        given = frame.f_locals
-        if frame.f_code.co_name in ("send", "recv") and "tensor" in given:
-            end = "dst" if frame.f_code.co_name == "send" else "src"
-            group, peer = given["group"] or dist.group.WORLD, given[end]
-            peer = dist.get_global_rank(group, given[f"group_{end}"]) if peer is None else peer
-            return message(frame.f_code.co_name, given["tensor"], peer)
-        lists = [value for value in given.values() if isinstance(value, list)]
-        ops = [op for op in sum(lists, []) if isinstance(op, dist.P2POp)]
-        for op in sorted(ops, key=lambda op: op.op is dist.isend):
-            return message("send" if op.op is dist.isend else "recv", op.tensor, op.peer)
-    return None
-
-
-def message(kind: str, tensor: torch.Tensor, peer: int) -> dict:
-    what = describe(kind, [tensor.shape], tensor.dtype)
-    return {"peer": peer, "what": f"{what} {'from' if kind == 'recv' else 'to'} rank {peer}"}
-
-
-# ---------------------------------------------------------------------------------- other ranks
-
-
-def connect() -> dist.Store:
-    """A separate connection to the launcher's store: one that waits blocks every thread on it."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, timeout=timedelta(seconds=ANSWER))
-    return dist.PrefixStore(f"hang {world().restarts}", store)
-
-
-def collect(store: dist.Store) -> tuple[dict[int, dict], dict[int, str]]:
-    """What each rank reports, and why a rank does not report. A stopped process is continued, so
-    that it reports where it was; the run has failed in any case."""
-    accounts, silent, until = {}, {}, time.monotonic() + ANSWER
-    while (waited := set(range(world().size)) - {*accounts, *silent}) and time.monotonic() < until:
-        for rank in waited:
-            state, process = state_of(store, rank)
-            if store.check([f"account {rank}"]):
-                accounts[rank] = json.loads(store.get(f"account {rank}"))
-            elif state == "T":
-                store.set(f"stopped {rank}", "")
-                os.kill(process, signal.SIGCONT)
-            elif state == "gone":
-                silent[rank] = "its process has ended"
-        time.sleep(0.05)
-    return accounts, silent | dict.fromkeys(waited, "it does not answer")
-
-
-def state_of(store: dist.Store, rank: int) -> tuple[str, int]:
-    """State of a rank's process on this machine: as in ``ps``, or gone."""
-    if not store.check([f"process {rank}"]):
-        return "", 0
-    host, process = json.loads(store.get(f"process {rank}"))
-    if host != socket.gethostname() or sys.platform != "linux":
-        return "", 0
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone", process
-    return "gone" if state in "ZX" else state, process
-
-
-# -------------------------------------------------------------------------------------- PyTorch
-
-
-def read_recorder() -> dict:
-    """PyTorch's record: ``entries``, one per collective, and ``pg_config``, one per group. It
-    includes send and receive only for NCCL."""
-    try:
-        own = torch._C._distributed_c10d
-        read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
-        recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
-    except AttributeError:  # another version of PyTorch
-        recorded = {"version": "", "entries": []}
-    recorded["pg_config"] = {  # empty with gloo, but PyTorch's tool needs it
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(dist.get_process_group_ranks(group)),
-        }
-        for group, name in groups_of_process().items()
-    }
-    return recorded
-
-
-def groups_of_process() -> dict[dist.ProcessGroup, str]:
-    """The process groups of this process, by name."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    return dict(getattr(world, "pg_names", {}))

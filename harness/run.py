@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from hangs import watch as hangs
+import hangs
 from harness import result, state
 from harness.cli import fail
 from harness.clock import StepClock, describe_step
@@ -209,7 +209,7 @@ class Run:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
         self.stop.listen()
-        hangs.listen(self.args.timeout)
+        hangs.listen(self.args.timeout)  # to the groups of a mesh, too
 
     def exit_done(self) -> NoReturn:
         """Exit because the resumed run had already finished. All ranks call it."""

@@ -31,6 +31,7 @@ from harness.world import this_script, world
 from jobs.experts import Experts
 from jobs.images import ImageOptions
 from jobs.text import TextOptions
+from libraries import hub
 
 GPTS = jobs.decoder.NAMES
 ONLY_GPT = {  # help texts of a script that trains nothing else
@@ -147,7 +148,7 @@ def check_is_gpt(args) -> None:
 
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    if args.model in (None, "gpt") and args.dataset != "reviews" and jobs.decoder.is_folder(args):
+    if args.model in (None, "gpt") and args.dataset != "reviews" and hub.is_folder(args.weights):
         args = replace(args, model="llama")
     ours = args.task
     others = {name for task in (IMAGES, TEXT, REVIEWS) for name in task.flags} - set(ours.flags)
@@ -163,7 +164,7 @@ def resolve(args):
     args = ours.data.resolve(args)
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     named |= ours is REVIEWS and jobs.reviews.has_pretrained(args)
-    named |= ours is TEXT and jobs.decoder.is_folder(args)
+    named |= ours is TEXT and hub.is_folder(args.weights)
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():

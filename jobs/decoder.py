@@ -1,10 +1,8 @@
 """Which decoder a command line selects, a GPT or a Llama; its weights, initialized or read, whole
 or in shards; and its parameter groups for the optimizer."""
 
-import dataclasses
 import difflib
 import functools
-import json
 import math
 import re
 import zlib
@@ -16,32 +14,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.cli import fail
 from harness.state import check_weights, load_file
-from jobs import gpt, llama, llama_folder
-from jobs.gpt import GPT, Decoder, Size
-from jobs.llama import Llama, LlamaSize
+from jobs import gpt, llama
+from jobs.gpt import Decoder, Size
+from jobs.llama import LlamaSize
 from libraries import hub
 from remote.storage import fetch_input
 
-SIZES = gpt.SIZES | llama.SIZES
+FAMILIES = {"gpt": (Size, gpt.SIZES), "llama": (LlamaSize, llama.SIZES)}  # a model: a file, a row
+SIZES = {name: size for _, sizes in FAMILIES.values() for name, size in sizes.items()}
 NAMES = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
 
 
 def is_decoder(name: str | None) -> bool:
     """Whether ``--model`` names a decoder, even a misspelled one."""
-    return re.match(r"gpt|(tiny)?llama", name or "") is not None
-
-
-def is_folder(args) -> bool:
-    """Whether ``--weights`` is a folder with a configuration, in the format of huggingface.co."""
-    if args.weights == "none" or str(args.weights).endswith(".pt"):
-        return False
-    return Path(folder_of(args), "config.json").is_file()
-
-
-def folder_of(args) -> Path:
-    """The folder of ``--weights``: itself, or the folder of the file."""
-    path = Path(fetch_input(args.weights, "--weights"))
-    return path.parent if path.is_file() else path
+    return any(family in (name or "") for family in FAMILIES)
 
 
 def size_of(args) -> Size:
@@ -49,51 +35,36 @@ def size_of(args) -> Size:
     that in the folder ``--weights``."""
     if args.model != "llama":
         return size_of_name(args.model, args.kv_heads, args.mlp_width)
-    if not Path(folder_of(args), "config.json").is_file():
+    folder = hub.folder_of(args.weights)
+    if not (folder / "config.json").is_file():
         fail("--model llama takes its shape from --weights; give a folder with a config.json")
-    return size_of_folder(folder_of(args))
+    return size_of_folder(folder)
 
 
 @functools.cache
 def size_of_folder(folder: Path) -> LlamaSize:
-    try:
-        return llama_folder.size_of_config(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else error
-        fail(f"--weights {folder}: config.json cannot be used ({why}); give another folder")
+    return LlamaSize(**hub.read_config(folder))
 
 
 @functools.cache
 def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size:
-    numbers = re.fullmatch(r"(gpt|llama)-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
-    if name not in SIZES and not numbers:
+    family, _, shape = name.partition("-")
+    if name in SIZES:
+        size = SIZES[name]
+    elif family in FAMILIES and re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
+        size = FAMILIES[family][0](*map(int, shape.split("x")))
+    else:
         close = difflib.get_close_matches(name, SIZES) or gpt.SIZES
         fail(
             f"--model {name} is no decoder; try {', '.join(close)}, or gpt-LxHxD or llama-LxHxD, "
             "such as gpt-4x4x128 for 4 layers of 4 heads and width 128"
         )
-    if name in SIZES:
-        size = SIZES[name]
-    else:
-        kind, *shape = numbers.groups()
-        size = (Size if kind == "gpt" else LlamaSize)(*map(int, shape))
     if size.width % size.heads:
         fail(
             f"--model {name}: width {size.width} is not divisible by {size.heads} heads; "
             "use a multiple"
         )
-    if not isinstance(size, LlamaSize):
-        if kv_heads or mlp_width:
-            fail(f"--kv-heads and --mlp-width need a Llama, and --model is {name}; leave them out")
-        return dataclasses.replace(size, kv_heads=size.heads, mlp_width=4 * size.width)
-    kv_heads = kv_heads or size.kv_heads or size.heads
-    if size.heads % kv_heads:
-        fail(f"--kv-heads {kv_heads} do not divide {size.heads} heads of {name}; use a divisor")
-    if size.width // size.heads % 2:
-        fail(f"--model {name}: head width {size.width // size.heads} is odd; use an even one")
-    # Two thirds of a GPT's, as there are three matrices, and a multiple of 32.
-    width = mlp_width or size.mlp_width or 32 * math.ceil(8 * size.width / 3 / 32)
-    return dataclasses.replace(size, kv_heads=kv_heads, mlp_width=width)
+    return size.complete(name, kv_heads, mlp_width)
 
 
 def check_tensor_parallel(args, ranks: int, flag: str) -> None:
@@ -135,12 +106,10 @@ def make_model(args, vocabulary: list[str]) -> Decoder:
 
 
 def make_shapes(args, vocabulary: list[str]) -> Decoder:
-    size, options, points = size_of(args), {"tie": bool(args.tie)}, code_points(args, vocabulary)
+    options = {"tie": bool(args.tie)}
     if args.experts:
         options |= {"experts": args.experts, "top_k": args.top_k, "balance": args.balance}
-    if isinstance(size, LlamaSize):
-        return Llama(points, size, **options)
-    return GPT(points, size, args.context, args.dropout, **options)
+    return size_of(args).make_model(code_points(args, vocabulary), args, **options)
 
 
 def code_points(args, vocabulary: list[str]) -> list[int]:
@@ -159,9 +128,10 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     points = torch.tensor(code_points(args, vocabulary))
     buffers = [name for name, _ in model.named_buffers()]
     parameters = dict(model.named_parameters())
-    if is_folder(args):
-        their = {name: their_name(args, name) for name in parameters}
-        hub.read_weights(folder_of(args), {their[n]: p for n, p in parameters.items()})
+    if hub.is_folder(args.weights):
+        shared = "head.weight" in parameters and args.tie
+        tied = {"token.weight": parameters.pop("head.weight")} if shared else {}
+        hub.read_weights(hub.folder_of(args.weights), tied | parameters)
     elif args.weights != "none":
         weights = read_file(args, points)
         for name, parameter in parameters.items():
@@ -193,10 +163,6 @@ def draw(args, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, device="cpu").normal_(std=std, generator=rng)
 
 
-def their_name(args, name: str) -> str:
-    return llama_folder.their_name("token.weight" if args.tie and name == "head.weight" else name)
-
-
 def read_file(args, points: Tensor) -> dict[str, Tensor]:
     """Load a ``model.pt``, and check that it fits."""
     weights = load_file(fetch_input(args.weights, "--weights"), "--weights", mmap=True)
@@ -217,19 +183,14 @@ def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
     """For a Llama, write ``config.json``, ``model.safetensors`` and its tokenizer, as transformers
     reads them; for a GPT nothing."""
     size = size_of(args)
-    if not isinstance(size, LlamaSize) or args.experts:
+    if not size.on_the_hub or args.experts:
         return
-    shared = "head.weight" if args.tie else ""
-    theirs = {
-        llama_folder.their_name(name): tensor
-        for name, tensor in weights.items()
-        if name not in ("vocabulary", shared)
-    }
-    context = size.context if is_folder(args) else args.context
-    config = llama_folder.make_config(size, context, len(weights["token.weight"]), bool(args.tie))
-    hub.write_folder(folder, config, theirs)
+    left_out = {"vocabulary"} | ({"head.weight"} if args.tie else set())
+    context = size.context if hub.is_folder(args.weights) else args.context
+    config = hub.make_config(size, context, len(weights["token.weight"]), bool(args.tie))
+    hub.write_folder(folder, config, {n: t for n, t in weights.items() if n not in left_out})
     if args.tokenizer == "hub":
-        hub.copy_tokenizer(folder_of(args), folder)
+        hub.copy_tokenizer(hub.folder_of(args.weights), folder)
 
 
 # ------------------------------------------------------------------------------------- optimizer

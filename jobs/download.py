@@ -1,11 +1,11 @@
 """Download a data set: one attempt, by one rank per machine, and no hang if offline."""
 
 import functools
-import threading
 import urllib.request
 from collections.abc import Callable
 
 from harness.world import is_first_here, max_over_ranks
+from remote.storage import answer_within
 
 
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:
@@ -34,17 +34,9 @@ def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]
 @functools.cache
 def why_unreachable(url: str) -> str:
     """Why an address does not answer within 5 s; empty if it does."""
-    answers = ["no answer within 5 s"]
-
-    def ask_for_headers():
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
-            answers.append("")
-        except Exception as error:  # urllib's, http.client's, ssl's or socket's
-            answers.append(str(error))
-
-    # A thread that may be left behind, because a host lookup has no timeout.
-    thread = threading.Thread(target=ask_for_headers, daemon=True)
-    thread.start()
-    thread.join(timeout=5)
-    return answers[-1]
+    headers = urllib.request.Request(url, method="HEAD")
+    try:
+        answer_within(5, lambda: urllib.request.urlopen(headers, timeout=10).close())
+    except Exception as error:  # urllib's, http.client's, ssl's or socket's
+        return str(error)
+    return ""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.cli import fail
 from jobs.experts import MixtureOfExperts
 from libraries.attention_kernels import repeat
 
@@ -33,6 +34,21 @@ class Size:
     vocabulary: int = 0
 
     mlp_matrices = 2
+    on_the_hub = False  # whether libraries/hub.py reads and writes its weights
+
+    def complete(self, model: str, kv_heads: int | None, mlp_width: int | None) -> "Size":
+        """The shape with ``--kv-heads`` and ``--mlp-width``, or their defaults.
+
+        Args:
+            model: ``--model``, for error messages.
+        """
+        if kv_heads or mlp_width:
+            fail(f"--kv-heads and --mlp-width need a Llama, and --model is {model}; leave them out")
+        return dataclasses.replace(self, kv_heads=self.heads, mlp_width=4 * self.width)
+
+    def make_model(self, vocabulary: list[int], args, **options) -> "Decoder":
+        """A model of this shape; ``options``: see :class:`Decoder`."""
+        return GPT(vocabulary, self, args.context, args.dropout, **options)
 
     def count_parameters(self, vocabulary: int) -> int:
         """Number of parameters of an untied model, without norms and positions."""
@@ -53,7 +69,8 @@ SIZES = {
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of ``[batch, heads, time, head_width]``. Keys and values may have fewer
-    heads, each of which is used by several heads of queries."""
+    heads, each of which is used by several heads of queries (Ainslie et al. 2023,
+    arXiv:2305.13245)."""
     return F.scaled_dot_product_attention(q, *repeat(q, k, v), is_causal=True)
 
 
@@ -62,19 +79,26 @@ class Attention(nn.Module):
 
     Queries, keys and values have separate matrices: tensor parallelism would split a combined
     matrix so that a rank has some queries and no values.
+
+    Args:
+        rotate: applied to queries, keys and positions, before the attention.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float):
+    def __init__(self, size: Size, dropout: float = 0.0, rotate: Callable | None = None):
         super().__init__()
-        self.head_width, self.attend = width // heads, attend
+        width, self.head_width = size.width, size.width // size.heads
+        kv_width = self.head_width * (size.kv_heads or size.heads)
+        self.attend, self.rotate = attend, rotate
         self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_width, bias=False)
+        self.value = nn.Linear(width, kv_width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        if self.rotate:
+            q, k = self.rotate(q, k, positions)
         heads = self.attend(q, k, v)
         return self.dropout(self.out(heads.transpose(1, 2).flatten(2)))
 
@@ -178,7 +202,7 @@ class GPT(Decoder):
     before = ("token", "position", "dropout")
 
     def __init__(self, vocabulary: list[int], size: Size, context: int, dropout=0.0, **options):
-        make_attention = partial(Attention, size.width, size.heads, dropout)
+        make_attention = partial(Attention, size, dropout)
         make_mlp = partial(MLP, size.width, dropout)
         super().__init__(vocabulary, size, nn.LayerNorm, make_attention, make_mlp, **options)
         self.position = nn.Embedding(context, size.width)

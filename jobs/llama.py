@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jobs.gpt import Decoder, Size, attend
+from harness.cli import fail
+from jobs.gpt import Attention, Decoder, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +31,32 @@ class LlamaSize(Size):
     tie: bool = False
 
     mlp_matrices = 3
+    on_the_hub = True
+
+    def complete(self, model: str, kv_heads: int | None, mlp_width: int | None) -> "LlamaSize":
+        kv_heads = kv_heads or self.kv_heads or self.heads
+        if self.heads % kv_heads:
+            fail(
+                f"--kv-heads {kv_heads} do not divide {self.heads} heads of {model}; use a divisor"
+            )
+        if self.width // self.heads % 2:
+            fail(f"--model {model}: head width {self.width // self.heads} is odd; use an even one")
+        # Two thirds of a GPT's, as there are three matrices, and a multiple of 32.
+        width = mlp_width or self.mlp_width or 32 * math.ceil(8 * self.width / 3 / 32)
+        return dataclasses.replace(self, kv_heads=kv_heads, mlp_width=width)
+
+    def make_model(self, vocabulary: list[int], args, **options) -> "Llama":
+        return Llama(vocabulary, self, **options)
 
 
 # From config.json of TinyLlama/TinyLlama-1.1B-Chat-v1.0, meta-llama/Llama-2-7b-hf, -13b-hf,
 # Meta-Llama-3-8B, -70B and Llama-3.2-1B on https://huggingface.co. Context: as in training,
 # for Llama 3.2 before its extension.
-SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 LLAMA3 = {"vocabulary": 128_256, "base": 500_000.0}
-STRETCHED = tuple(zip(SCALING, (32.0, 1.0, 4.0, 8192.0), strict=True))
+STRETCHED = (
+    ("factor", 32.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0),
+    ("original_max_position_embeddings", 8192.0),
+)  # fmt: skip
 SIZES = {
     "tinyllama-1.1b": LlamaSize(22, 32, 2048, 2048, 0.0, 4, 5632, 32_000),
     "llama2-7b": LlamaSize(32, 32, 4096, 4096, 0.0, 32, 11_008, 32_000),
@@ -76,27 +95,10 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
 
-class RotaryAttention(nn.Module):
-    """Queries and keys are rotated by their positions, so that their product depends on the
-    distance. Keys and values may have fewer heads (Ainslie et al. 2023, arXiv:2305.13245)."""
-
-    def __init__(self, size: LlamaSize):
-        super().__init__()
-        self.size, self.head_width, self.attend = size, size.width // size.heads, attend
-        self.query = nn.Linear(size.width, size.width, bias=False)
-        self.key = nn.Linear(size.width, size.kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(size.width, size.kv_heads * self.head_width, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
-        by = frequencies(self.size, x.device)
-        heads = self.attend(rotate(q, positions, by), rotate(k, positions, by), v)
-        return self.out(heads.transpose(1, 2).flatten(2))
-
-    def split(self, x: Tensor) -> Tensor:
-        """``[batch, time, width]`` to ``[batch, heads, time, head_width]``."""
-        return x.unflatten(2, (-1, self.head_width)).transpose(1, 2)
+def rotary(size: LlamaSize, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions, so that their product depends on the distance."""
+    by = frequencies(size, q.device)
+    return rotate(q, positions, by), rotate(k, positions, by)
 
 
 class SwiGLU(nn.Module):
@@ -117,5 +119,6 @@ class Llama(Decoder):
 
     def __init__(self, vocabulary: list[int], size: LlamaSize, **options):
         make_norm = partial(nn.RMSNorm, eps=size.eps)
-        make_attention, make_mlp = partial(RotaryAttention, size), partial(SwiGLU, size)
+        make_attention = partial(Attention, size, rotate=partial(rotary, size))
+        make_mlp = partial(SwiGLU, size)
         super().__init__(vocabulary, size, make_norm, make_attention, make_mlp, **options)

@@ -16,7 +16,6 @@ from harness.settings import fill, flag
 from harness.world import print0
 from jobs import decoder, experts, gpt
 from jobs.download import fetch
-from jobs.llama import LlamaSize
 from libraries import hub
 from remote.storage import fetch_input
 
@@ -56,22 +55,23 @@ def resolve(args):
     if args.model == "gpt":
         args = dataclasses.replace(args, model=MODELS[args.device])
     size = decoder.size_of(args)
-    own = decoder.is_folder(args)
-    tokenizer = "hub" if own and hub.has_tokenizer(decoder.folder_of(args)) else "chars"
+    own = hub.is_folder(args.weights)
+    has_tokenizer = own and hub.has_tokenizer(hub.folder_of(args.weights))
     context = min(size.context, 2048) if own else size.context
-    defaults = {"context": context, "dropout": size.dropout, "tokenizer": tokenizer}
-    defaults |= {"optimizer": "adamw", "tie": getattr(size, "tie", False) or None}
+    defaults = {"context": context, "dropout": size.dropout, "optimizer": "adamw"}
+    defaults |= {"tokenizer": "hub" if has_tokenizer else "chars"}
+    defaults |= {"tie": getattr(size, "tie", False) or None}
     args = experts.resolve(fill(args, **defaults))
     if args.context > size.context and args.model in gpt.SIZES:
         fail(
             f"--context {args.context}: {args.model} has at most {size.context} positions; use no "
             "more than that, or a model of the form gpt-LxHxD"
         )
-    if args.dropout and isinstance(size, LlamaSize):
+    if args.dropout and size.on_the_hub:
         fail(f"--dropout {args.dropout:g}: a Llama has none; leave it out")
-    if args.tokenizer == "hub" and not (own and hub.has_tokenizer(decoder.folder_of(args))):
+    if args.tokenizer == "hub" and not has_tokenizer:
         fail("--tokenizer hub reads the one in the folder --weights; use a folder that has one")
-    if own and not isinstance(size, LlamaSize):
+    if own and not size.on_the_hub:
         fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
     if args.weights == "imagenet":
         fail(f"--weights imagenet is not for {args.model}; give none or a model.pt")
@@ -261,7 +261,7 @@ def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
         tokens = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
         return tokens, [chr(byte) for byte in range(256)]
     if args.tokenizer == "hub":
-        tokenizer = hub.load_tokenizer(decoder.folder_of(args))
+        tokenizer = hub.load_tokenizer(hub.folder_of(args.weights))
         n = max(decoder.size_of(args).vocabulary, len(tokenizer))  # the matrix may be padded
         numbers = [tokenizer(text.decode(), add_special_tokens=False) for text in texts]
         tokens = [torch.tensor(found["input_ids"], dtype=torch.int32) for found in numbers]

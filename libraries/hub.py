@@ -1,4 +1,5 @@
-"""Model folders in the format of huggingface.co: config.json, safetensors, tokenizer."""
+"""Model folders in the format of huggingface.co: config.json, safetensors, tokenizer; and the names
+that a Llama's configuration and weights have there."""
 
 import contextlib
 import json
@@ -10,18 +11,103 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from harness.cli import fail, import_optional
+from remote.storage import fetch_input
 
+NAMES = {  # of a Llama's modules, ours and theirs
+    "token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these, and related files:
 SETTINGS = ["tokenizer_config.json", "special_tokens_map.json"]
 
 
+def folder_of(weights: Path | str) -> Path:
+    """The folder of ``--weights``: itself, or the folder of the file."""
+    path = Path(fetch_input(weights, "--weights"))
+    return path.parent if path.is_file() else path
+
+
+def is_folder(weights: Path | str) -> bool:
+    """Whether ``--weights`` is a folder with a configuration, or a file of one."""
+    if str(weights) == "none" or str(weights).endswith(".pt"):
+        return False
+    return (folder_of(weights) / "config.json").is_file()
+
+
+def read_config(folder: Path) -> dict:
+    """The fields of a :class:`jobs.llama.LlamaSize` that ``config.json`` describes."""
+    try:
+        return parse_config(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        fail(f"--weights {folder}: config.json cannot be used ({why}); give another folder")
+
+
+def parse_config(config: dict) -> dict:
+    """The same from the content of the file.
+
+    Raises:
+        ValueError: it is not a Llama's, or needs features that our Llama lacks.
+    """
+    rope = {"rope_theta": 10_000.0, **(config.get("rope_scaling") or {})}
+    rope |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    rope |= config.get("rope_parameters") or {}  # transformers 5
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    needed = {
+        "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "head_dim": width // heads,
+    }  # fmt: skip
+    for name, value in needed.items():
+        if config.get(name, value) not in (value, None):
+            raise ValueError(f"its {name} is {config[name]}, and only {value} is supported")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"its rope_type is {kind}, and only default and llama3 are supported")
+    return {
+        "layers": config["num_hidden_layers"], "heads": heads, "width": width,
+        "context": config["max_position_embeddings"],
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "mlp_width": config["intermediate_size"], "vocabulary": config["vocab_size"],
+        "base": rope["rope_theta"], "eps": config["rms_norm_eps"],
+        "scaling": tuple((n, float(rope[n])) for n in SCALING) if kind == "llama3" else (),
+        "tie": config.get("tie_word_embeddings", False),
+    }  # fmt: skip
+
+
+def make_config(size, context: int, vocabulary: int, tie: bool) -> dict:
+    """The content of ``config.json`` for a :class:`jobs.llama.LlamaSize`."""
+    scaling = {"rope_type": "llama3", **dict(size.scaling)} if size.scaling else None
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": size.width, "intermediate_size": size.mlp_width,
+        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads, "max_position_embeddings": context,
+        "rms_norm_eps": size.eps, "rope_theta": size.base, "rope_scaling": scaling,
+        "vocab_size": vocabulary, "tie_word_embeddings": tie,
+    }  # fmt: skip
+
+
+def their_name(name: str) -> str:
+    """The name on huggingface.co of one of a Llama's parameters."""
+    module, _, kind = name.rpartition(".")
+    blocks, _, inner = module.partition(".")
+    number, _, inner = inner.partition(".")
+    where = f"model.layers.{number}.{NAMES[inner]}" if blocks == "blocks" else NAMES[module]
+    return f"{where}.{kind}"
+
+
 def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors or DTensors by their names in the folder's files. For a DTensor, only this
-    rank's shard is read; the dtype may differ.
+    """Fill a Llama's parameters, tensors or DTensors by name, from the folder's files. For a
+    DTensor, only this rank's shard is read; the dtype may differ.
 
     Args:
         folder: one file, or several with an index.
     """
+    tensors = {their_name(name): tensor for name, tensor in tensors.items()}
     import_optional("safetensors")
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
@@ -35,7 +121,7 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
             why = "give the folder's own --model llama, text and tokenizer"
             fail(f"--weights {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
     with quiet():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)  # each rank its own
+        dcp.load(tensors, storage_reader=reader, no_dist=True)  # each rank its own
 
 
 @contextlib.contextmanager
@@ -46,13 +132,15 @@ def quiet():
         yield
 
 
-def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors``, for ``from_pretrained`` of transformers."""
+def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
+    """Write a Llama's ``config.json`` and ``model.safetensors``, for ``from_pretrained`` of
+    transformers."""
     from safetensors.torch import save_file
 
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=1) + "\n")
     part = folder / ".model.safetensors.part"
+    tensors = {their_name(name): tensor for name, tensor in weights.items()}
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(folder / "model.safetensors")
 

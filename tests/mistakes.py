@@ -49,10 +49,10 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
 class FusedAttention(gpt.Attention):
     """Queries, keys and values by one matrix, as many GPTs have it."""
 
-    def __init__(self, width: int, heads: int, dropout: float):
-        super().__init__(width, heads, dropout)
+    def __init__(self, size: gpt.Size, dropout: float):
+        super().__init__(size, dropout)
         del self.query, self.key, self.value
-        self.fused = nn.Linear(width, 3 * width, bias=False)
+        self.fused = nn.Linear(size.width, 3 * size.width, bias=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         q, k, v = (self.split(part) for part in self.fused(x).chunk(3, -1))

@@ -21,10 +21,12 @@ ROOMS = [
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 MAY_KNOW = {  # of ours; besides its own room
-    "harness": set(),
+    "hangs": set(),
+    "remote": {"harness"},
+    "harness": {"hangs", "remote"},
     "libraries": {"harness"},
-    "jobs": {"libraries", "harness"},
-    "common": {"libraries", "jobs", "harness"},
+    "jobs": {"libraries", "harness", "remote"},
+    "common": {"libraries", "jobs", "harness", "hangs", "remote"},
     "inference": {"common", "libraries", "jobs", "harness"},
     "report": {"techniques"},
     "estimator": {"common", "libraries", "jobs", "harness"},
