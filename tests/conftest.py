@@ -45,13 +45,15 @@ CLOSED_PORT = (
     "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
 )
 HOOKED = "tests/hooks.py"  # runs a script with small models, and what HOOKS asks for
+ECOSYSTEM = ("accelerate", "lightning", "transformers.trainer")
 LIBRARIES = {  # what a server imports for scripts with such a name
     # What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
     "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
-    "accelerate_": ("accelerate",),
-    "lightning_": ("lightning",),
-    "transformers_": ("transformers.trainer",),
+    "accelerate_": ECOSYSTEM,
+    "lightning_": ECOSYSTEM,
+    "transformers_": ECOSYSTEM,
 }
+LIBRARIES["deepspeed_"] = LIBRARIES["DeepSpeed"]  # of an example
 
 LONG = ("test_injection", "test_docs", "test_multi_node", "test_benchmark")  # come first
 

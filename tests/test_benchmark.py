@@ -238,31 +238,6 @@ def test_theory():
         assert sum(kept.values()) == expected, script
 
 
-MISTAKES = {
-    "--suite nosuch": "nosuch",
-    "--suite quick --only nosuch": "nosuch",
-    "--suite quick --only 'FSDP x64'": "FSDP x64",
-    "--suite quick --output /proc/x/y.json": "/proc/x/y.json",
-    "--suite quick --repeats 0": "--repeats",
-    "--suite all --repeats 2": "--suite all takes no other flags than --only and --plan",
-    "--suite cpu --plan": "--plan is for --suite all",
-    "--suite gpu": "--suite cpu",
-    "--render --only x": "--only",
-    "--check --dry-run": "--dry-run",
-    "": "--suite",
-}
-
-
-@pytest.mark.parametrize("flags", MISTAKES)
-def test_mistakes(flags, monkeypatch, capfd):
-    monkeypatch.setattr("sys.argv", ["benchmark.py", *shlex.split(flags)])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as error:
-        benchmark.main()
-    said = capfd.readouterr().err
-    assert error.value.code == 2 and said.count("error: ") == 1 and MISTAKES[flags] in said
-
-
 WRONG = {  # a file, what stands in it (or all of it), and what would be wrong in its place
     "schema": ("results/cpu.json", '"schema": 1', '"schema": 99'),
     "damaged": ("results/cpu.json", r"(?s).+", "{"),

@@ -1,12 +1,14 @@
 """Llama: equal to transformers' in both directions, read in shards, with its own tokenizer."""
 
 import json
+import sys
 
 import pytest
 import torch
 from conftest import cases, launcher, read_run, relative_difference, succeed
 from test_inference import infer
 
+import common
 from jobs import decoder
 
 transformers = pytest.importorskip("transformers")
@@ -19,6 +21,7 @@ SCALED = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 VOCABULARY = 27  # characters of the synthetic text
+TOKENS = torch.arange(48).view(2, 24) % VOCABULARY
 
 
 def make_folder(
@@ -38,26 +41,21 @@ def make_folder(
     return model
 
 
-OURS = """
-import sys, torch
-sys.path.insert(0, ".")
-out, *sys.argv = sys.argv[1], "pytorch_SingleGPU.py", *sys.argv[2:], "--device", "cpu", "--double"
-import common
-args = common.parse_args(common.argument_parser(""))
-torch.set_default_dtype(torch.float64)
-model = common.make_model(args, list(" abcdefghijklmnopqrstuvwxyz")).eval()
-with torch.no_grad():
-    torch.save(model(torch.arange(48).view(2, 24) % 27), out)
-"""
+@pytest.fixture
+def our_logits(monkeypatch):
+    """A function: those of the model that a script makes of some flags, in float64."""
 
+    def compute(flags):
+        words = f"pytorch_SingleGPU.py {flags} --device cpu --double"
+        monkeypatch.setattr(sys, "argv", words.split())
+        args = common.parse_args(common.argument_parser(""))
+        torch.set_default_dtype(torch.float64)
+        model = common.make_model(args, list(" abcdefghijklmnopqrstuvwxyz")).eval()
+        with torch.no_grad():
+            return model(TOKENS)
 
-def our_logits(flags, out):
-    succeed(["python", "-c", OURS, str(out), *flags.split()])
-    return torch.load(out)
-
-
-def relative(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    yield compute
+    torch.set_default_dtype(torch.float32)
 
 
 def normalize(norm, x):
@@ -68,7 +66,7 @@ def normalize(norm, x):
 
 @torch.no_grad()
 def logits_of(model):
-    return model(torch.arange(48).view(2, 24) % VOCABULARY).logits.transpose(1, 2)
+    return model(TOKENS).logits.transpose(1, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -79,37 +77,43 @@ def norms_in_float64(monkeypatch):
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("scaling", [None, SCALED], ids=["", "scaled"])
-def test_we_read_what_transformers_writes(scaling, tie, tmp_path):
+def test_we_read_what_transformers_writes(scaling, tie, tmp_path, our_logits):
     theirs = make_folder(tmp_path / "theirs", scaling, tie, shards="40KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1  # and an index
-    ours = our_logits(f"--weights {tmp_path / 'theirs'}", tmp_path / "logits.pt")
-    assert relative(ours, logits_of(theirs)) < 1e-12
+    ours = our_logits(f"--weights {tmp_path / 'theirs'}")
+    torch.testing.assert_close(ours, logits_of(theirs), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("tie", ["", "--tie"])
-def test_transformers_reads_what_we_write(tie, tmp_path):
+def test_transformers_reads_what_we_write(tie, tmp_path, our_logits):
     flags = f"--model llama-3x4x48 --kv-heads 2 --mlp-width 80 {tie}"
     succeed(f"python pytorch_SingleGPU.py {flags} {JOB} --output-dir {tmp_path}", forked=True)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    ours = our_logits(f"{flags} --context 24 --weights {tmp_path}/model.pt", tmp_path / "logits")
-    assert relative(logits_of(model), ours) < 1e-12
+    ours = our_logits(f"{flags} --context 24 --weights {tmp_path}/model.pt")
+    torch.testing.assert_close(logits_of(model), ours, rtol=1e-10, atol=1e-12)
 
 
 SHARDED = [("pytorch_FSDP", 3), ("pytorch_TP", 2), ("pytorch_PP", 2), ("pytorch_torchrun_DDP", 2)]
 SHARDED += [("pytorch_FSDP_TP --sequence-parallel", 4), ("pytorch_CP", 2), ("pytorch_HSDP", 2)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder at 16 bits, and the weights with which one process ends that reads it."""
+    folder = tmp_path_factory.mktemp("theirs")
+    make_folder(folder, SCALED, dtype=torch.bfloat16)
+    command = f"{launcher('pytorch_SingleGPU')} {JOB} --weights {folder}"
+    succeed(f"{command} --output-dir {folder}/run", forked=True)
+    return folder, read_run(folder / "run")[0]
+
+
 @pytest.mark.parametrize("script, n", cases(SHARDED, lambda *row: row in SHARDED[:3]))
-def test_a_folder_is_read_in_shards(script, n, tmp_path):
+def test_a_folder_is_read_in_shards(script, n, whole, tmp_path):
     """And trained on: it ends as one process does, at 16 bits that become 64."""
-    make_folder(tmp_path / "theirs", SCALED, dtype=torch.bfloat16)
-    ends = []
-    for name, ranks in (("pytorch_SingleGPU", 1), (script, n)):
-        out = tmp_path / str(ranks)
-        command = f"{launcher(name, ranks)} {JOB} --weights {tmp_path / 'theirs'}"
-        succeed(f"{command} --output-dir {out}", forked=True)
-        ends.append(read_run(out)[0])
-    assert relative_difference(ends[1], ends[0]) < 1e-11
+    folder, expected = whole
+    command = f"{launcher(script, n)} {JOB} --weights {folder} --output-dir {tmp_path}"
+    succeed(command, forked=True)
+    assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
 
 
 def make_tokenizer(folder, size):

@@ -87,20 +87,6 @@ def test_inference_is_not_of_texts(trained):
     assert "encoder-1x2x16 classifies text, which this script does not support" in finished.stderr
 
 
-@pytest.fixture(scope="module")
-def pretrained(review_folder, tmp_path_factory):
-    """A folder as `save_pretrained` leaves it: tiny, and of another kind than ours."""
-    path = tmp_path_factory.mktemp("pretrained")
-    reviews.train_tokenizer(review_folder).save_pretrained(path)
-    torch.manual_seed(1)
-    config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        vocab_size=reviews.VOCABULARY, max_position_embeddings=20,
-    )  # fmt: skip
-    transformers.BertForSequenceClassification(config).save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize(
     "script, ranks", cases([("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 2)
 )
@@ -141,31 +127,6 @@ def test_a_broken_line_is_told_by_its_number(line, words, tmp_path, capsys):
     assert exit.value.code == 2
     error = capsys.readouterr().err
     assert f"{path}, {words}" in error and error.count("\n") == 1
-
-
-MISTAKES = {
-    "--data-dir /nowhere": "train.tsv cannot be read",
-    "--model gpt-nano": "--model gpt-nano is not for --dataset reviews",
-    "--model encoder-2x3x16": "width 16 is not divisible by 3 heads",
-    "--tie": "--tie is for a GPT",
-    "--image-size 32": "--image-size is for images",
-    "--train-samples 121": "--train-samples 121: only 120 exist",
-    "--weights imagenet": "--weights imagenet is for images",
-    "--weights no/such-model": "--weights no/such-model cannot be loaded",
-    "--weights {pretrained} --model distilbert": "--model distilbert with --weights",
-    "--weights {pretrained} --context 21 --batch-size 16": "--context 21: ",
-    "--model encoder": "--model encoder with --weights none",
-}
-
-
-@pytest.mark.parametrize("flags, words", MISTAKES.items())
-def test_mistakes(flags, words, review_folder, pretrained, tmp_path):
-    flags = flags.format(pretrained=pretrained)
-    command = f"python pytorch_SingleGPU.py --dataset reviews --data-dir {review_folder} {flags}"
-    finished = launch(f"{command} --output-dir {tmp_path} --max-steps 1", timeout=60, forked=True)
-    assert finished.code == 2
-    assert len(finished.errors) == 1 and words in finished.errors[0]
-    assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.full
