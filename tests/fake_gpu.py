@@ -1,14 +1,13 @@
-"""Run a script on simulated GPUs, or on the CPU with simulated other ranks.
+"""Run a script on simulated GPUs.
 
 Used in place of a script's name. The process is one of several ranks, as RANK, LOCAL_RANK and
 WORLD_SIZE say; the process group is PyTorch's `fake` one, which never communicates:
 
     RANK=0 LOCAL_RANK=3 WORLD_SIZE=4 python tests/fake_gpu.py pytorch_FSDP.py --device cuda ...
 
-With `--device cuda`, tensors on a GPU are PyTorch's fake tensors: they have a shape, a dtype and a
-device, which every operation checks as on a GPU, but no data. Tensors on the CPU are real. A
-recorder replaces torch.cuda, and writes the calls to ``log.json`` in --output-dir, in order.
-With `--device cpu` all tensors are real, and whole steps are computed.
+Tensors on a GPU are PyTorch's fake tensors: they have a shape, a dtype and a device, which every
+operation checks as on a GPU, but no data. Tensors on the CPU are real. A recorder replaces
+torch.cuda, and writes the calls to ``log.json`` in --output-dir, in order.
 
 Whatever needs a driver, data or other ranks is replaced in `stand_in_for_...`, as little as
 possible. The largest replacement is that of backward(), which no fake GPU can compute: every
@@ -27,7 +26,6 @@ import small_resnet  # noqa: F401  a model to choose
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
@@ -255,10 +253,6 @@ def stand_in_for_ranks(note):
     DistributedDataParallel._lazy_init = begin
     # DTensor asks for shapes on fake tensors: of a mode of its own, as ours leaves the CPU's real.
     _sharding_prop.detect_fake_mode = lambda *_: None
-    # What they keep is not known, so no snapshot is complete.
-    torch.distributed.checkpoint.save = lambda state, checkpoint_id: describe(
-        note, state, checkpoint_id
-    )
     zero_redundancy_optimizer._broadcast_object = lambda value, **_: value
     ZeroRedundancyOptimizer.state_dict = lambda optimizer: optimizer.optim.state_dict()
 
@@ -269,6 +263,8 @@ def stand_in_for_numbers(fake, common, harness):
 
     evaluate, tolist, make_model = common.evaluate, FakeTensor.tolist, common.make_model
     save, swap = torch.save, torch.utils.swap_tensors
+    # What the others keep is not known, so no snapshot is complete:
+    harness.state.save = lambda tensors, folder: describe(fake.note, tensors, folder / "tensors")
 
     def evaluate_all(model, loader, device):
         fake.number = loader.dataset.count_labels()  # so many, all of them right
@@ -374,6 +370,7 @@ def main():
     cuda = FakeCuda(map(int, os.environ.get("CAPABILITY", "8.0").split(".")))
     stand_in_for_ranks(cuda.note)
     import common
+    import harness.state
     import harness.stop
     from harness.clock import StepClock
     from harness.run import Run
@@ -404,13 +401,10 @@ def main():
         mark(clock, phase)
 
     Run.start, Run.batches, StepClock.mark = watched_start, watched_batches, watched_mark
-    mode = contextlib.nullcontext()
-    if "cuda" in sys.argv:
-        cuda.install()
-        stand_in_for_numbers(fake, common, harness)
-        stand_in_for_drivers(fake, harness)
-        mode = fake
-    with mode:
+    cuda.install()
+    stand_in_for_numbers(fake, common, harness)
+    stand_in_for_drivers(fake, harness)
+    with fake:
         try:
             runpy.run_path(script, run_name="__main__")
         finally:
