@@ -27,7 +27,7 @@ from inference.images import find_images, read_image
 from inference.measure import make_rows
 from inference.runtimes import TorchRunner
 from inference.trained import Trained
-from report.tables import inference_markdown
+from report.measured import inference_table
 
 JOB = "--dataset synthetic --train-samples 768 --eval-samples 500 -b 32 --epochs 2 --lr 0.02"
 PAGE = (ROOT / "docs/inference.md").read_text()
@@ -301,7 +301,7 @@ def test_benchmark(tmp_path):
         assert figures["calls"] >= 2
         speed = 1e3 * row["batch_size"] / figures["latency_ms"]["p50"]
         assert figures["images_per_second"] == pytest.approx(speed)
-    assert inference_markdown(result) in finished.stdout
+    assert inference_table(result) in finished.stdout
 
 
 def test_rows_of_several_rounds(capsys):

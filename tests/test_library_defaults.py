@@ -247,7 +247,8 @@ def test_the_trainer_sends_a_flag_before_every_step(tmp_path):
     sent, scripts = {}, ("pytorch_torchrun_DDP", "lightning_Fabric", "lightning_Trainer")
     for script in scripts:
         command = launcher(script, 2, HOOKED)
-        succeed(f"{command} {GPT} --max-steps 3 --output-dir {tmp_path}/{script}", forked=True)
+        command += f" {GPT} --max-steps 3 --output-dir {tmp_path}/{script}"
+        succeed(command, forked=True, HOOKS="sent")
         sent[script] = json.loads((tmp_path / script / "result.json").read_text())
     raw, fabric, trainer = (sent[script]["calls"] for script in scripts)
     assert fabric == raw and trainer == raw | {"broadcast": 1}
