@@ -1,39 +1,92 @@
-"""Write a classifier as one ONNX file, in any precision, and compare it with PyTorch."""
+"""Write a trained model as one ONNX file, a classifier in any precision, and compare it with
+PyTorch; inference/language.py uses the same for a GPT."""
 
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from inference import onnx_file
 from inference.classifier import load_classifier
 from inference.images import batches, load_split
-from inference.trained import Trained
+from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
+from inference.trained import Trained, make_metadata
 from jobs.images import Images
 
 INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
 CALIBRATION_IMAGES = 200
 
 
+def save(
+    model: nn.Module,
+    example: Tensor,
+    shape: dict[str, dict],
+    path: Path,
+    metadata: dict[str, str],
+    convert: Callable[[Path], None] = lambda path: None,
+) -> None:
+    """Export a model with one input, add the metadata, check.
+
+    Args:
+        shape: dynamic dimensions of the input, by its name in the model's forward.
+        convert: changes the file to another precision.
+    """
+    import onnx
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")  # from PyTorch's own code during tracing
+        program = torch.onnx.export(
+            model, (example,), dynamo=True, verbose=False, input_names=list(shape),
+            output_names=["logits"], dynamic_shapes=shape,
+        )  # fmt: skip
+    program.save(path, external_data=False)
+    convert(path)
+    exported = onnx.load(path)
+    onnx.helper.set_model_props(exported, metadata)
+    onnx.checker.check_model(exported, full_check=True)
+    onnx.save(exported, path)
+
+
+def open_both(args: Trained, model: nn.Module, path: Path) -> tuple[TorchRunner, OnnxRunner]:
+    """The model in PyTorch and the file in ONNX Runtime, both without TF32, which rounds to ten
+    bits."""
+    session = make_session(path, args.provider, use_tf32=False)
+    return TorchRunner(model, args.device, use_tf32=False), OnnxRunner(session, args.device)
+
+
+def differ(in_torch: Runner, in_onnx: Runner, inputs: Iterable[Tensor]) -> float:
+    """The largest difference of the logits, relative to the largest logit of an input."""
+    pairs = [(in_torch(x), in_onnx(x)) for x in inputs]
+    return torch.stack([(a - b).abs().max() / a.abs().max() for a, b in pairs]).max().item()
+
+
+# ------------------------------------------------------------------------------------ a classifier
+
+
 def write_onnx(args: Trained, precision: str, path: Path) -> None:
-    """Export, convert to the precision, add the metadata, check.
+    """Export in fp32, fp16 or int8.
 
     fp16: converted by ONNX Runtime's own tool. int8: post-training static quantization of weights
     (per channel) and activations, calibrated on :data:`CALIBRATION_IMAGES` training images.
     """
-    if precision == "bf16":
-        raise ValueError("ONNX files are in fp32, fp16 or int8")
+    convert = {"fp32": lambda path: None, "fp16": halve, "int8": partial(quantize, args)}[precision]
     images = torch.zeros(2, 3, args.image_size, args.image_size, dtype=torch.uint8)
-    shape = {0: torch.export.Dim("batch")}
-    onnx_file.write(load_classifier(args, "fp32"), images, "images", shape, path)
-    if precision == "fp16":
-        import onnx
-        from onnxruntime.transformers.float16 import convert_float_to_float16
+    shape = {"images": {0: torch.export.Dim("batch")}}
+    metadata = make_metadata(args, precision, INPUT)
+    save(load_classifier(args, "fp32"), images, shape, path, metadata, convert)
 
-        onnx.save(convert_float_to_float16(onnx.load(path), keep_io_types=True), path)
-    if precision == "int8":
-        quantize(args, path)
-    onnx_file.complete(args, precision, INPUT, path)
+
+def halve(path: Path) -> None:
+    """Convert to fp16 in place, except input and output."""
+    import onnx
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    onnx.save(convert_float_to_float16(onnx.load(path), keep_io_types=True), path)
 
 
 def quantize(args: Trained, path: Path) -> None:
@@ -61,7 +114,7 @@ def compare(args: Trained, precision: str, path: Path) -> None:
     predictions the same. For other precisions, the difference is printed. Without a test split, the
     images are noise.
     """
-    runners = onnx_file.open_both(args, load_classifier(args, "fp32"), path)
+    runners = open_both(args, load_classifier(args, "fp32"), path)
     same, correct = 0, torch.zeros(2)
     if args.dataset == "auto":  # the dataset is not known
         noise = torch.randint(0, 256, (64, 3, args.image_size, args.image_size), dtype=torch.uint8)
@@ -69,7 +122,7 @@ def compare(args: Trained, precision: str, path: Path) -> None:
     else:
         images = load_split(args, "eval")
     firsts = (next(batches(images, n, args.image_size, "comparing"))[0] for n in (1, 3, 16))
-    difference = onnx_file.difference(*runners, firsts)
+    difference = differ(*runners, firsts)
     for pixels, labels in batches(images, args.batch_size, args.image_size, "comparing"):
         theirs, ours = (runner(pixels).argmax(1) for runner in runners)
         same += (ours == theirs).sum().item()

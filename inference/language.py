@@ -13,9 +13,9 @@ from tqdm import tqdm
 import jobs.text
 from harness.cli import fail
 from harness.state import load_file
-from inference import onnx_file
+from inference import export
 from inference.runtimes import Runner, TorchRunner
-from inference.trained import Trained
+from inference.trained import Trained, make_metadata
 from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
 from libraries import hub
@@ -179,21 +179,19 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
 
 
 def write_onnx(args: Trained, path: Path) -> None:
-    """Export in fp32 for any batch size and length up to the context; add metadata and check."""
-    model = load_gpt(args)
-    tokens = torch.zeros(2, args.context, dtype=torch.int64)
-    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time", max=args.context)}
-    onnx_file.write(model, tokens, "tokens", shape, path)
-    onnx_file.complete(args, "fp32", INPUT, path)
+    """Export in fp32 for any batch size and length up to the context."""
+    tokens, dim = torch.zeros(2, args.context, dtype=torch.int64), torch.export.Dim
+    shape = {"tokens": {0: dim("batch"), 1: dim("time", max=args.context)}}
+    export.save(load_gpt(args), tokens, shape, path, make_metadata(args, "fp32", INPUT))
 
 
 def compare(args: Trained, path: Path) -> None:
     """Compare the file in ONNX Runtime with the model in PyTorch: logits must be within 1e-4 of the
     largest at several batch sizes and lengths."""
-    runners = onnx_file.open_both(args, load_gpt(args), path)
+    runners = export.open_both(args, load_gpt(args), path)
     shapes = [(1, 1), (3, args.context), (16, max(1, args.context // 2))]
     tokens = (torch.randint(len(args.classes), shape) for shape in shapes)
-    difference = onnx_file.difference(*runners, tokens)
+    difference = export.differ(*runners, tokens)
     line = f"compared with PyTorch: logits within {difference:.1e}"
     if args.dataset != "auto":
         loss, other = (measure(args, runner)["loss"] for runner in runners)

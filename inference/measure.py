@@ -97,7 +97,7 @@ def start_workers(args, folder: Path) -> list[Worker]:
         (runtime, precision)
         for runtime in ([args.runtime] if args.runtime else RUNTIMES)
         for precision in ([args.precision] if args.precision else PRECISIONS)
-        if precision == args.precision or is_worth_it(args.device, runtime, precision)
+        if is_worth_it(args, runtime, precision)
     ]
     workers = []
     for runtime, precision in tqdm(wanted, "preparing", leave=False, disable=None):
@@ -117,11 +117,13 @@ def start_workers(args, folder: Path) -> list[Worker]:
     return workers
 
 
-def is_worth_it(device: str, runtime: str, precision: str) -> bool:
-    """Whether this combination runs, and is not a hundred times slower than the others."""
+def is_worth_it(args, runtime: str, precision: str) -> bool:
+    """Whether this combination runs, and is not a hundred times slower than the others, unless the
+    precision was asked for."""
     if runtime == "onnxruntime":
         return precision != "bf16"
-    return precision != "int8" and (device, precision) != ("cpu", "fp16")
+    slow = (args.device, precision) == ("cpu", "fp16")  # no such convolutions
+    return precision != "int8" and (not slow or args.precision == "fp16")
 
 
 def make_rows(worker: Worker, batch_sizes: list[int]) -> list[dict]:

@@ -14,7 +14,7 @@ import torch
 
 import common
 import model_inference
-from inference import onnx_file
+from inference import export
 from inference.classifier import Classifier
 from inference.measure import is_worth_it
 from inference.runtimes import TorchRunner, make_session
@@ -75,17 +75,17 @@ def test_torch_on_a_gpu(pretend_gpu):
 def test_comparing_without_tf32(monkeypatch):
     """On both sides."""
     asked = []
-    monkeypatch.setattr(onnx_file, "OnnxRunner", lambda *_: None)
-    monkeypatch.setattr(onnx_file, "make_session", lambda *_, **options: asked.append(options))
-    monkeypatch.setattr(onnx_file, "TorchRunner", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(export, "OnnxRunner", lambda *_: None)
+    monkeypatch.setattr(export, "make_session", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(export, "TorchRunner", lambda *_, **options: asked.append(options))
     args = argparse.Namespace(provider=CUDA, device="cuda")
-    onnx_file.open_both(args, small_classifier(), Path("model.onnx"))
+    export.open_both(args, small_classifier(), Path("model.onnx"))
     assert asked == [{"use_tf32": False}] * 2
 
 
 def test_nan_is_a_difference():
     runners = [lambda x: x, lambda x: x / x]
-    assert math.isnan(onnx_file.difference(*runners, [torch.ones(1), torch.zeros(1)]))
+    assert math.isnan(export.differ(*runners, [torch.ones(1), torch.zeros(1)]))
 
 
 def test_every_batch_size_is_compiled_once(monkeypatch):
@@ -184,8 +184,9 @@ def test_nothing_else_is(on_cpu, named, sessions, monkeypatch, capsys):
 
 def test_bfloat16_is_measured_in_pytorch():
     for device in ("cpu", "cuda"):
-        assert is_worth_it(device, "torch", "bf16")
-        assert not is_worth_it(device, "onnxruntime", "bf16")
+        args = argparse.Namespace(device=device, precision=None)
+        assert is_worth_it(args, "torch", "bf16")
+        assert not is_worth_it(args, "onnxruntime", "bf16")
 
 
 def test_a_gpu_without_bfloat16_says_so(monkeypatch, tmp_path, capsys):
