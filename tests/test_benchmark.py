@@ -15,10 +15,9 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from measure import collect_proof, everything
+from measure import everything
 from report import pages, plots
 from report.results import Unusable
-from techniques import technique
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
 
@@ -198,44 +197,8 @@ def test_the_command_to_render_and_check(checkout):
     assert path.read_text() == text
 
 
-@pytest.mark.full
-def test_what_tests_measured_is_collected(checkout):
-    """Out of pytest's own file, with the properties that tests record, comes proof.json again."""
-    path = checkout / "results/proof.json"
-    proof = json.loads(path.read_text())
-    rows = [(table, row) for table in collect_proof.TABLES for row in proof[table]]
-    (checkout / "test_record.py").write_text(
-        f"import json\n\ndef test_record(record_property):\n    for table, row in {rows!r}:\n"
-        "        record_property(table, json.dumps(row))\n"
-    )
-    succeed("python -m pytest -o addopts= --junitxml=measured.xml test_record.py", cwd=checkout)
-    path.unlink()
-    succeed("python measure/collect_proof.py measured.xml", cwd=checkout)
-    collected = json.loads(path.read_text())
-    for table in collect_proof.TABLES:
-        assert collected[table] == proof[table]
-
-
 def test_the_repository_is_rendered():
     assert not changes(ROOT), "python benchmark.py --render"
-
-
-THEORY = {  # computed by hand from the table of docs/proof.md, "What a rank keeps and sends"
-    ("SingleGPU", 1, "sgd"): ({}, 12),
-    ("SingleGPU", 1, "adamw"): ({}, 16),
-    ("half_precision", 1, "sgd"): ({"master_weights": True}, 12),
-    ("FSDP", 4, "adamw"): ({}, 4),
-    ("DDP_ZeRO", 4, "sgd"): ({"use_zero": True}, 9),
-    ("ZeRO_by_hand", 4, "sgd"): ({"stage": 2}, 6),
-    ("DeepSpeed", 4, "sgd"): ({"deepspeed_config": "config/zero_stage2_config.json"}, 7),
-    ("accelerate_DeepSpeed", 4, "sgd"): ({"deepspeed_config": "config/zero_stage3_config.json"}, 5),
-}
-
-
-def test_theory():
-    for (script, ranks, optimizer), (options, expected) in THEORY.items():
-        kept = technique(script).keeps(ranks, options | {"optimizer": optimizer})
-        assert sum(kept.values()) == expected, script
 
 
 WRONG = {  # a file, what stands in it (or all of it), and what would be wrong in its place
@@ -329,7 +292,7 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     assert "python " in printed or "torchrun " in printed
 
 
-@pytest.mark.parametrize("loop", ["bare", "pytorch_train"])
+@pytest.mark.parametrize("loop", ["bare", pytest.param("pytorch_train", marks=pytest.mark.full)])
 def test_a_suite_keeps_what_peers_measure(loop, tmp_path):
     flags = "--train-samples 32 --batch-size 8 --max-steps 4 --model shufflenet_v2_x0_5 -j 1"
     command = f"python measure/peers.py --loop {loop} --dataset synthetic {flags}"
@@ -417,16 +380,3 @@ def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
         benchmark.main()
     assert stopped.value.code == 2
     assert re.search(r"other programs use 1\.3 cores", capsys.readouterr().err)
-
-
-def test_cores_that_are_busy():
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        wait_for(lambda: everything.busy_cores() > 0.5)
-        process.kill()
-
-
-def test_the_plan_knows_earlier_runs(capsys):
-    everything.print_plan(ROOT, gpu=False)
-    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert set(json.loads((ROOT / "config/measure_all.json").read_text())) - {"gpu"} < set(lines)
-    assert float(lines["cpu"].split()[0]) > 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, launch
+from conftest import ROOT
 from torch import nn
 
 import common
@@ -72,14 +72,6 @@ def test_schedule():
     assert rates[55] == pytest.approx(0.5)
     assert sorted(rates[10:], reverse=True) == rates[10:]
     assert 0 < rates[-1] < 0.001 and optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("flag, kind", [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
-def test_optimizer(flag, kind):
-    args = arguments(optimizer=flag, weight_decay=0.25)
-    optimizer = common.make_optimizer(args, torch.nn.Linear(1, 1))
-    assert type(optimizer) is kind
-    assert optimizer.defaults["lr"] == 0.1 and optimizer.defaults["weight_decay"] == 0.25
 
 
 @pytest.mark.parametrize("name, size", [("resnet18", 32), ("resnet50", 64), ("alexnet", 64)])
@@ -151,14 +143,6 @@ def test_only_tensors_are_loaded(tmp_path, capsys):
     with pytest.raises(SystemExit):
         common.load_file(tmp_path / "code.pt", "--weights")
     assert "code.pt cannot be loaded (UnpicklingError" in capsys.readouterr().err
-
-
-def test_our_own_warnings_are_noticed(tmp_path):
-    """What the launch tests look for in a script's stderr is what Python prints there."""
-    script = tmp_path / "pytorch_something.py"
-    script.write_text("import warnings\nwarnings.warn('deprecated', FutureWarning)\n")
-    [line] = launch(f"python {script}").our_warnings
-    assert line.endswith("pytorch_something.py:2: FutureWarning: deprecated")
 
 
 @pytest.mark.full
