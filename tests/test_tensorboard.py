@@ -1,19 +1,14 @@
-"""How a browser shows the runs' TensorBoard files; skipped without a browser."""
+"""What TensorBoard reads in the files of runs, and its HPARAMS page asks for."""
 
-import functools
-import http.server
 import json
-import shutil
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 
 import pytest
 from conftest import environment, free_port, launcher, succeed
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 SCRIPTS = ["pytorch_SingleGPU", "pytorch_torchrun_DDP"]
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 2"
 
@@ -61,48 +56,3 @@ def test_hparams_has_a_session_of_each_run(address):
     wanted |= {"colParams": [{"hparam": "technique"}], "startIndex": 0, "sliceSize": 100}
     groups = ask(address, "data/plugin/hparams/session_groups", wanted)["sessionGroups"]
     assert {group["hparams"]["technique"] for group in groups} == set(SCRIPTS)
-
-
-# TensorBoard draws parts of its pages in shadow trees, which --dump-dom leaves out: this page holds
-# one of its pages and, when that has had time to load, writes down all of its text.
-FRAME = """<iframe id="page" width="1400" height="900" src="http://127.0.0.1:{port}/#{page}"></iframe>
-<pre id="text"></pre>
-<script>
-function text(node) {{
-  const below = [...(node.shadowRoot ? [node.shadowRoot] : []), ...node.childNodes];
-  return (node.nodeType === Node.TEXT_NODE ? node.data + " " : "") + below.map(text).join("");
-}}
-setTimeout(() => {{
-  const shown = document.getElementById("page").contentDocument.body;
-  document.getElementById("text").textContent = "text of the page: " + text(shown);
-}}, 20000);
-</script>"""
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
-@pytest.mark.parametrize("page", ["timeseries", "hparams"])
-def test_the_browser_shows_both_scripts(page, address, tmp_path):
-    """Side by side: each script by name, and on the HPARAMS page its final accuracy."""
-    (tmp_path / "index.html").write_text(FRAME.format(port=address, page=page))
-    handler = functools.partial(Quiet, directory=str(tmp_path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --disable-web-security --dump-dom"
-    flags += " --disable-site-isolation-trials --virtual-time-budget=30000"
-    command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path}/profile"]
-    try:
-        shown = subprocess.run(
-            [*command, f"http://127.0.0.1:{server.server_port}/index.html"],
-            capture_output=True, text=True, timeout=120,
-        ).stdout  # fmt: skip
-    finally:
-        server.shutdown()
-    shown = shown.partition("text of the page: ")[2]
-    for word in [*SCRIPTS, *(["final/accuracy", "technique"] if page == "hparams" else [])]:
-        assert word in shown
