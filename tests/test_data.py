@@ -39,11 +39,11 @@ def arguments(**changes):
     return Settings(**{"device": "cpu", "model": "resnet18", "image_size": 32} | changes)
 
 
-def record(command, folder, forked=True):
+def record(command, folder):
     """Run a script through hooks.py; the global batches, step by step."""
     folder.mkdir()
     command = f"{command} {JOB} --output-dir {folder}/run"
-    succeed(command, forked=forked, HOOKS=f"batches:{folder}")
+    succeed(command, forked=True, HOOKS=f"batches:{folder}")
     global_batches = []
     for step in range(1, 9):
         ranks = sorted(folder.glob(f"step{step}-rank*.pt"))
@@ -65,7 +65,7 @@ def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
     """Image for image and crop for crop: bit by bit what the model is given."""
     launcher = f"torchrun --standalone --nproc_per_node={world_size}"
     command = f"{launcher} {HOOKED} pytorch_torchrun_DDP.py"
-    batches = record(command, tmp_path / "ranks", forked=world_size != 2)
+    batches = record(command, tmp_path / "ranks")
     for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
         assert len(images) == 24
         assert torch.equal(labels, their_labels)
