@@ -369,6 +369,19 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     assert counted.read_text() == 2 * "\nsaid\n"
 
 
+def test_utilization_is_of_the_gpus_and_the_time_that_trained():
+    """Not of other GPUs, loading or evaluation, nor of the second before."""
+    busy = [0, 100, 100, 40, 60, 0, 100, 80, 0]
+    samples = [(float(i), {"GPU-a": busy[i], "GPU-b": 30, "GPU-split": None}) for i in range(9)]
+    spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
+    assert benchmark.mean_utilization(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
+    both = benchmark.mean_utilization(samples, ["GPU-a", "GPU-b"], spans)
+    assert both == {"utilization_percent": 45}
+    for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
+        assert benchmark.mean_utilization(samples, unknown, spans) is None
+    assert benchmark.mean_utilization(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
+
+
 def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
     monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
     parts = {"losses": {"untimed": True, "commands": ["true"]}}
