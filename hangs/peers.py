@@ -69,7 +69,7 @@ def ask(question: str, host: str, port: int, key: str, machine: str, process: in
             time.sleep(0.1)  # until its main thread has noticed
         with socket.create_connection((host, port), ANSWER) as link, link.makefile() as answer:
             link.sendall(f"{key} {question}".encode())
-            return json.load(answer)
+            return None if question == "end" else json.load(answer)  # it may end before it answers
     except (ConnectionRefusedError, psutil.NoSuchProcess):  # a zombie, too
         return "its process has ended"
     except (OSError, ValueError, psutil.Error):

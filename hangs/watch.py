@@ -135,6 +135,7 @@ class Watch:
             accounts = {rank: answers[rank] for rank in answers.keys() - silent.keys()}
             report = self.write_report(accounts, silent, len(answers))
             print(f"{self.script.stem}: error: {report}", file=sys.stderr, flush=True)
+            self.over.set()
             self.ask("end")
         elif self.peers:  # otherwise the next start explains the records
             self.over.wait(3 * ANSWER)
@@ -151,10 +152,11 @@ class Watch:
 
     def end(self) -> None:
         """The diagnosis is printed. The launcher would end a rank that does not wait only later."""
-        self.over.set()
-        timer = threading.Timer(LINGER, os._exit, [1])
-        timer.daemon = True
-        timer.start()
+        if not self.over.is_set():
+            self.over.set()
+            timer = threading.Timer(LINGER, os._exit, [1])
+            timer.daemon = True
+            timer.start()
 
     def describe(self, frames: Frames, why: str) -> dict:
         """Write this rank's record; its account for :func:`diagnose`. The first call counts."""

@@ -42,7 +42,8 @@ import pathlib, subprocess, sys
 import torch.distributed as dist
 import hangs.watch
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-hangs.prepare(pathlib.Path("script.py"), pathlib.Path("records"), rank=0, size=2, one_machine=True)
+folder = pathlib.Path(sys.argv[1])
+hangs.prepare(folder / "script.py", folder, rank=0, size=2, one_machine=True)
 hangs.listen(timeout=5)
 watch = hangs.watch.watch
 type(watch).account = property(lambda self: None, lambda self, account: None)  # reads each time
@@ -57,7 +58,7 @@ def test_a_process_may_end_while_it_is_asked(tmp_path):
     """Python aborts if it ends while a thread is in C++."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
-    succeed(f"{sys.executable} {script}", PYTHONPATH=str(ROOT))
+    succeed(f"{sys.executable} {script} {tmp_path}/records", PYTHONPATH=str(ROOT))
 
 
 def entry(number, kind, sizes, line, over):
