@@ -1,18 +1,8 @@
 """What every training script shares, in the order in which a script calls it.
 
 A script contains one technique, and this file the training task, so two scripts differ only in
-their technique:
-
-    command line            flags, their defaults, the first lines of output
-    device and seeds        device, threads, precision, random seeds
-    datasets and loader     images, text or reviews, one loader
-    model                   any torchvision classifier, a GPT or Llama, or an encoder
-    optimizer and schedule  SGD or AdamW, warm-up and cosine
-    evaluation              every sample counted once
-    model.pt                a plain state dict for every technique
-
-Data sets and models are in jobs/. Progress, logs and snapshots are in harness/: see Run in
-harness/run.py.
+their technique. Data sets and models are in jobs/. Progress, logs and snapshots are in harness/: see
+Run in harness/run.py.
 """
 
 import atexit
@@ -74,8 +64,6 @@ __all__ = [
 
 # -------------------------------------------------------------------------------- command line
 
-HALF = {"cuda": "float16", "cpu": "bfloat16"}  # the fast half precision of most GPUs, and of CPUs
-
 
 def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> ArgumentParser:
     """A parser with the flags that all training scripts share; a script adds its own flags.
@@ -93,41 +81,30 @@ def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> Argument
 
 
 def parse_args(parser: ArgumentParser) -> Settings:
-    """Read the command line, fill in defaults that depend on the device, and check all flags.
-
-    Returns:
-        settings, which nobody changes, also those of the flags that the script added.
-    """
+    """Read the command line, fill in defaults that depend on device, model and data, and check all
+    flags. Nobody changes the settings that this returns."""
     args = check_flags(read_flags(parser, Settings))
     remote.check_urls(args)
     if parser.only_gpt:
         choice.check_is_gpt(args)
     if args.experts and not parser.experts:
-        fail(
-            f"--experts {args.experts}: {this_script()}.py has no mixture of experts; use "
-            "pytorch_EP.py"
-        )
-    args = choice.resolve(args)
-    args = fill(args, dtype=HALF[args.device])
-    if args.double and args.dtype != "float32":
-        fail(f"--double is float64, and --dtype is {args.dtype}; leave out one of them")
-    return args
+        why = f"{this_script()}.py has no mixture of experts"
+        fail(f"--experts {args.experts}: {why}; use pytorch_EP.py")
+    return choice.resolve(args)
 
 
 def prepare_process(args: Settings) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype."""
     die_with_launcher()
-    one_machine = world().size == world().local_size
+    one_machine, folder = world().size == world().local_size, local_folder(args.output_dir)
     if one_machine:
         listen_on_loopback()
-    records = local_folder(args.output_dir) / "flight_recorder"
-    script = Path(sys.argv[0]).absolute()
+    script, records = Path(sys.argv[0]).absolute(), folder / "flight_recorder"
     hangs.prepare(script, records, world().rank, world().size, one_machine)
     if args.profile_memory and args.device == "cpu":
         keep_no_free_memory()
     if world().rank == 0:
-        folder = local_folder(args.output_dir)
         cli.check_writable(folder, f"--output-dir {folder}")
         remote.check_output_url(args.output_dir)
     if args.double:
@@ -148,17 +125,14 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
         batch = f"--batch-size {args.batch_size} is the global batch"
         fail(f"{batch} and is not divisible by {readers} ranks; use --batch-size {near}")
     if ranks > 1 and not dist.is_initialized():
-        fail(
-            f"{this_script()}.py is one process but was started as {ranks} ranks; start it "
-            f"with python {this_script()}.py, or use pytorch_torchrun_DDP.py"
-        )
+        instead = f"start it with python {this_script()}.py, or use pytorch_torchrun_DDP.py"
+        fail(f"{this_script()}.py is one process but was started as {ranks} ranks; {instead}")
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
     each = "per rank" if readers == ranks else f"for {ranks // readers} ranks together"
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
-    print0(
-        f"{this_script()}: {ranks} x {device_name(device)}{backend}, {args.model} "
-        f"{args.task.data.describe(args)}, dataset {args.dataset}, {batch}"
-    )
+    data = f"{args.task.data.describe(args)}, dataset {args.dataset}"
+    where = f"{ranks} x {device_name(device)}{backend}"
+    print0(f"{this_script()}: {where}, {args.model} {data}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}")
     hangs.listen(args.timeout)
     args.task.models.check_model_name(args.model)
@@ -174,10 +148,8 @@ def get_device(args: Settings, local_rank: int | None = 0) -> torch.device:
         local_rank: ``None`` if it was not passed as a flag: launchers also set LOCAL_RANK.
     """
     if local_rank is None and not world().launched:
-        fail(
-            "started without its launcher; use "
-            f"python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1 {this_script()}.py"
-        )
+        launcher = "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=1"
+        fail(f"started without its launcher; use {launcher} {this_script()}.py")
     local_rank = int(os.environ["LOCAL_RANK"]) if local_rank is None else local_rank
     # Launchers set OMP_NUM_THREADS=1 for several ranks. Any other value is the user's own.
     if world().local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -187,10 +159,8 @@ def get_device(args: Settings, local_rank: int | None = 0) -> torch.device:
         return torch.device("cpu")
     gpus, needed = torch.cuda.device_count(), 1 if sees_one_gpu() else world().local_size
     if max(local_rank + 1, needed) > gpus:
-        fail(
-            f"{world().local_size} ranks need as many GPUs, and this machine has {gpus}; "
-            f"use --nproc_per_node={gpus}, or --device cpu"
-        )
+        why = f"{world().local_size} ranks need as many GPUs, and this machine has {gpus}"
+        fail(f"{why}; use --nproc_per_node={gpus}, or --device cpu")
     torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN's convolutions
     return torch.device("cuda", local_rank)
 

@@ -212,8 +212,11 @@ class Reproducibility:
 # fmt: on
 
 
+HALF = {"cuda": "float16", "cpu": "bfloat16"}  # the fast half precision of most GPUs, and of CPUs
+
+
 def check_flags(settings: Kind) -> Kind:
-    """Choose the device, and check the flags that all training tasks have."""
+    """Choose device and dtype, and check the flags that all training tasks have."""
     if why := why_ranks_are_unclear():
         fail(why)
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -225,6 +228,9 @@ def check_flags(settings: Kind) -> Kind:
     here = resume not in ("auto", "none") and "://" not in resume
     if first and here and not Path(resume).exists():
         fail(f"--resume {resume}: no such folder; give auto, none or a snapshot's folder")
-    if settings.device == "auto":
-        return replace(settings, device="cuda" if torch.cuda.is_available() else "cpu")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = auto if settings.device == "auto" else settings.device
+    settings = fill(replace(settings, device=device), dtype=HALF[device])
+    if settings.double and settings.dtype != "float32":
+        fail(f"--double is float64, and --dtype is {settings.dtype}; leave out one of them")
     return settings
