@@ -126,7 +126,7 @@ class WholeSequences(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         shards = (attention.shard(t, t.ndim - 1, self.group) for t in (tokens, positions))
-        logits = attention.Gather.apply(self.model(*shards), 2, self.group)
+        logits = attention.gather(self.model(*shards), 2, self.group)
         return attention.in_order(logits, 2, self.group)
 
 

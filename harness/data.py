@@ -14,8 +14,7 @@ from harness.cli import fail
 
 
 class TaskData(Dataset):
-    """Base class of data sets. Subclasses also have ``classes`` (their names, or the vocabulary)
-    and ``__getitems__()``, which makes a batch for the loader."""
+    """Base class of data sets. Subclasses also have ``classes``: their names, or the vocabulary."""
 
     unit, units = "sample", "samples"  # for the progress bar, and its plural
     name = ""  # the data set that --dataset selected
@@ -23,6 +22,10 @@ class TaskData(Dataset):
     tensors: tuple[str, ...] = ()  # names of the attributes that hold the data
     workers = 0  # default of --workers
     bytes_on_gpu = 0  # of all data sets of this process
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """A batch for the loader: the indices of its samples, ``[batch]``."""
+        return (torch.tensor(indices),)
 
     def keep_on_gpu(self) -> None:
         """Move the data to the current GPU if that leaves nine tenths of its free memory. A batch

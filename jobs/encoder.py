@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from harness.cli import fail, import_optional
 from harness.state import check_weights, load_file
 from jobs import reviews
+from libraries import hub
 from remote.storage import fetch_input
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
@@ -75,7 +76,7 @@ def make_model(args, classes: list[str]) -> Encoder:
             vocab_size=len(tokenizer), max_position_embeddings=args.context,
         )  # fmt: skip
     else:
-        config = reviews.from_pretrained(args.weights, "AutoConfig")
+        config = hub.from_pretrained(args.weights, "AutoConfig")
         longest = getattr(config, "max_position_embeddings", args.context)
         if args.context > longest:
             fail(f"--context {args.context}: {args.weights} has {longest} positions; use no more")
@@ -84,7 +85,7 @@ def make_model(args, classes: list[str]) -> Encoder:
     auto = "AutoModelForSequenceClassification"
     if size is None and torch.get_default_device().type != "meta":  # meta tensors have no data
         options = {"config": config, "dtype": torch.get_default_dtype()}
-        model = reviews.from_pretrained(args.weights, auto, **options)
+        model = hub.from_pretrained(args.weights, auto, **options)
     else:
         model = getattr(transformers, auto).from_config(config, dtype=torch.get_default_dtype())
     tokenizer.backend_tokenizer.no_padding()  # to use it on single texts

@@ -18,7 +18,7 @@ from harness.cli import fail, positive
 from harness.data import TaskData, Unreadable
 from harness.settings import fill, flag
 from harness.world import print0, world
-from jobs.download import fetch
+from libraries.download import fetch
 from remote.storage import fetch_input
 
 # torchvision is imported where it is used: four ranks on two cores need seconds to import it, and
@@ -101,8 +101,8 @@ class Images(TaskData):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """A batch for the DataLoader: ``[n, 3, side, side]`` and ``[n]``; or, if the images are on
-        the GPU, only their indices, ``[n]``."""
-        index = torch.tensor(indices)
+        the GPU, only their indices."""
+        [index] = super().__getitems__(indices)
         return (index,) if self.images.is_cuda else (self.images[index], self.labels[index])
 
     def to_device(self, batch: tuple[Tensor, ...], device) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ def how_many(args, split: str, available: int) -> int:
 
 
 def fetch_cifar10(data_dir: Path) -> str | None:
-    """Download CIFAR-10 if it is missing; see :func:`jobs.download.fetch`."""
+    """Download CIFAR-10 if it is missing; see :func:`libraries.download.fetch`."""
     from torchvision.datasets import CIFAR10
 
     def download():

@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from harness.cli import fail, import_optional
+from harness.cli import fail
 from harness.data import TaskData
 from harness.settings import fill
 from harness.world import print0
-from jobs.download import why_unreachable
+from libraries import hub
 from remote.storage import fetch_input
 
 CLASSES = ["negative", "positive"]
@@ -69,10 +68,6 @@ class Reviews(TaskData):
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
-        """A batch for the DataLoader: the indices of the samples, ``[batch]``."""
-        return (torch.tensor(indices),)
 
     def prepare(
         self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
@@ -152,7 +147,7 @@ def make_tokenizer(args):
     """The tokenizer of pretrained weights; or byte-pair encoding trained on the training split,
     identical on every rank. (A ``PreTrainedTokenizerFast``.)"""
     if has_pretrained(args):
-        tokenizer = from_pretrained(args.weights, "AutoTokenizer")
+        tokenizer = hub.from_pretrained(args.weights, "AutoTokenizer")
         if tokenizer.pad_token_id is None or not tokenizer.is_fast:
             fail(f"--weights {args.weights}: its tokenizer cannot pad a batch; give an encoder's")
         return tokenizer
@@ -161,42 +156,6 @@ def make_tokenizer(args):
 
 @functools.cache
 def train_tokenizer(data_dir: Path):
-    """Train byte-level, lower-case byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909). A
-    sequence begins with [CLS] and ends with [SEP], as DistilBERT expects."""
-    transformers = import_optional("transformers")
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-
-    texts, _ = read(data_dir / "train.tsv")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["[PAD]", "[CLS]", "[SEP]"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
-    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def from_pretrained(weights: str, kind: str, **options):
-    """``transformers.KIND.from_pretrained``, with one-line errors."""
-    weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if not Path(weights).is_dir() and why_unreachable(hub):
-        options["local_files_only"] = True  # otherwise it retries for a minute
-    transformers = import_optional("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return getattr(transformers, kind).from_pretrained(weights, **options)
-    except Exception as error:  # folder, hub, network or safetensors
-        why = str(error).partition("\n")[0][:200]
-        fail(
-            f"--weights {weights} cannot be loaded ({type(error).__name__}: {why}); give a folder "
-            "with config.json, model.safetensors and a tokenizer, or a name on huggingface.co"
-        )
+    """Byte-pair encoding, trained on the training split. A sequence begins with [CLS] and ends with
+    [SEP], as DistilBERT expects."""
+    return hub.train_tokenizer(read(data_dir / "train.tsv")[0], VOCABULARY)

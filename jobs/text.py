@@ -15,8 +15,8 @@ from harness.data import TaskData
 from harness.settings import fill, flag
 from harness.world import print0
 from jobs import decoder, experts, gpt
-from jobs.download import fetch
 from libraries import hub
+from libraries.download import fetch
 from remote.storage import fetch_input
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
@@ -106,10 +106,6 @@ class Text(TaskData):
     def count_labels(self) -> int:
         """Number of labels: all tokens but the first."""
         return len(self.tokens) - 1
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
-        """A batch for the DataLoader: the indices of the samples, ``[batch]``."""
-        return (torch.tensor(indices),)
 
     def prepare(
         self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
@@ -202,7 +198,7 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 def fetch_shakespeare(data_dir: Path) -> str | None:
     """Download a million characters of Shakespeare (Karpathy 2015) if they are missing; see
-    :func:`jobs.download.fetch`."""
+    :func:`libraries.download.fetch`."""
     path = data_dir / SHAKESPEARE
 
     def download():

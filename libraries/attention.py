@@ -9,10 +9,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor
 
 from libraries.attention_kernels import repeat
+
+all_gather = getattr(functional, "all_gather_single_autograd", None)  # since PyTorch 2.14
+all_gather = all_gather or functional.all_gather_tensor_autograd
 
 # Position t attends to positions up to t, so later ones take more work. Each sequence has 2 N
 # chunks, and rank r has the r-th and the r-th from the end ("zigzag"), to balance the work.
@@ -37,28 +41,15 @@ def shard(whole: Tensor, dim: int = 1, group=None) -> Tensor:
     return shards[dist.get_rank(group)].contiguous()
 
 
-class Gather(torch.autograd.Function):
-    """The shards of all ranks, concatenated along ``dim``."""
-
-    @staticmethod
-    def forward(ctx, own: Tensor, dim: int, group=None) -> Tensor:
-        ctx.dim, ctx.group, ranks = dim, group, dist.get_world_size(group)
-        shards = own.new_empty(ranks * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(shards, own.contiguous(), group=group)
-        return torch.cat(shards.chunk(ranks), dim)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """All ranks used our shard, so its gradient is the sum of theirs."""
-        shards = gradient.chunk(dist.get_world_size(ctx.group), ctx.dim)
-        own = torch.empty_like(shards[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own, torch.cat(shards), group=ctx.group)
-        return own, None, None
+def gather(own: Tensor, dim: int, group=None) -> Tensor:
+    """The shards of all ranks, concatenated along ``dim``. All ranks use our shard, so its gradient
+    is the sum of theirs."""
+    return all_gather(own.contiguous(), dim, group or dist.group.WORLD)
 
 
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
     """Our queries attend to all keys and values, as in Llama 3's training (arXiv:2407.21783)."""
-    k, v = repeat(q, *in_order(Gather.apply(torch.stack([k, v]), 3, group), 3, group))
+    k, v = repeat(q, *in_order(gather(torch.stack([k, v]), 3, group), 3, group))
     rank, ranks, found = dist.get_rank(group), dist.get_world_size(group), []
     for chunk, number in zip(q.chunk(2, 2), (rank, 2 * ranks - 1 - rank), strict=True):
         size = chunk.shape[2]
@@ -68,32 +59,24 @@ def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
     return torch.cat(found, 2)
 
 
-class AllToAll(torch.autograd.Function):
-    """Splits a tensor over the ranks along one dimension, and concatenates along another."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, split: int, join: int, group=None) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split, join, group
-        parts = torch.stack(tensor.chunk(dist.get_world_size(group), split))
-        theirs = torch.empty_like(parts)
-        dist.all_to_all_single(theirs, parts, group=group)
-        return torch.cat(theirs.unbind(), join)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return AllToAll.apply(gradient, ctx.join, ctx.split, ctx.group), None, None, None
+def all_to_all(tensor: Tensor, split: int, join: int, group=None) -> Tensor:
+    """Split a tensor over the ranks along one dimension, and concatenate along another."""
+    parts = torch.stack(tensor.chunk(dist.get_world_size(group), split))
+    group = group or dist.group.WORLD
+    theirs = functional.all_to_all_single_autograd(parts, None, None, group)
+    return torch.cat(theirs.unbind(), join)
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
     """All positions for 1/N of the heads: ranks exchange heads for positions (Jacobs et al. 2023,
     arXiv:2309.14509)."""
     if k.shape[1] == q.shape[1]:
-        q, k, v = in_order(AllToAll.apply(torch.stack([q, k, v]), 2, 3, group), 3, group)
+        q, k, v = in_order(all_to_all(torch.stack([q, k, v]), 2, 3, group), 3, group)
     else:
-        q = in_order(AllToAll.apply(q, 1, 2, group), 2, group)
-        k, v = in_order(AllToAll.apply(torch.stack([k, v]), 2, 3, group), 3, group)
+        q = in_order(all_to_all(q, 1, 2, group), 2, group)
+        k, v = in_order(all_to_all(torch.stack([k, v]), 2, 3, group), 3, group)
     found = F.scaled_dot_product_attention(q, *repeat(q, k, v), is_causal=True)
-    return AllToAll.apply(in_rank_order(found, 2, group), 2, 1, group)
+    return all_to_all(in_rank_order(found, 2, group), 2, 1, group)
 
 
 OTHERS = {

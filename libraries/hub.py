@@ -3,6 +3,7 @@ that a Llama's configuration and weights have there."""
 
 import contextlib
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from harness.cli import fail, import_optional
+from libraries.download import why_unreachable
 from remote.storage import fetch_input
 
 NAMES = {  # of a Llama's modules, ours and theirs
@@ -163,3 +165,48 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     for name in TOKENIZER + SETTINGS:
         if (source / name).is_file() and source.resolve() != folder.resolve():
             shutil.copyfile(source / name, folder / name)
+
+
+def train_tokenizer(texts: list[str], vocabulary: int):
+    """Train byte-level, lower-case byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909) with
+    [CLS] and [SEP] around a sequence: a ``PreTrainedTokenizerFast``.
+
+    Args:
+        vocabulary: number of tokens.
+    """
+    transformers = import_optional("transformers")
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["[PAD]", "[CLS]", "[SEP]"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def from_pretrained(weights: str, kind: str, **options):
+    """``transformers.KIND.from_pretrained``, with one-line errors."""
+    weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
+    server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if not Path(weights).is_dir() and why_unreachable(server):
+        options["local_files_only"] = True  # otherwise it retries for a minute
+    transformers = import_optional("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return getattr(transformers, kind).from_pretrained(weights, **options)
+    except Exception as error:  # folder, hub, network or safetensors
+        why = str(error).partition("\n")[0][:200]
+        fail(
+            f"--weights {weights} cannot be loaded ({type(error).__name__}: {why}); give a folder "
+            "with config.json, model.safetensors and a tokenizer, or a name on huggingface.co"
+        )
