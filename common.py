@@ -16,15 +16,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, SequentialSampler
 
+# Some of these names are for the scripts alone, which use them as common.make_store().
 import hangs
 from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
 from harness.data import TaskData
 from harness.measure import device_name, whole
 from harness.run import Run, total_steps
-from harness.settings import check_flags, fill, identity_of, read_flags
+from harness.settings import check_flags, fill, read_flags
 from harness.state import load_file, save_file
 from harness.world import (
     die_with_launcher,
@@ -47,21 +50,6 @@ from libraries.flat import WholeState
 from remote import storage as remote
 from remote.storage import local_folder
 
-# What the scripts use, in the order of use; some of it is imported.
-# fmt: off
-__all__ = [
-    "import_optional", "argument_parser", "number", "parse_args", "prepare_process",
-    "check_launch", "fail", "announce", "print0", "get_device", "get_dtype", "seed_everything",
-    "make_store", "world", "size_of", "check_tensor_parallel", "make_datasets",
-    "make_loader", "make_model", "init_weights", "batch_norms", "blocks_of", "attention",
-    "make_optimizer", "optimizer_class", "parameter_groups", "make_scheduler",
-    "WholeState", "Run", "evaluate", "save_model",
-    "load_file", "save_file", "local_folder",  # pytorch_checkpoint.py
-    # model_inference.py
-    "ArgumentParser", "check_writable", "UnreadableImage", "read_flags", "fill",
-]
-# fmt: on
-
 # -------------------------------------------------------------------------------- command line
 
 
@@ -75,7 +63,6 @@ def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> Argument
     """
     parser = cli.make_parser(doc)
     choice.add_all_flags(parser, only_gpt, experts)
-    parser.set_defaults(model="gpt" if only_gpt else None)
     parser.only_gpt, parser.experts = only_gpt, experts or not only_gpt
     return parser
 
@@ -130,9 +117,9 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
     each = "per rank" if readers == ranks else f"for {ranks // readers} ranks together"
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
-    data = f"{args.task.data.describe(args)}, dataset {args.dataset}"
+    task = f"{args.task.data.describe(args)}, dataset {args.dataset}"
     where = f"{ranks} x {device_name(device)}{backend}"
-    print0(f"{this_script()}: {where}, {args.model} {data}, {batch}")
+    print0(f"{this_script()}: {where}, {args.model} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}")
     hangs.listen(args.timeout)
     args.task.models.check_model_name(args.model)
@@ -191,22 +178,16 @@ def seed_everything(seed: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-# ------------------------------------------------------------------------- datasets and loader
+# ----------------------------------------------------------------- datasets, loader and model
 
 
 def make_datasets(args: Settings) -> tuple[TaskData, TaskData]:
     """The training and the evaluation set, of the same classes. Resolves ``auto``."""
-    train_set, eval_set = args.task.data.make_datasets(args)
-    train_set.identity = identity_of(args, args.task.flags)
-    return train_set, eval_set
+    return args.task.data.make_datasets(args)
 
 
 def make_loader(
-    args: Settings,
-    dataset: TaskData,
-    batch_size: int,
-    sampler: Sampler | None = None,
-    drop_last: bool = False,
+    args: Settings, dataset: TaskData, batch_size: int, sampler=None, drop_last: bool = False
 ) -> DataLoader:
     """A loader of batches, for :meth:`Run.batches` and :func:`evaluate`: uint8 images
     ``[batch_size, 3, side, side]`` and int64 labels; or, for text and for images that are on the
@@ -214,7 +195,7 @@ def make_loader(
 
     Args:
         batch_size: of one rank.
-        sampler: the order; ``None``: in the order of the dataset.
+        sampler: a ``Sampler``; ``None``: in the order of the dataset.
         drop_last: drop an incomplete last batch, as in training.
     """
     if drop_last and len(dataset) < args.batch_size:
@@ -235,9 +216,6 @@ def make_loader(
         worker_init_fn=data.ignore_signals,
         generator=torch.Generator(),  # draws a seed per epoch, without affecting dropout
     )
-
-
-# --------------------------------------------------------------------------------------- model
 
 
 def make_model(args: Settings, classes: list[str], channels_last: bool = True) -> nn.Module:
@@ -263,11 +241,10 @@ def make_model(args: Settings, classes: list[str], channels_last: bool = True) -
 # ---------------------------------------------------------------------- optimizer and schedule
 
 
-def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-    """Create ``--optimizer``.
+def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> Optimizer:
+    """Create ``--optimizer`` for a plain, wrapped or sharded model.
 
     Args:
-        model: plain, wrapped or sharded.
         fused: use the fused kernel, also on a CPU. A GradScaler can skip a step of a fused
             optimizer without synchronizing, and without a copy of all gradients.
     """
@@ -280,7 +257,7 @@ def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> torc
     return optimizer
 
 
-def optimizer_class(args: Settings) -> tuple[type[torch.optim.Optimizer], dict]:
+def optimizer_class(args: Settings) -> tuple[type[Optimizer], dict]:
     """The class and the options for :func:`make_optimizer`."""
     options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "adamw":
@@ -293,11 +270,11 @@ def parameter_groups(args: Settings, model: nn.Module) -> list[dict]:
     return args.task.models.parameter_groups(model)
 
 
-class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+class Plateau(ReduceLROnPlateau):
     """Divides the learning rate by ten after two evaluations without improvement.
     ``step()`` without a loss does nothing; :meth:`Run.report` passes the loss over all ranks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: Optimizer):
         super().__init__(optimizer, factor=0.1, patience=1)
 
     def step(self, loss: float | None = None) -> None:
@@ -305,9 +282,7 @@ class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
             super().step(loss)
 
 
-def make_scheduler(
-    args: Settings, optimizer: torch.optim.Optimizer, steps_per_epoch: int
-) -> torch.optim.lr_scheduler.LRScheduler:
+def make_scheduler(args: Settings, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
     """``--schedule``, stepped after every step. By default: linear warm-up (Goyal et al. 2017,
     arXiv:1706.02677), then half a cosine that reaches 0 after the last step (Loshchilov and Hutter
     2017, arXiv:1608.03983)."""
@@ -323,10 +298,10 @@ def make_scheduler(
             return (step + 1) / (warmup + 1)
         return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, total - warmup))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, factor)
 
 
-# ---------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------ evaluation, model.pt
 
 
 @torch.no_grad()
@@ -338,8 +313,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     masked out of the sums. Several ranks may process the same part.
 
     Args:
-        model: the plain model. A wrapper whose forward communicates also works, as all ranks run
-            the same number of forwards. Its inputs have the dtype of its parameters.
+        model: plain or wrapped. Its inputs have the dtype of its parameters.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
 
     Returns:
@@ -369,16 +343,11 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     return {"loss": loss / samples, "accuracy": correct / samples, "samples": int(samples)}
 
 
-# ------------------------------------------------------------------------------------ model.pt
-
-
-def save_model(args: Settings, state_dict: dict[str, Tensor]) -> None:
+def save_model(args: Settings, state: dict[str, Tensor]) -> None:
     """Write ``model.pt``, in fp32 (float64 with ``--double``), and further files of a Llama."""
     dtype = torch.get_default_dtype()
-    state = {
-        k: v.to("cpu", dtype if v.is_floating_point() else None).contiguous()
-        for k, v in state_dict.items()
-    }
-    save_file(state, local_folder(args.output_dir) / "model.pt")
+    kept = {k: v.to("cpu", dtype if v.is_floating_point() else None) for k, v in state.items()}
+    kept = {name: tensor.contiguous() for name, tensor in kept.items()}
+    save_file(kept, local_folder(args.output_dir) / "model.pt")
     if write_folder := getattr(args.task.models, "write_folder", None):
-        write_folder(args, state, local_folder(args.output_dir))
+        write_folder(args, kept, local_folder(args.output_dir))

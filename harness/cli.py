@@ -67,7 +67,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if "--local-rank" in names:  # the launcher sets it
             options.setdefault("help", argparse.SUPPRESS)
         action = super().add_argument(*names, **options)
-        self.own.append(action.dest)
+        self.own += [action.dest] if "--local-rank" not in names else []
         return action
 
     def add_flags(self, title: str, shown: bool = True) -> Callable:

@@ -18,7 +18,6 @@ class TaskData(Dataset):
 
     unit, units = "sample", "samples"  # for the progress bar, and its plural
     name = ""  # the data set that --dataset selected
-    identity: dict = {}  # flags of this task, with values, that must match to resume
     tensors: tuple[str, ...] = ()  # names of the attributes that hold the data
     workers = 0  # default of --workers
     bytes_on_gpu = 0  # of all data sets of this process

@@ -22,7 +22,7 @@ from harness.measure import (
     versions,
 )
 from harness.run_state import RunState
-from harness.settings import as_words, own_flags
+from harness.settings import as_words, identity_of, own_flags
 from harness.world import gather_objects, max_over_ranks, this_script, world
 
 
@@ -93,7 +93,7 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         "threads": torch.get_num_threads(),
         "model": args.model,
         "dataset": data.name,
-        **data.identity,
+        **identity_of(args, args.task.flags),
         **data.describe(),
         "precision": precision,
         "tf32": used_tf32(precision, device),

@@ -1,11 +1,4 @@
-"""Settings: flags as fields of frozen dataclasses, and the flags of every training task.
-
-A flag is a field of the class of its subject, and is declared nowhere else::
-
-    @dataclass(frozen=True, kw_only=True)
-    class Output:
-        TITLE = "output"  # the heading in --help
-        print_freq: int = flag(10, type=positive, metavar="N", help="... (default: %(default)s)")
+"""Settings: a flag is a field of a frozen dataclass, and is declared nowhere else.
 
 The classes of all subjects are the bases of :class:`jobs.choice.Settings`. A script parses its
 command line into an object of it; other programs construct one, of which every field has a
@@ -71,10 +64,10 @@ def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None
     Args:
         words: the command line; ``None``: that of this process.
     """
-    values = vars(parser.parse_args(words))
+    values, own = vars(parser.parse_args(words)), {"options": {}, "own": True}
     known = {field.name for field in dataclasses.fields(kind)} - set(parser.own)
     fields = [
-        (name, Any, dataclasses.field(default=None, metadata={"options": {}, "own": True}))
+        (name, Any, dataclasses.field(metadata=own if name in parser.own else {}))
         for name in values
         if name not in known
     ]
@@ -101,7 +94,7 @@ def identity_of(settings: Any, names: Iterable[str] | None = None) -> dict[str, 
 def own_flags(settings: Any) -> dict[str, Any]:
     """The flags that the script itself added, with their values."""
     own = [field.name for field in flags_of(settings) if field.metadata.get("own")]
-    return {name: getattr(settings, name) for name in own if name != "local_rank"}
+    return {name: getattr(settings, name) for name in own}
 
 
 def as_words(settings: Any) -> list[str]:
@@ -111,7 +104,7 @@ def as_words(settings: Any) -> list[str]:
         value = getattr(settings, field.name)
         is_set = value is not None and value is not False
         was_given = value in field.metadata["options"].get("choices", [value])  # or a script's own
-        if is_set and was_given and field.name not in ("local_rank", "resume"):
+        if is_set and was_given and field.name != "resume":
             words += [f"--{field.name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return words
 

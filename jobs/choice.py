@@ -19,14 +19,7 @@ import jobs.images
 import jobs.reviews
 import jobs.text
 from harness.cli import ArgumentParser, fail, place, positive, trim_url
-from harness.settings import (
-    Hardware,
-    Output,
-    Reproducibility,
-    Training,
-    add_flags,
-    flag,
-)
+from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
 from jobs.experts import Experts
 from jobs.images import ImageOptions
@@ -84,13 +77,13 @@ class Task(NamedTuple):
     data: ModuleType
     models: ModuleType
     datasets: list[str]
-    flags: list[str]
+    flags: set[str]
 
 
-IMAGES = Task(
-    jobs.images, jobs.classifiers, ["auto", "cifar10", "folder", "synthetic"], jobs.images.FLAGS
-)
-TEXT = Task(jobs.text, jobs.decoder, ["auto", "shakespeare", "text", "synthetic"], jobs.text.FLAGS)
+OF_IMAGES = {field.name for field in flags_of(ImageOptions)}
+OF_TEXT = {field.name for subject in (TextOptions, Experts) for field in flags_of(subject)}
+IMAGES = Task(jobs.images, jobs.classifiers, ["auto", "cifar10", "folder", "synthetic"], OF_IMAGES)
+TEXT = Task(jobs.text, jobs.decoder, ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
 REVIEWS = Task(jobs.reviews, jobs.encoder, ["auto", "reviews"], jobs.reviews.FLAGS)
 
 
@@ -118,6 +111,7 @@ def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool 
     """
     add_flags(parser, Training)
     add_flags(parser, Choice, **(ONLY_GPT if only_gpt else {}))
+    parser.set_defaults(model="gpt" if only_gpt else None)
     add_flags(parser, ImageOptions, shown=not only_gpt)
     add_flags(parser, TextOptions)
     add_flags(parser, Experts, shown=experts)
@@ -151,8 +145,7 @@ def resolve(args):
     if args.model in (None, "gpt") and args.dataset != "reviews" and hub.is_folder(args.weights):
         args = replace(args, model="llama")
     ours = args.task
-    others = {name for task in (IMAGES, TEXT, REVIEWS) for name in task.flags} - set(ours.flags)
-    for name in sorted(others):
+    for name in sorted((OF_IMAGES | OF_TEXT) - ours.flags):
         if getattr(args, name) is not None:
             complain(args, f"--{name.replace('_', '-')}", name in IMAGES.flags)
     if args.dataset not in ours.datasets:

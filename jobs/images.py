@@ -44,9 +44,6 @@ class ImageOptions:
     # fmt: on
 
 
-FLAGS = ["norm", "image_size"]  # flags that not all tasks have
-
-
 def resolve(args):
     """Fill in defaults that depend on device and model, and check what needs no data.
 

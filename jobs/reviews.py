@@ -17,7 +17,7 @@ from remote.storage import fetch_input
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]
 VOCABULARY = 8000  # number of tokens of a trained tokenizer
-FLAGS = ["context", "dropout"]  # flags that not all tasks have
+FLAGS = {"context", "dropout"}  # of the flags for text
 
 
 def resolve(args):

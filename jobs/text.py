@@ -46,10 +46,6 @@ class TextOptions:
     # fmt: on
 
 
-FLAGS = ["context", "tokenizer", "kv_heads", "mlp_width", "dropout", "tie"]
-FLAGS += ["experts", "top_k", "balance"]  # flags that not all tasks have
-
-
 def resolve(args):
     """Fill in defaults that depend on device and model, and check what needs no data."""
     if args.model == "gpt":

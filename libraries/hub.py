@@ -1,7 +1,6 @@
 """Model folders in the format of huggingface.co: config.json, safetensors, tokenizer; and the names
 that a Llama's configuration and weights have there."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -122,16 +121,9 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
             has = f"has {name} of {theirs}" if theirs else f"has no {name}"
             why = "give the folder's own --model llama, text and tokenizer"
             fail(f"--weights {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
-    with quiet():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)  # each rank its own
-
-
-@contextlib.contextmanager
-def quiet():
-    """Hide DCP's warning that each rank plans for itself, which is fine for reading."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        warnings.simplefilter("ignore")  # DCP's: that each rank reads for itself
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
