@@ -102,11 +102,9 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     """Print script, device and settings; then check the model's name, before loading data.
 
     Args:
-        readers: number of parts of the global batch. If there are fewer than ranks, several ranks
-            process the same part.
+        readers: number of parts of the global batch; ranks beyond process the same parts.
     """
-    ranks = world().size
-    readers = readers or ranks
+    ranks, readers = world().size, readers or world().size
     if args.batch_size % readers:
         near = max(args.batch_size // readers, 1) * readers
         batch = f"--batch-size {args.batch_size} is the global batch"
