@@ -136,7 +136,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     outer = CommonWeights(list(model.parameters()), args.outer_lr, args.outer_momentum)
-    local_sgd.resume(run, model, optimizer, scheduler, outer)  # local: its own file
+    local_sgd.resume(run, model, optimizer, scheduler, outer)
     outer.begin()
 
     # 5. Train

@@ -22,17 +22,42 @@ from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
 from harness.display import Display
 from harness.guard import Guard
-from harness.meter import LossMeter
 from harness.profile import closer_look
 from harness.run_state import RunState
 from harness.settings import identity_of
 from harness.stop import StopRequest
-from harness.world import exit_all, print0, this_script, wait_for_gloo, world
+from harness.world import exit_all, print0, wait_for_gloo, world
 from remote.mirror import open_snapshots
 
 
 def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
+
+
+def stop_if_asked(run: "Run", saved: str | None) -> None:
+    """End a run that was asked to stop by a signal. All ranks call it.
+
+    Args:
+        saved: the snapshot to resume from.
+    """
+    run.display.flush()
+    if not run.stop.agreed:
+        return
+    run.display.close()
+    when = f"by {signal.Signals(run.stop.agreed).name} after step {run.step} of {run.total_steps}"
+    where = f"snapshot {saved}" if saved else "no snapshot was written"
+    print0(f"stopped {when}: {where}; resume with --resume auto")
+    exit_all(128 + run.stop.agreed)
+
+
+def exit_done(run: "Run") -> NoReturn:
+    """Exit because the resumed run had already finished. All ranks call it."""
+    print0(
+        f"nothing left to do: {run.store.resumed} is at step {run.step} of {run.total_steps}; "
+        "resume with more --epochs or --max-steps, or start from scratch with --resume none"
+    )
+    run.store.copy_results()
+    exit_all(0)
 
 
 class Run:
@@ -57,7 +82,6 @@ class Run:
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()
-        self.meter = LossMeter(self.state)
 
     @property
     def step(self) -> int:
@@ -69,6 +93,10 @@ class Run:
         """The folder of a snapshot after this step, for a script that writes it by itself."""
         return self.store.folder / self.state.snapshot_name
 
+    def check(self, path: Path, snapshot: dict) -> None:
+        """End the run if it cannot resume from a snapshot that a script has read by itself."""
+        self.store.check(path, snapshot)
+
     @property
     def ends_now(self) -> bool:
         """Whether the run ends after this step: with its last step, or because it was asked to."""
@@ -79,36 +107,23 @@ class Run:
     def resume(
         self, model: nn.Module, optimizer, scheduler, read=None, engine=None, **others
     ) -> None:
-        """Resume from the snapshot that ``--resume`` selects, or start from scratch.
-
-        It may have been written by any technique, at any number of ranks. All ranks call this.
+        """Resume from the snapshot that ``--resume`` selects, of any technique and number of ranks,
+        or start from scratch. All ranks call this.
 
         Args:
             model: may be wrapped by DDP.
-            scheduler: ``None`` if a library handles it.
-            read: reads what :meth:`save` let a library write: gets the folder and the content of
-                ``state.pt``. If it returns False, model and optimizer are read as usual.
-            engine: see :meth:`start`.
+            scheduler, engine: see :meth:`start`.
+            read: reads what ``write`` of :meth:`save` has written: gets the folder and the content
+                of ``state.pt``. If it returns False, model and optimizer are read as usual.
             others: other objects with ``state_dict()`` and ``load_state_dict()``, by name.
         """
-        snapshot = self.store.find()
-        path = self.store.resumed
-        if snapshot and not (read and read(path, snapshot)):
-            if "param_groups" not in snapshot:
-                why = f"was written by {snapshot['technique']}.py in a format that {this_script()}"
-                why += ".py cannot read; use one of its own, or --weights with a model.pt"
-                fail(f"--resume {path} {snapshot.get('only', why)}")
-            state.load(path, snapshot["param_groups"], model, optimizer)
-        for name, other in others.items() if snapshot else ():
-            if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
-                other.load_state_dict(snapshot.get(name, {}))
-            else:
-                print0(f"{path} contains no {name} state; {name} is reset")
-        if snapshot and isinstance(model, DistributedDataParallel) and self.args.deterministic:
-            state.rebuild_buckets(model, self.train_set.example(2).to(self.device))
-        self.start(
-            model, optimizer, scheduler, snapshot, scaler=others.get("scaler"), engine=engine
-        )
+        if snapshot := self.store.find():
+            if not (read and read(self.store.resumed, snapshot)):
+                state.load(self.store.resumed, snapshot, model, optimizer)
+            state.load_others(self.store.resumed, snapshot, others)
+            if isinstance(model, DistributedDataParallel) and self.args.deterministic:
+                state.rebuild_buckets(model, self.train_set.example(2).to(self.device))
+        self.start(model, optimizer, scheduler, snapshot, others.get("scaler"), engine)
 
     def save(self, model: nn.Module | None, optimizer, scheduler, write=None, **others) -> None:
         """Write a snapshot for ``--resume``; then end the run if it was asked to stop.
@@ -119,8 +134,7 @@ class Run:
         Args:
             model: ``None`` if ``write`` writes model and optimizer.
             write: writes further files into the folder that it is given; all ranks call it.
-            others: other entries of ``state.pt``, by name: objects with a ``state_dict()``, or
-                plain data.
+            others: for ``state.pt``, by name: objects with a ``state_dict()``, or plain data.
         """
         parts, writers = self.state_dict(), [write] if write else []
         for name, other in {"scheduler": scheduler, **others}.items():
@@ -133,36 +147,13 @@ class Run:
             fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
             print0(f"step {self.step}: {failure}; training continues (--on-save-error continue)")
-        self.stop_if_asked(saved)
+        stop_if_asked(self, saved)
 
     def state_dict(self) -> dict:
-        """The state of the run for a snapshot, after a check of model and optimizer for NaN. All
-        ranks call it."""
+        """The state of the run for a snapshot, after a check for NaN. All ranks call it."""
         self.guard.check_snapshot()
         parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
-        parts = {name: part and part.state_dict() for name, part in parts.items()}
-        return self.store.about | parts
-
-    def check(self, path: Path, snapshot: dict) -> None:
-        """End the run if it cannot resume from a snapshot that a script has read by itself."""
-        self.store.check(path, snapshot)
-
-    def stop_if_asked(self, saved: str | None) -> None:
-        """End the run if it was asked to stop by a signal. All ranks call it.
-
-        Args:
-            saved: the snapshot to resume from.
-        """
-        self.display.flush()
-        if not (signum := self.stop.agreed):
-            return
-        self.display.close()
-        where = f"snapshot {saved}" if saved else "no snapshot was written"
-        print0(
-            f"stopped by {signal.Signals(signum).name} after step {self.step} of "
-            f"{self.total_steps}: {where}; resume with --resume auto"
-        )
-        exit_all(128 + signum)
+        return self.store.about | {name: part and part.state_dict() for name, part in parts.items()}
 
     def snapshot_is_due(self) -> bool:
         """Whether to save a snapshot after this step: at every ``--snapshot-every``-th step, and
@@ -198,28 +189,17 @@ class Run:
             self.start_epoch = self.state.epochs
             done = self.start_epoch >= self.epochs
             if done and self.store.has_result():
-                self.exit_done()
+                exit_done(self)
             at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
         self.optimizer, self.scheduler = optimizer, scheduler
         self.guard.attach(state.plain(model), optimizer, scaler)
-        watched = (model, optimizer) if engine is None else (engine, None)
-        self.clock.attach(*watched)
+        self.clock.attach(*((model, optimizer) if engine is None else (engine, None)))
         if world().rank == 0:
             self.store.archive_previous_run()
         self.display.open(self.step + 1)
         self.stop.listen()
         hangs.listen(self.args.timeout)  # to the groups of a mesh, too
-
-    def exit_done(self) -> NoReturn:
-        """Exit because the resumed run had already finished. All ranks call it."""
-        print0(
-            f"nothing left to do: {self.store.resumed} is at step {self.step} of "
-            f"{self.total_steps}; resume with more --epochs or --max-steps, or start from scratch "
-            "with --resume none"
-        )
-        self.store.copy_results()
-        exit_all(0)
 
     # ---------------------------------------------------------------------------------- steps
 
@@ -230,7 +210,7 @@ class Run:
         loader.batch_sampler.begin = begin
         share = share_of(loader)
         copies = world().size // share[1]  # ranks that have the same batch
-        self.meter.begin()
+        self.state.begin_line()
         title = f"epoch {epoch + 1}/{self.epochs}"
         self.display.start_epoch(title, begin * self.args.batch_size, end * self.args.batch_size)
         self.clock.start()
@@ -256,11 +236,11 @@ class Run:
                 ``--print-freq``-th step prints the mean since the last time, over all ranks.
         """
         if not self.guard.left_out:
-            self.meter.add(loss, self.batch)
+            self.state.add(loss, self.batch)
         self.stop.vote(self.step)
         if self.step % self.args.print_freq and self.step != self.total_steps:
             return
-        if shown := self.meter.read():
+        if shown := self.state.line():
             mean, speed = shown
             self.guard.check_loss(mean)
             figures = {**self.train_set.rates(speed), "learning_rate": self.lr}
@@ -274,7 +254,7 @@ class Run:
         Args:
             metrics: what :func:`common.evaluate` returned.
         """
-        loss_sum, samples = self.meter.totals()
+        loss_sum, samples = self.state.totals()
         if samples:
             self.guard.check_loss(loss_sum / samples)
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -1,10 +1,13 @@
 """RunState: the progress of a run, saved in a snapshot and restored from it."""
 
 import dataclasses
+import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from harness.measure import local
 from harness.world import gather_objects, world
 
 METRICS = ("train_loss", "eval_loss", "eval_accuracy", "seconds")
@@ -13,7 +16,8 @@ OF_A_RANK = ("loss_sum", "samples")  # each rank has its own; all others are the
 
 @dataclasses.dataclass
 class RunState:
-    """The progress of a run. ``loss_sum`` and ``samples`` are those of this rank only.
+    """The progress of a run. ``loss_sum`` and ``samples`` are those of this rank only. Losses are
+    summed on the device, and fetched when they are shown.
 
     Args:
         loss_sum: of this epoch, weighted by samples: a float64 scalar on the device.
@@ -53,6 +57,33 @@ class RunState:
     def clear_sums(self) -> None:
         """Reset the sums for a new epoch."""
         self.loss_sum, self.samples = torch.zeros_like(self.loss_sum), 0.0
+
+    def add(self, loss: Tensor, samples: float) -> None:
+        """Add the mean loss of a number of samples. It stays on the device."""
+        self.loss_sum += local(loss.detach()) * samples
+        self.samples += samples
+
+    def totals(self) -> tuple[float, float]:
+        """Sum of losses and number of samples of this epoch so far. All ranks call it."""
+        totals = torch.stack([self.loss_sum, self.loss_sum.new_tensor(self.samples)])
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        loss_sum, samples = totals.tolist()
+        return loss_sum, samples
+
+    def begin_line(self) -> None:
+        """What :meth:`line` returns next begins here."""
+        self.shown = *self.totals(), time.perf_counter()
+
+    def line(self) -> tuple[float, float] | None:
+        """The mean loss and the samples per second since the last call, over all ranks; ``None``
+        if all these steps were skipped. All ranks call it."""
+        loss_sum, samples, then = self.shown
+        self.begin_line()
+        samples = self.shown[1] - samples
+        if not samples:
+            return None
+        return (self.shown[0] - loss_sum) / samples, samples / (self.shown[2] - then)
 
     def state_dict(self) -> dict:
         """The state for a snapshot, with every rank's random state. All ranks call it."""

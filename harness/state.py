@@ -4,18 +4,18 @@ reads at any number of ranks; and files of plain state dicts."""
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli import fail
 from harness.measure import local
-from harness.world import gather_objects
+from harness.world import gather_objects, print0, this_script
 
 TENSORS = "tensors"  # the folder in that of a snapshot
 FILE_SIZE = 2**30  # bytes of a file, roughly: each is put together in memory before it is written
@@ -73,6 +73,8 @@ def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
 
 # ----------------------------------------------------------------------- tensors of a snapshot
 
+# By name: "model.fc.weight", and "optimizer.fc.weight.exp_avg" for the state of this parameter.
+
 
 def plain(model: nn.Module) -> nn.Module:
     """The model without DDP's wrapper, whose entries have no ``module.`` prefix."""
@@ -80,10 +82,10 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, str]]:
-    """This rank's weights and buffers, or its shards of them, by name in a snapshot; and the names
-    of the parameters, of a shared one the first."""
+    """This rank's weights and buffers, or its shards of them; and the names of the parameters. One
+    that has several names has the first."""
     tensors, names = {}, {}
-    for name, tensor in plain(model).state_dict(keep_vars=True).items():  # FSDP: the shards
+    for name, tensor in plain(model).state_dict(keep_vars=True).items():
         tensors[f"model.{name}"] = tensor.detach()
         names.setdefault(tensor, name)
     return tensors, names
@@ -97,8 +99,8 @@ def gather(model: nn.Module, optimizer) -> tuple[dict[str, Tensor], list[dict]]:
             has ``state``, ``param_groups`` and ``load_state_dict()`` of the model's parameters.
 
     Returns:
-        this rank's tensors, or its shards of them, by name in the snapshot; and the optimizer's
-        parameter groups of all ranks, which differ by pipeline stage.
+        this rank's tensors, or its shards of them; and the optimizer's parameter groups of all
+        ranks, which differ by pipeline stage.
     """
     tensors, names = named_tensors(model)
     optimizer = getattr(optimizer, "whole", optimizer)
@@ -150,27 +152,34 @@ def save(tensors: dict[str, Tensor], folder: Path) -> None:
         dcp.save(tensors, storage_writer=writer, planner=PlainTensors())
 
 
-def load(folder: Path, groups: list[dict], model: nn.Module, optimizer) -> None:
+def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
     """Load what this rank needs from a snapshot. All ranks call it.
 
     Args:
-        groups: the parameter groups that :func:`gather` returned.
+        snapshot: the content of ``state.pt``.
     """
+    if "param_groups" not in snapshot:
+        why = f"was written by {snapshot['technique']}.py in a format that {this_script()}.py "
+        why += "cannot read; use one of its own, or --weights with a model.pt"
+        fail(f"--resume {folder} {snapshot.get('only', why)}")
     weights, names = named_tensors(model)
-    optimizer, state = getattr(optimizer, "whole", optimizer), {}
+    optimizer = getattr(optimizer, "whole", optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors, state, entries = dict(weights), {}, {}
     try:
         reader = HuggingFaceStorageReader(str(folder / TENSORS))
         saved = reader.read_metadata().state_dict_metadata
-        check_names(saved, {*weights, *(f"optimizer.{names[p]}" for p in parameters)})
-        tensors, entries = dict(weights), {}
-        for name in saved:
+        for name, found in saved.items():
+            if sum(chunk.sizes.numel() for chunk in found.chunks) != found.size.numel():
+                raise ValueError(f"a part of {name} is missing")
             entries.setdefault(name.rpartition(".")[0], []).append(name)
         for index, parameter in enumerate(parameters):
             own = entries.get(f"optimizer.{names[parameter]}", ())  # none, if it had no gradient
             room = {name: make_room(saved[name], parameter) for name in own}
             state[index] = {name.rpartition(".")[2]: tensor for name, tensor in room.items()}
             tensors |= room
+        if unknown := set(saved).difference(*gather_objects(set(tensors))):
+            raise ValueError(f"this run has no {min(unknown)}")
         with original_error():
             dcp.load(tensors, storage_reader=reader)
     except Exception as error:  # damaged files raise any of a dozen types
@@ -179,36 +188,25 @@ def load(folder: Path, groups: list[dict], model: nn.Module, optimizer) -> None:
     plain(model).load_state_dict({n.removeprefix("model."): t for n, t in weights.items()})
     own_groups, index = [], 0
     for group in optimizer.param_groups:
-        name = names[group["params"][0]] if group["params"] else None
-        theirs = next((saved for saved in groups if name in saved["params"]), {})
+        first = names[group["params"][0]] if group["params"] else None
+        theirs = next((saved for saved in snapshot["param_groups"] if first in saved["params"]), {})
         places = list(range(index, index := index + len(group["params"])))
         # The script decides how a step is computed.
         own_groups.append(group | theirs | {"params": places, "fused": group.get("fused")})
     optimizer.load_state_dict({"state": state, "param_groups": own_groups})
 
 
-def check_names(saved: Iterable[str], known: set[str]) -> None:
-    """Check that a snapshot has the weights of this model, all ranks together, and no others.
-
-    Args:
-        known: this rank's weights, and parameters of its optimizer.
-
-    Raises:
-        ValueError: if there is any other, or one is missing.
-    """
-    known = set().union(*gather_objects(known))
-    saved = {name if name.startswith("model.") else name.rpartition(".")[0] for name in saved}
-    differ = (saved - known) | {name for name in known - saved if name.startswith("model.")}
-    if differ:
-        raise ValueError(f"only one of snapshot and model has {min(differ)}")
+def load_others(folder: Path, snapshot: dict, others: dict) -> None:
+    """Load the state of further objects, by name."""
+    for name, other in others.items():
+        if snapshot.get(name) or not other.state_dict():  # a disabled GradScaler has no state
+            other.load_state_dict(snapshot.get(name, {}))
+        else:
+            print0(f"{folder} contains no {name} state; {name} is reset")
 
 
-def make_room(saved, parameter: Tensor) -> Tensor:
-    """A tensor for an entry of the optimizer's state: sharded as its parameter, or whole.
-
-    Args:
-        saved: its size and dtype, as DCP's metadata.
-    """
+def make_room(saved: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """A tensor for an entry of the optimizer's state: sharded as its parameter, or whole."""
     dtype = saved.properties.dtype
     if saved.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -190,7 +190,7 @@ def test_how_a_step_is_computed_is_the_scripts_to_say(tmp_path):
     plain, fused = (torch.optim.SGD(model.parameters(), 0.1, fused=f) for f in (False, True))
     tensors, groups = snapshot_state.gather(model, plain)
     snapshot_state.save(tensors, tmp_path)
-    snapshot_state.load(tmp_path, groups, model, fused)
+    snapshot_state.load(tmp_path, {"param_groups": groups}, model, fused)
     assert fused.param_groups[0]["fused"] is True
 
 
