@@ -3,9 +3,7 @@
 import argparse
 import json
 import re
-import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from fake_gpu import GIB, FakeCuda
 
 import common
 import harness.world
-from harness import clock, gpus, result
+from harness import clock, result
 from harness.data import TaskData
 from jobs import classifiers, images
 
@@ -379,26 +377,3 @@ def test_what_is_not_deterministic_is_refused(capsys):
             classifiers.check_deterministic(name, model)
         [line] = capsys.readouterr().err.splitlines()
         assert f"--deterministic: {name} has AdaptiveAvgPool2d" in line
-
-
-def test_utilization_is_of_the_gpus_and_the_time_that_trained(monkeypatch):
-    """By UUID, however CUDA_VISIBLE_DEVICES named them; not loading or evaluation. The driver tells
-    nothing of one that is split (MIG)."""
-    busy = {"GPU-a": [0, 100, 100, 40, 60, 0, 100, 80, 0], "GPU-b": [30] * 9}
-    driver = MagicMock(nvmlDeviceGetHandleByUUID=lambda uuid: uuid)
-    driver.nvmlDeviceGetUtilizationRates = lambda uuid: SimpleNamespace(gpu=busy[uuid][second])
-    driver.nvmlDeviceGetPowerManagementLimit = {"GPU-a": 250_000, "GPU-b": 700_000}.__getitem__
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr(gpus, "gpu_uuids", lambda devices: ["GPU-a", "GPU-b", "GPU-split"])
-    samples = []
-    for second in range(9):
-        samples.append((float(second), gpus.utilization()))
-    spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
-    assert gpus.summarize(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
-    assert gpus.summarize(samples, ["GPU-a", "GPU-b"], spans) == {"utilization_percent": 45}
-    for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
-        assert gpus.summarize(samples, unknown, spans) is None
-    assert gpus.summarize(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
-    assert gpus.power_limits() == ["250 W", "700 W"]
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert set(gpus.utilization().values()) == {None} and gpus.power_limits() == []

@@ -1,15 +1,22 @@
-"""report/: tables of results from GPUs, and of code that has changed since it was measured."""
+"""report/: tables, what is out of date, pictures of collectives, and of traces."""
 
+import gzip
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, succeed
+from test_collectives import expected
 
+import benchmark
+from harness import trace_rows
 from measure import everything
-from report import fresh, measured, pages, predictions, suites
+from report import fresh, measured, pages, plots, predictions, suites, timeline_picture
 from report.results import Unusable, read_suite
 from techniques import TECHNIQUES
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 # ----------------------------------------------------------------------------------------- tables
 
@@ -64,12 +71,6 @@ def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(row):
     assert 0 < len(lines) <= 25
     page = (ROOT / f"docs/techniques/{row.name}.md").read_text()
     assert all(f"\n## {heading}\n" in page for heading in ("When not", "Traps", "Sources"))
-
-
-@pytest.mark.parametrize("chinese", [False, True])
-def test_no_page_is_long(chinese):
-    lines = {page: len(page.read_text().splitlines()) for page in pages.list_pages(ROOT, chinese)}
-    assert max(lines.values()) <= 250, max(lines, key=lines.get)
 
 
 # ------------------------------------------------------------------------------ what is out of date
@@ -189,3 +190,293 @@ def test_speeds_with_other_threads_are_not_compared():
     assert "| 1.00 |" in line
     with pytest.raises(Unusable, match="threads"):
         suites.ecosystem_table([raw, row("accelerate_DDP", 1)])
+
+
+# ------------------------------------------------------------------ pictures of the collectives
+
+ARROW = 233  # in a panel: what is left of it was there before
+FILES = ["collectives.svg", "collectives.zh-CN.svg"]
+BEFORE, AFTER = expected(4)
+DRAWN = [name for name in AFTER if name != "asynchronous"]  # an all_reduce
+
+
+def read_panels(file):
+    """Those of a picture in docs/, without the key."""
+    return ElementTree.parse(ROOT / "docs" / file).getroot().findall(f"{SVG}g")[:-1]
+
+
+def read_tiles(panel):
+    """Labels and colours of each rank's tiles, before and after."""
+    elements = list(panel)
+    ys = [text.get("y") for text in elements if (text.text or "").startswith("rank ")][:4]
+    sides = [[[] for _ in ys] for _ in range(2)]
+    for rect, text in zip(elements, elements[1:], strict=False):
+        if text.get("text-anchor"):
+            side = sides[float(text.get("x")) > ARROW]
+            side[ys.index(text.get("y"))].append((text.text, rect.get("fill"), text.get("fill")))
+    return sides
+
+
+def numbers(tiles):
+    """What they stand for, where rank r's numbers are 10 r + 1 to 10 r + 4."""
+    found = []
+    for (letter, *part), *_ in tiles:
+        ranks = range(4) if letter == "Σ" else ["abcd".index(letter)]
+        parts = [int(*part)] if part else range(4)
+        found += [sum(10 * rank + part + 1 for rank in ranks) for part in parts]
+    return found or None
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_picture_is_what_the_collective_does(file):
+    """As tests/test_collectives.py has found it to be; and has its title."""
+    for name, panel in zip(DRAWN, read_panels(file), strict=True):
+        title = panel.find(f"{SVG}text").text.replace("send, recv", "send_and_receive")
+        assert name in title.replace(" ", "_") and title.isascii() == ("zh-CN" not in file)
+        before, after = read_tiles(panel)
+        for shown, had in zip(before, BEFORE.tolist(), strict=True):
+            assert numbers(shown) == had or name == "scatter" and not shown
+        assert numbers(before[0]) == BEFORE[0].tolist()
+        has = [None if row is None else row.tolist() for row in AFTER[name]]
+        assert [numbers(shown) for shown in after] == has, name
+        for label, fill, _ in [tile for row in before + after for tile in row]:
+            colours = plots.COLOURS[:4]
+            if label[0] != "Σ":
+                colours = [colours["abcd".index(label[0])]]
+            assert fill == ("url(#sum)" if len(colours) == 4 else colours[0])
+
+
+# ------------------------------------------------------------------------------------- the sweep
+
+
+def small_sweep():
+    """One that a formula wrote: 100 µs and 2 GB/s of all_gather, twice that of broadcast."""
+    operations = {}
+    for name, factor, latency in (("all_gather", 0.5, 1e-4), ("broadcast", 1, 2e-4)):
+        rows = []
+        for size in (4096, 65536, 2**20):
+            seconds = latency + factor * size / 2e9
+            row = {"bytes": size, "seconds": seconds, "algorithm": size / seconds}
+            rows.append(row | {"bus": factor * size / seconds})
+        operations[name] = {"latency": latency, "bandwidth": 2e9, "rows": rows}
+    command = "torchrun --nproc_per_node=2 pytorch_collectives.py --sweep"
+    hardware = {"cpu": "A CPU", "cores": 2, "cpu_flags": ["avx2"], "gpus": []}
+    found = {"backend": "gloo", "ranks": 2, "operations": operations, "command": command}
+    return found | {"hardware": hardware, "versions": {"torch": "2.15.0"}, "git_commit": None}
+
+
+def test_the_table_of_a_sweep():
+    *_, first, second, _, below = measured.sweep_block(ROOT, small_sweep()).splitlines()
+    assert first == "| `all_gather` | 100 | 2.00 | 1.45 |"
+    assert second == "| `broadcast` | 200 | 2.00 | 1.45 |"
+    about = "A CPU, 2 cores, avx2; gloo, 2 ranks, messages up to 1 MiB; torch 2.15.0; "
+    assert below == f"{about}[results/collectives.json](results/collectives.json)"
+    chinese = pages.translate(measured.sweep_block(ROOT, small_sweep()))
+    assert "| 集合通信 | 延迟 µs | 带宽" in chinese and "2 个进程, 消息最大 1 MiB" in chinese
+
+
+def test_the_plot_of_a_sweep(tmp_path):
+    data = plots.bandwidths(small_sweep())["collectives"]
+    assert data["unit"] == "bus bandwidth, GB/s (2 ranks, gloo)"
+    lines = data["values"]["all_gather"]
+    assert lines["measured"] == {"4096": 0.0203, "65536": 0.282, "1048576": 1.45}
+    assert lines["fitted"] == lines["measured"], "it is of the same formula"
+    path = tmp_path / "collectives.svg"
+    plots.draw(path, data)
+    texts = {text.text for text in ElementTree.parse(path).iter(f"{SVG}text")}
+    assert {"4 KiB", "64 KiB", "1 MiB", "all_gather", "broadcast", data["unit"]} <= texts
+    assert plots.digest_of(path) == plots.digest(data)
+
+
+def test_a_sweep_that_is_not_there_or_says_too_little(tmp_path):
+    assert pages.read_sweep(tmp_path) == {} and plots.bandwidths({}) == {}
+    missing = "not measured yet: `python benchmark.py --suite collectives`"
+    assert measured.sweep_block(tmp_path, {}) == missing
+    path = tmp_path / "results/collectives.json"
+    path.parent.mkdir()
+    for text in (json.dumps({"ranks": 2, "operations": {}}), "{", "[]"):
+        path.write_text(text)
+        with pytest.raises(Unusable, match="collectives.json .*; measure it again"):
+            pages.read_sweep(tmp_path)
+
+
+def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
+    """But what the last one says itself stands."""
+    script = 'mkdir -p "$3"; echo \'{"ranks": 2, "git_commit": "its own"}\' > "$3/made.json"'
+    (tmp_path / "measure.sh").write_text(script)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark, "RUNS", tmp_path / "runs")
+    suite = {"steps": ["sh measure.sh --sweep --output-dir {folder}"], "writes": "made.json"}
+    benchmark.run_steps(suite, tmp_path / "kept.json")
+    found = json.loads((tmp_path / "kept.json").read_text())
+    assert found["ranks"] == 2 and found["git_commit"] == "its own"
+    assert found["command"] == "sh measure.sh --sweep"
+    assert found["hardware"] == benchmark.hardware() and found["versions"]["torch"]
+    assert found["date"] == benchmark.today()
+
+
+# ---------------------------------------------------------------------------------------- traces
+
+TRACED = ["DDP_ZeRO", "FSDP", "gradient_accumulation", "torchrun_DDP"]
+TRACES = ROOT / "results/traces"
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    found = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid}
+    return found | {"args": args}
+
+
+def kernel(name, ts, dur, **args):
+    return event("kernel", name, ts, dur, tid=7, **args)
+
+
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GPU = [  # of a step: two kernels, under the second of which an all_reduce begins
+    event("user_annotation", "forward", 0, 100),
+    event("user_annotation", "backward", 100, 300),
+    event("cpu_op", "aten::mm", 0, 90),
+    kernel("sgemm", 50, 100),
+    kernel("sgemm", 200, 100),
+    kernel(NCCL, 250, 150, **{
+        "Collective name": "allreduce", "In msg nelems": 1000, "Out msg nelems": 1000,
+        "dtype": "BFloat16",
+    }),
+    event("gpu_user_annotation", "nccl:all_reduce", 250, 150),
+]  # fmt: skip
+
+
+def test_rows_of_a_gpu():
+    """Kernels are what computes, but for those of nccl."""
+    rows = trace_rows.make_rows(GPU, rank=3)
+    kinds = {kind: [(e["name"], e["ts"], e["dur"]) for e in rows if e.get("cat") == kind]
+             for kind in trace_rows.ROWS}  # fmt: skip
+    assert kinds["phases"] == [("forward", 0, 100), ("backward", 100, 300)]
+    assert kinds["compute"] == [("compute", 50, 100), ("compute", 200, 100)]
+    assert kinds["communication"] == [("all_reduce", 250, 150)]
+    assert kinds["overlap"] == [("overlap", 250, 50)]
+    found = trace_rows.sum_up(rows, steps=1)
+    assert found["overlapped_ms"] == 0.05 and found["exposed_ms"] == pytest.approx(0.1)
+    assert found["collectives"] == {"all_reduce": {"per_step": 1, "bytes_per_step": 2000}}
+
+
+def test_an_operation_that_waits_within_itself():
+    """As those on DTensors do, for what another has sent: the wait is no compute."""
+    events = [
+        event("user_annotation", "forward", 0, 100),
+        event("cpu_op", "aten::add", 10, 50),
+        event("cpu_op", "_c10d_functional::wait_tensor", 20, 30),
+    ]
+    rows = trace_rows.make_rows(events, rank=0)
+    compute = [(e["ts"], e["dur"]) for e in rows if e.get("cat") == "compute"]
+    assert compute == [(10, 10), (50, 10)]
+
+
+def test_rows_of_gloo():
+    """It sends a reduce_scatter as an all_reduce; what was asked for has the name and the bytes. A
+    range that may contain a wait is no compute, and nor is what another thread does."""
+    events = [
+        event("user_annotation", "backward", 0, 100),
+        event("cpu_op", "aten::mm", 10, 20),
+        event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 5, 90),
+        event("cpu_op", "aten::add", 0, 50, tid=2),
+        event("cpu_op", "c10d::_reduce_scatter_base_", 20, 2, **{"Input Dims": [[4], [8], []]}),
+        event("user_annotation", "gloo:all_reduce", 25, 30, tid=3,
+              **{"Input Dims": [[8]], "Input type": ["float"]}),
+    ]  # fmt: skip
+    rows = [row for row in trace_rows.make_rows(events, rank=0) if row["ph"] == "X"]
+    found = {row["cat"]: (row["name"], row["ts"], row["dur"], row["args"]) for row in rows}
+    assert found["compute"] == ("compute", 10, 20, {})
+    assert found["communication"] == ("reduce_scatter", 25, 30, {"bytes": 32})
+    assert found["overlap"] == ("overlap", 25, 5, {})
+    del events[4]  # began before the trace
+    [sent] = [row for row in trace_rows.make_rows(events, 0) if row.get("cat") == "communication"]
+    assert sent["name"] == "all_reduce" and sent["args"] == {"bytes": 32}
+
+
+# ---------------------------------------------------------------------------------------- pictures
+
+
+def write(path, events, base=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"baseTimeNanoseconds": base, "traceEvents": events})
+    path.write_bytes(gzip.compress(text.encode()))
+
+
+def test_ranks_are_drawn_on_one_clock(tmp_path):
+    """Rank 1 begins 0.1 ms later, whatever the numbers in its file begin with."""
+    write(tmp_path / "rank0.pt.trace.json.gz", GPU + trace_rows.make_rows(GPU, 0), base=1_000_000)
+    write(tmp_path / "rank1.pt.trace.json.gz", GPU + trace_rows.make_rows(GPU, 1), base=1_100_000)
+    ranks = timeline_picture.read_traces(tmp_path)
+    assert [rank["phases"][0].begin for rank in ranks] == [0, pytest.approx(0.1)]
+    picture = ElementTree.fromstring(timeline_picture.draw(ranks))
+    titles = [title.text for title in picture.iter(f"{SVG}title")]
+    assert titles.count("all_reduce 1.95 KiB, 0.15 ms") == 2
+    assert titles.count("backward, 0.3 ms") == 2
+    small = tmp_path / "small"
+    timeline_picture.slim(tmp_path, small)
+    assert timeline_picture.draw(timeline_picture.read_traces(small)) == timeline_picture.draw(
+        ranks
+    )
+    assert sorted(path.name for path in small.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_the_pages_say_is_to_be_seen(name):
+    """Buckets leave during backward; of several parts, during the last; FSDP gathers a block before
+    it computes, twice; ZeRO sends what it has updated."""
+    for rank in timeline_picture.read_traces(TRACES / name):
+        phases, sent = rank["phases"], rank["communication"]
+        of = {kind: [bar for bar in phases if bar.name == kind] for kind in timeline_picture.PHASES}
+        in_phase = {
+            kind: [s.name for s in sent if any(b.begin <= s.begin < b.end for b in bars)]
+            for kind, bars in of.items()
+        }
+        if name == "FSDP":
+            assert in_phase["forward"] == ["all_gather"] * 9
+            assert in_phase["backward"].count("reduce_scatter") == 9
+            assert not rank["overlap"]
+            continue
+        assert in_phase["backward"] == ["all_reduce"] * 3 and not in_phase["forward"]
+        assert rank["overlap"][0].begin < of["backward"][-1].end
+        assert len(of["backward"]) == (2 if "accumulation" in name else 1)
+        assert sent[0].begin > of["backward"][-1].begin
+        assert in_phase["optimizer"] == (["broadcast"] * 2 if "ZeRO" in name else [])
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+
+def test_draw_as_typed(tmp_path):
+    """The command is python timeline.py FOLDER."""
+    write(tmp_path / "rank0.pt.trace.json.gz", trace_rows.make_rows(GPU, 0))
+    finished = succeed(f"python timeline.py {tmp_path}", forked=True)
+    assert finished.lines == [f"drawn: {tmp_path}/timeline.svg"]
+    ElementTree.parse(tmp_path / "timeline.svg")
+
+
+GOOD = gzip.compress(json.dumps({"traceEvents": trace_rows.make_rows(GPU, 0)}).encode())
+
+
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        (GOOD[:-20], "damaged"),
+        (GOOD[:40] + b"\0\0\0\0" + GOOD[44:], "damaged"),
+        (b"no gzip", "damaged"),
+        (gzip.compress(mtime=0, data=b"{"), "damaged"),
+        (gzip.compress(mtime=0, data=b"[]"), "damaged"),
+        (gzip.compress(mtime=0, data=b'{"traceEvents": [{"cat": "phases"}]}'), "damaged"),
+        (gzip.compress(mtime=0, data=b'{"traceEvents": []}'), "has no phases"),
+    ],
+)
+def test_a_damaged_trace(content, word, tmp_path):
+    path = tmp_path / "rank0.pt.trace.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(Unusable, match=f"{path} .*{word}.*--trace"):
+        timeline_picture.read_traces(tmp_path)
+
+
+def test_a_missing_rank(tmp_path):
+    write(tmp_path / "rank1.pt.trace.json.gz", trace_rows.make_rows(GPU, 1))
+    with pytest.raises(Unusable, match="none of rank0"):
+        timeline_picture.read_traces(tmp_path)
