@@ -167,7 +167,7 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
     files = {name: request.getfixturevalue(name) for name in files}
     for number, (flags, words) in enumerate(MISTAKES[head]):
         output = tmp_path / str(number)
-        if script not in ("benchmark", "timeline"):
+        if script not in ("benchmark", "timeline", "model_inference"):
             flags = " ".join([job, f"--output-dir {output}", *flags_of_all, flags])
         flags, words = flags.format(**files), words.format(**files).split(" | ")
         if script in LIBRARY:
