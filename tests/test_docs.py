@@ -314,26 +314,26 @@ TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 ROWS = re.findall(r"^\| (.+) \| .+ \| (.+) \|$", TROUBLES, re.MULTILINE)
 PROVOKED = {where[1:-1]: seen for seen, where in ROWS if re.fullmatch(r"`\w+`", where)}
 SOURCES = {seen: where[1:-1] for seen, where in ROWS if re.fullmatch(r"`(lib|dist).+`", where)}
-SECTIONS = {
-    section.partition("\n")[0]: re.findall(r"\| `(\w+)` \|$", section, re.MULTILINE)
-    for section in TROUBLES.split("\n## ")
-}
-WORDS = re.compile(r"`(.+?)`")
 SLOW = "compiled_late"  # waits for a compiler
-SECTIONS = {title: [n for n in names if n != SLOW] for title, names in SECTIONS.items()}
-SECTIONS = {title: names for title, names in SECTIONS.items() if names} | {SLOW: [SLOW]}
+DEFINED = {
+    path.stem: {*re.findall(r"^def (\w+)\(remedy\)", path.read_text(), re.M)} - {SLOW}
+    for path in sorted(ROOT.glob("examples/troubles/*.py"))
+}
+RUNS = [(file, " ".join(sorted(names))) for file, names in DEFINED.items() if names]
+WORDS = re.compile(r"`(.+?)`")
 # https://github.com/pytorch/pytorch/pull/175851
 FIXED = "preserve_version" in inspect.getsource(DistributedDataParallel._sync_buffers)
 
 
-@pytest.mark.parametrize("section", cases([(s,) for s in SECTIONS], lambda s: s != SLOW))
-def test_troubles_provoked_and_remedied(section):
+@pytest.mark.parametrize(
+    "file, names", cases([*RUNS, ("compiled", SLOW)], lambda _, names: names != SLOW)
+)
+def test_troubles_provoked_and_remedied(file, names):
     """One after the other, by the same two ranks."""
-    names = " ".join(SECTIONS[section])
-    command = f"torchrun --standalone --nproc_per_node=2 tests/troubles.py {names}"
+    command = f"torchrun --standalone --nproc_per_node=2 examples/troubles/{file}.py {names}"
     finished = launch(command, forked=True, timeout=120)
     assert finished.code == 0, str(finished)
-    for name in SECTIONS[section]:
+    for name in names.split():
         ends = re.findall(rf"^== {name}, rank \d\n(.*?)^== end$", finished.stderr, re.M | re.S)
         assert len(ends) == 2 and all(end.startswith("remedied\n") for end in ends), str(finished)
         if name == "two_forwards" and FIXED:
@@ -341,6 +341,10 @@ def test_troubles_provoked_and_remedied(section):
         assert "nothing happened" not in "".join(ends), str(finished)
         for words in WORDS.findall(PROVOKED[name]) or ["AssertionError"]:
             assert words in finished.stderr, f"{words}\n{finished}"
+
+
+def test_all_troubles_are_on_the_page():
+    assert {SLOW}.union(*DEFINED.values()) == PROVOKED.keys()
 
 
 def test_troubles_of_a_gpu():

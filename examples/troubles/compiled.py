@@ -1,0 +1,46 @@
+"""torch.compile with DDP: compiled alone, its all-reduce is late; compiled late, ranks time out.
+
+torchrun --nproc_per_node=2 examples/troubles/compiled.py
+"""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from shared import PATIENCE, Model, backward, show
+from torch.nn.parallel import DistributedDataParallel
+
+
+def compiled_alone(remedy):
+    """Inside DDP a graph ends where a bucket does: its all-reduce need not wait for the others."""
+    graphs, model = [], Model(width=600)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    if not remedy:
+        backward(model, width=600)
+    backward(DistributedDataParallel(model, bucket_cap_mb=1), width=600)
+    assert len(graphs) == 2, f"{len(graphs)} graph"
+
+
+def compiled_late(remedy):
+    """Rank 1 needs longer than the timeout."""
+    model, patient = Model(), dist.new_group(timeout=timedelta(minutes=1))
+
+    def backend(graph, _):
+        time.sleep((PATIENCE + 1) * dist.get_rank())
+        return graph.forward
+
+    model.blocks[0].compile(backend=backend)
+    if remedy:
+        backward(model)  # compiles on each rank, without a collective
+        model.zero_grad()
+        dist.barrier(patient)
+    backward(DistributedDataParallel(model))
+
+
+if __name__ == "__main__":
+    show(compiled_alone, compiled_late, hang=(compiled_late,))
