@@ -29,6 +29,7 @@ from harness.measure import device_name, whole
 from harness.run import Run, stop_if_asked, total_steps
 from harness.settings import check_flags, fill, read_flags
 from harness.state import load_file, save_file
+from harness.urls import check_output_url, check_urls
 from harness.world import (
     die_with_launcher,
     keep_no_free_memory,
@@ -47,7 +48,6 @@ from jobs.images import UnreadableImage
 from libraries import attention
 from libraries.accelerate_launch import check_launch
 from libraries.flat import WholeState
-from remote import storage as remote
 from remote.storage import local_folder
 
 # -------------------------------------------------------------------------------- command line
@@ -71,7 +71,7 @@ def parse_args(parser: ArgumentParser) -> Settings:
     """Read the command line, fill in defaults that depend on device, model and data, and check all
     flags. Nobody changes the settings that this returns."""
     args = check_flags(read_flags(parser, Settings))
-    remote.check_urls(args)
+    check_urls(args)
     if parser.only_gpt:
         choice.check_is_gpt(args)
     if args.experts and not parser.experts:
@@ -93,7 +93,7 @@ def prepare_process(args: Settings) -> None:
         keep_no_free_memory()
     if world().rank == 0:
         cli.check_writable(folder, f"--output-dir {folder}")
-        remote.check_output_url(args.output_dir)
+        check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)
 

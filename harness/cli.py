@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.world import this_script, world
+from remote.storage import is_url, trim_url
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -114,15 +115,9 @@ def number(kind: type, low: float, below: float = math.inf, above: float = -1):
     return parse
 
 
-def trim_url(text: str) -> str:
-    """An argparse ``type``: strip the trailing slashes of a URL; leave other text as it is."""
-    protocol, is_url, rest = text.partition("://")
-    return f"{protocol}://{rest.rstrip('/')}" if is_url else text
-
-
 def place(text: str) -> Path | str:
     """An argparse ``type``: a local path, or a URL."""
-    return trim_url(text) if "://" in text else Path(text)
+    return trim_url(text) if is_url(text) else Path(text)
 
 
 positive, not_negative = number(int, 1), number(int, 0)

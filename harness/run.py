@@ -25,9 +25,9 @@ from harness.guard import Guard
 from harness.profile import closer_look
 from harness.run_state import RunState
 from harness.settings import identity_of
+from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
 from harness.world import exit_all, print0, wait_for_gloo, world
-from remote.mirror import open_snapshots
 
 
 def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
@@ -78,7 +78,7 @@ class Run:
         look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
         identity = identity_of(args) | {"dataset": self.train_set.name}
-        self.store = open_snapshots(args, identity)
+        self.store = SnapshotStore(args, identity)
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()

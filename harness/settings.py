@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from harness.cli import ArgumentParser, fail, not_negative, number, place, positive, trim_url
+from harness.cli import ArgumentParser, fail, not_negative, number, place, positive
 from harness.world import this_script, why_ranks_are_unclear, world
+from remote.storage import trim_url
 
 Kind = TypeVar("Kind")
 

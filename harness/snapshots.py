@@ -12,9 +12,11 @@ import torch
 
 from harness.cli import fail
 from harness.state import load_file, sync
+from harness.urls import fetch_input
 from harness.world import (
     Failed,
     gather_objects,
+    is_first_here,
     launch_id,
     max_over_ranks,
     print0,
@@ -22,10 +24,10 @@ from harness.world import (
     together,
     world,
 )
-from remote.storage import fetch_input, local_folder
+from remote.mirror import SUMS, Mirror, list_files
+from remote.storage import RemoteError, is_url, local_folder
 
 FORMAT = 2  # of a snapshot: tensors as safetensors, and all else in state.pt
-SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 
 
 def sha256(path: Path) -> str:
@@ -35,12 +37,6 @@ def sha256(path: Path) -> str:
         while chunk := file.read(2**20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def list_files(folder: Path) -> list[str]:
-    """The files of a snapshot, from its list of checksums."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
 
 
 def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
@@ -151,6 +147,9 @@ class SnapshotStore:
         self.about = {"format": FORMAT, "technique": this_script(), "launch": launch_id()}
         self.about["identity"] = identity  # all of this is in state.pt
         self.resumed = None  # the path of the one that this run resumes from
+        self.mirror = None  # of a run in remote storage
+        if is_url(args.output_dir):
+            self.mirror = Mirror(args.output_dir, self.output_dir, find_damage, print0)
 
     def save(
         self, name: str, state: dict, writers: list[Callable[[Path], None]]
@@ -179,20 +178,41 @@ class SnapshotStore:
             return str(folder), f"{failure}; check the server"
         return self.name_of(folder), None
 
-    # What these four do for remote storage is in mirror.py:
-
     def fetch(self) -> None:
-        """Download a remote snapshot to every machine. All ranks call it."""
+        """Download the newest remote snapshot to every machine."""
+        if self.mirror:
+            try:
+                together(self.mirror.pull, self.archive_local_files, here=is_first_here())
+            except Failed as error:
+                fail(f"--output-dir {error}; try again, or give another URL")
 
     def copy_snapshot(self, folder: Path) -> str | None:
-        """Upload the last snapshot. Returns an error, on all ranks; all ranks call it."""
+        """Upload the last snapshot. Returns an error, on all ranks."""
+        if self.mirror:
+            self.mirror.behind.append(folder.name)
+            try:
+                together(self.mirror.push, here=world().rank == 0)
+            except Failed as error:
+                return f"{error}; the snapshot is kept in {folder}"
+        return None
 
     def copy_results(self) -> None:
-        """Upload all results of a run. All ranks call it."""
+        """Upload all results of a run."""
+        if not self.mirror:
+            return
+        try:
+            together(self.mirror.push_results, here=world().rank == 0)
+        except Failed as error:
+            fail(
+                f"{error}; all files are in {self.output_dir}; to upload them, run the same "
+                "command again with --resume auto",
+                code=3,
+            )
+        print0(f"files copied to {self.mirror.remote.url}")
 
     def name_of(self, path: Path) -> str:
         """The path or URL by which a later run finds a snapshot."""
-        return str(path)
+        return self.mirror.url_of(path.name) if self.mirror else str(path)
 
     def newest(self) -> Path | None:
         """The snapshot that this run wrote last, or else resumes from."""
@@ -288,13 +308,32 @@ class SnapshotStore:
         return snapshot
 
     def archive_previous_run(self) -> None:
-        """Move the files of an earlier run in this folder to ``previous/``, and delete its curves
-        and traces. If the run resumes, move only snapshots that are damaged or newer than the
-        resumed one. Rank 0 does this."""
-        output_dir, resumed = self.output_dir, self.resumed
+        """Move the files of an earlier run in this folder to ``previous/``. A remote run is never
+        replaced by another one. Rank 0 does this."""
+        own = self.resumes_itself()
+        try:
+            if self.mirror and not own and self.mirror.is_used():
+                fail(
+                    f"--output-dir {self.mirror.remote.url} contains a run; resume it with "
+                    "--resume auto, or give another"
+                )
+            self.archive_local_files()
+            if self.mirror:
+                self.mirror.begin(self.resumed.name if own else None)
+        except RemoteError as error:
+            fail(f"--output-dir {error}; try again, or give another URL")
+
+    def resumes_itself(self) -> bool:
+        """Whether the run resumes from a snapshot in its own folder."""
+        return bool(self.resumed) and self.resumed.resolve().parent == self.folder.resolve()
+
+    def archive_local_files(self) -> None:
+        """Move the files of an earlier run to ``previous/``, and delete its curves and traces. If
+        the run resumes, move only snapshots that are damaged or newer than the resumed one."""
+        output_dir = self.output_dir
         aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
-        if resumed and resumed.resolve().parent == self.folder.resolve():
-            aside = [path for path in list_snapshots(self.folder) if path.name > resumed.name]
+        if self.resumes_itself():
+            aside = [path for path in list_snapshots(self.folder) if path.name > self.resumed.name]
             (output_dir / "result.json").unlink(missing_ok=True)  # it comes back when this run ends
         else:
             for events in output_dir.glob("events.out.tfevents.*"):

@@ -18,13 +18,14 @@ import jobs.encoder
 import jobs.images
 import jobs.reviews
 import jobs.text
-from harness.cli import ArgumentParser, fail, place, positive, trim_url
+from harness.cli import ArgumentParser, fail, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
 from jobs.experts import Experts
 from jobs.images import ImageOptions
 from jobs.text import TextOptions
 from libraries import hub
+from remote.storage import trim_url
 
 GPTS = jobs.decoder.NAMES
 ONLY_GPT = {  # help texts of a script that trains nothing else

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from harness.cli import fail
 from harness.state import check_weights, load_file
+from harness.urls import fetch_input
 from harness.world import is_first_here, max_over_ranks, world
-from remote.storage import fetch_input
 
 # torchvision is imported where it is used, as in jobs/images.py.
 

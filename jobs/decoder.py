@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.cli import fail
 from harness.state import check_weights, load_file
+from harness.urls import fetch_input
 from jobs import gpt, llama
 from jobs.gpt import Decoder, Size
 from jobs.llama import LlamaSize
 from libraries import hub
-from remote.storage import fetch_input
 
 FAMILIES = {"gpt": (Size, gpt.SIZES), "llama": (LlamaSize, llama.SIZES)}  # a model: a file, a row
 SIZES = {name: size for _, sizes in FAMILIES.values() for name, size in sizes.items()}

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from harness.cli import fail, import_optional
 from harness.state import check_weights, load_file
+from harness.urls import fetch_input
 from jobs import reviews
 from libraries import hub
-from remote.storage import fetch_input
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
 SIZES = {"encoder": None, "encoder-1x4x128": (1, 4, 128), "distilbert": (6, 12, 768)}

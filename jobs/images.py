@@ -17,9 +17,9 @@ from tqdm import tqdm
 from harness.cli import fail, positive
 from harness.data import TaskData, Unreadable
 from harness.settings import fill, flag
+from harness.urls import fetch_input
 from harness.world import print0, world
 from libraries.download import fetch
-from remote.storage import fetch_input
 
 # torchvision is imported where it is used: four ranks on two cores need seconds to import it, and
 # a run should print its first line before that.

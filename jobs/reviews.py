@@ -10,9 +10,9 @@ from torch import Tensor
 from harness.cli import fail
 from harness.data import TaskData
 from harness.settings import fill
+from harness.urls import fetch_input
 from harness.world import print0
 from libraries import hub
-from remote.storage import fetch_input
 
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]

@@ -13,11 +13,11 @@ from torch import Tensor
 from harness.cli import fail, number, positive
 from harness.data import TaskData
 from harness.settings import fill, flag
+from harness.urls import fetch_input
 from harness.world import print0
 from jobs import decoder, experts, gpt
 from libraries import hub
 from libraries.download import fetch
-from remote.storage import fetch_input
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU

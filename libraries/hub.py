@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from harness.cli import fail, import_optional
+from harness.urls import fetch_input
 from libraries.download import why_unreachable
-from remote.storage import fetch_input
 
 NAMES = {  # of a Llama's modules, ours and theirs
     "token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",

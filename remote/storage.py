@@ -1,19 +1,13 @@
 """Remote storage: list, download and upload what fsspec opens by a URL."""
 
-import argparse
 import contextlib
 import errno
-import functools
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from urllib.parse import urlsplit
-
-from harness.cli import fail, import_optional, trim_url
-from harness.world import Failed, is_first_here, print0, together
 
 ANSWER = 15  # seconds for the first answer of a server
 SILENCE = 60  # seconds without any data, later
@@ -46,45 +40,38 @@ def local_folder(place: Path | str, below: Path = RUNS) -> Path:
     return Path(below, protocol, *filter(None, rest.split("/")))
 
 
-def check_urls(args: argparse.Namespace) -> None:
-    """Check that fsspec can open the URLs among the flags, and that they contain no password."""
-    for name in ("output_dir", "resume", "data_dir", "weights"):
-        url, flag = str(getattr(args, name)), f"--{name.replace('_', '-')}"
-        if not is_url(url):
-            continue
-        protocol, _, rest = url.partition("://")
-        if set("*?[") & set(rest) or ".." in rest.split("/"):
-            shown = f"{protocol}://{rest.rpartition('@')[2]}"  # without a password
-            fail(f"{flag} {shown} contains *, ?, [ or ..; give the name of one file or folder")
-        if urlsplit(url).password:
-            fail(
-                f"{flag} {protocol}://...: a password would be written into result.json; leave it "
-                f"out, and use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
-            )
-        try:
-            import_optional("fsspec").get_filesystem_class(protocol)
-        except ValueError:  # an unknown protocol
-            fail(f"{flag} {url}: fsspec has no {protocol}://; use a path, s3://, sftp://, ...")
-        except ImportError as error:  # which names the package
-            fail(f"{flag} {url}: {error}; pip install -r requirements-ecosystem.txt")
+def trim_url(text: str) -> str:
+    """Strip the trailing slashes of a URL; leave other text as it is."""
+    protocol, url, rest = text.partition("://")
+    return f"{protocol}://{rest.rstrip('/')}" if url else text
 
 
-def check_output_url(url: Path | str) -> None:
-    """Check that files can be written to ``--output-dir``, if it is a URL."""
-    if is_url(url):
-        with or_fail("give another"), tempfile.NamedTemporaryFile() as probe:
-            remote, file = Remote(url), Path(probe.name)
-            remote.upload(file.parent, [file.name])
-            remote.remove(file.name)
-
-
-@contextlib.contextmanager
-def or_fail(advice: str) -> Iterator[None]:
-    """Run an operation on ``--output-dir``; fail with a one-line error."""
+def find_mistake(url: str) -> str | None:
+    """Why fsspec cannot open this URL, or should not; it begins with the URL, without a password.
+    ``None`` if all is well, and for a local path."""
+    protocol, _, rest = url.partition("://")
+    if not is_url(url):
+        return None
+    if set("*?[") & set(rest) or ".." in rest.split("/"):
+        shown = f"{protocol}://{rest.rpartition('@')[2]}"
+        return f"{shown} contains *, ?, [ or ..; give the name of one file or folder"
+    if urlsplit(url).password:
+        return (
+            f"{protocol}://...: a password would be written into result.json; leave it out, and "
+            f"use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
+        )
+    install = "pip install -r requirements-ecosystem.txt"
     try:
-        yield
-    except RemoteError as error:
-        fail(f"--output-dir {error}; {advice}")
+        import fsspec
+    except ImportError as error:
+        return f"{url}: fsspec cannot be imported ({error}); {install}"
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:  # an unknown protocol
+        return f"{url}: fsspec has no {protocol}://; use a path, s3://, sftp://, ..."
+    except ImportError as error:  # which names the package
+        return f"{url}: {error}; {install}"
+    return None
 
 
 def answer_within(seconds: float, question: Callable):
@@ -182,28 +169,12 @@ class Remote:
             there.rm(name, recursive=True)
 
 
-# ------------------------------------------------------------------------------ inputs of a run
-
-
-@functools.cache
-def fetch_input(place: Path | str, flag: str) -> Path:
-    """The local path for ``--data-dir``, ``--weights`` or ``--resume``. The first rank of each
-    machine downloads a URL, once per process. All ranks call it."""
-    if not is_url(place):
-        return Path(place)
-    path, again = local_folder(place, DATA), flag != "--data-dir"
-    try:
-        together(fetch_files, Remote(place), path, again, here=is_first_here())
-    except Failed as error:
-        fail(f"{flag} {error}; give another, or a local path")
-    return path
-
-
-def fetch_files(remote: Remote, place: Path, again: bool) -> None:
+def fetch_files(remote: Remote, place: Path, again: bool, say: Callable = print) -> None:
     """Download a file, or a folder recursively.
 
     Args:
         again: download all files. Otherwise local files of the same size are kept.
+        say: prints what is downloaded.
     """
     sizes = remote.list_files()
     if not sizes:
@@ -220,5 +191,5 @@ def fetch_files(remote: Remote, place: Path, again: bool) -> None:
     if missing:
         total = sum(size or 0 for size in missing.values())
         files = f"{len(missing)} of {len(sizes)} files"
-        print0(f"downloading {remote.url} to {place}: {files}, {total:,} bytes")
+        say(f"downloading {remote.url} to {place}: {files}, {total:,} bytes")
         remote.download(missing, place)

@@ -29,10 +29,10 @@ from conftest import (
 )
 
 import common
-from harness.snapshots import SUMS, find_damage
+from harness import urls
+from harness.snapshots import SUMS, SnapshotStore, find_damage
 from remote import mirror
 from remote import storage as remote
-from remote.mirror import RemoteStore
 from remote.storage import Remote, RemoteError
 
 JOB = (
@@ -263,7 +263,7 @@ def fails(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), *shlex.split(flags)])
     with pytest.raises(SystemExit) as end:
         args = common.parse_args(common.argument_parser(""))
-        remote.check_output_url(args.output_dir)
+        urls.check_output_url(args.output_dir)
         train_set, _ = common.make_datasets(args)
         common.make_model(args, train_set.classes)
         loader = common.make_loader(args, train_set, args.batch_size)
@@ -327,7 +327,7 @@ def test_a_run_here_needs_no_fsspec(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), "--output-dir", str(tmp_path)])
     args = common.parse_args(common.argument_parser(""))
     common.make_datasets(args)
-    assert not isinstance(mirror.open_snapshots(args, {}), RemoteStore)
+    assert SnapshotStore(args, {}).mirror is None
 
 
 # ------------------------------------------------------- in memory://, which this process has
@@ -343,7 +343,7 @@ def on(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / machine)
         if machine not in stores:
             args = argparse.Namespace(output_dir=f"memory://{tmp_path}", resume="auto")
-            stores[machine] = RemoteStore(args, {})
+            stores[machine] = SnapshotStore(args, {})
             stores[machine].output_dir.mkdir(parents=True)
         return stores[machine]
 
@@ -363,31 +363,31 @@ def test_the_last_two_stay_and_a_failed_copy_is_made_up_for(on, monkeypatch):
     store = on("here")
     for step in (1, 2, 3):
         assert write(store, step) is None
-    assert steps(store.remote.list_files()) == {3: True, 2: True}
-    store.remote.remove(f"snapshots/step-00000003/{SUMS}")
+    assert steps(store.mirror.remote.list_files()) == {3: True, 2: True}
+    store.mirror.remote.remove(f"snapshots/step-00000003/{SUMS}")
     with monkeypatch.context() as broken:
-        broken.setattr(store.remote.fs, "put", None)
+        broken.setattr(store.mirror.remote.fs, "put", None)
         assert "cannot be written" in write(store, 4)
-        assert store.behind == ["step-00000004"]
-    upload = store.remote.upload
+        assert store.mirror.behind == ["step-00000004"]
+    upload = store.mirror.remote.upload
 
     def cut_off(folder, names):
         upload(folder, names)
         for name in names:
-            store.remote.fs.pipe_file(name, b"st")
+            store.mirror.remote.fs.pipe_file(name, b"st")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store.remote, "upload", cut_off)
+        broken.setattr(store.mirror.remote, "upload", cut_off)
         assert "state.pt was uploaded incompletely" in write(store, 4)
-        assert 2 in steps(store.remote.list_files()), "a good one is not dropped for it"
+        assert 2 in steps(store.mirror.remote.list_files()), "a good one is not dropped for it"
     write(store, 5)
-    assert steps(store.remote.list_files()) == {5: True, 4: True}
+    assert steps(store.mirror.remote.list_files()) == {5: True, 4: True}
 
 
 def test_what_is_damaged_there_is_left_out(on, capsys):
     for step in (1, 2):
         write(on("here"), step)
-    with on("here").remote.connection("damaged") as there:
+    with on("here").mirror.remote.connection("damaged") as there:
         there.pipe_file("snapshots/step-00000002/state.pt", b"stale")
     other = on("there")
     other.fetch()
@@ -407,10 +407,10 @@ def test_a_url_holds_one_run(on, capsys):
     with pytest.raises(SystemExit):
         new.archive_previous_run()
     assert "contains a run; resume it with --resume auto" in capsys.readouterr().err
-    assert first.remote.read("snapshots/step-00000001/state.pt") == b"first"
+    assert first.mirror.remote.read("snapshots/step-00000001/state.pt") == b"first"
 
     for what in ("snapshots", "result.json"):  # as a user does who wants to begin anew
-        first.remote.remove(what)
+        first.mirror.remote.remove(what)
     new.archive_previous_run()
     write(new, 1, "second")
     on("here").fetch()  # and on this machine
@@ -435,10 +435,10 @@ def test_what_went_on_elsewhere_is_newer(on):
 
     here = on("here")
     here.fetch()
-    assert (here.output_dir / "result.json").read_text() == "at 3" and not here.behind
+    assert (here.output_dir / "result.json").read_text() == "at 3" and not here.mirror.behind
     shutil.copytree(here.folder / "step-00000003", here.folder / "step-00000004")
     here.fetch()
-    assert here.behind == ["step-00000004"]
+    assert here.mirror.behind == ["step-00000004"]
 
 
 def test_one_that_goes_on_puts_newer_ones_aside(on):
@@ -449,10 +449,10 @@ def test_one_that_goes_on_puts_newer_ones_aside(on):
     store.copy_results()
     store.resumed = store.folder / "step-00000001"
     store.archive_previous_run()
-    assert steps(store.remote.list_files()) == {1: True}
+    assert steps(store.mirror.remote.list_files()) == {1: True}
     [newer] = (store.output_dir / "previous" / "snapshots").iterdir()
     assert newer.name == "step-00000002"
-    assert store.remote.read("result.json") is None, "it comes back at the end"
+    assert store.mirror.remote.read("result.json") is None, "it comes back at the end"
 
 
 def test_data_is_downloaded_once(on, tmp_path):
@@ -463,7 +463,7 @@ def test_data_is_downloaded_once(on, tmp_path):
     there = Remote(f"memory://{tmp_path}/data")
     there.upload(folder, ["a", "b"])
     on("here")
-    path = remote.fetch_input(there.url, "--data-dir")
+    path = urls.fetch_input(there.url, "--data-dir")
     assert sorted(file.name for file in path.iterdir()) == ["a", "b"]
     (path / "a").write_text("A")
     (path / "b").unlink()
@@ -480,7 +480,7 @@ def test_data_is_downloaded_once(on, tmp_path):
 
 def test_nothing_is_written_outside_or_cut_off(on, tmp_path):
     write(on("here"), 1)
-    there = on("here").remote
+    there = on("here").mirror.remote
     with pytest.raises(RemoteError, match="contains a file named"):
         there.download({"../../outside": 1}, tmp_path / "in")
     with pytest.raises(RemoteError, match="state.pt is truncated"):

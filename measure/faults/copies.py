@@ -35,8 +35,8 @@ import file_servers  # noqa: E402
 import s3fs  # noqa: E402
 
 from harness.measure import git_commit  # noqa: E402
-from harness.snapshots import find_damage, write_snapshot  # noqa: E402
-from remote.mirror import RemoteStore, by_snapshot, complete  # noqa: E402
+from harness.snapshots import SnapshotStore, find_damage, write_snapshot  # noqa: E402
+from remote.mirror import by_snapshot, complete  # noqa: E402
 
 FILES, BYTES = ("state.pt", "tensors/1.safetensors", "tensors/2.safetensors"), 2**22
 BEGUN = os.pipe()  # of a process that begins to upload
@@ -123,7 +123,7 @@ def wait_for_upload():
 
 
 def open_store():
-    store = RemoteStore(argparse.Namespace(output_dir=URL, resume="auto"), {})
+    store = SnapshotStore(argparse.Namespace(output_dir=URL, resume="auto"), {})
     store.output_dir.mkdir(parents=True, exist_ok=True)
     return store
 
@@ -145,8 +145,8 @@ def write(store, step):
 def prepare():
     """A new run: one snapshot on the server, and the next one still only on this machine."""
     store = open_store()
-    for name in store.remote.list_files():
-        store.remote.remove(name)
+    for name in store.mirror.remote.list_files():
+        store.mirror.remote.remove(name)
     store.archive_previous_run()
     write(store, OLD)
     assert not store.copy_snapshot(store.folder / OLD)
@@ -155,7 +155,7 @@ def prepare():
 
 def upload():
     store = open_store()
-    store.remote.list_files()  # connects
+    store.mirror.remote.list_files()  # connects
     os.write(BEGUN[1], b".")
     assert not store.copy_snapshot(store.folder / NEW)
 
@@ -166,13 +166,13 @@ def save_once_more():
     store.fetch()
     write(store, LAST)
     assert not store.copy_snapshot(store.folder / LAST)
-    assert complete(by_snapshot(store.remote.list_files())) == [LAST, NEW]
+    assert complete(by_snapshot(store.mirror.remote.list_files())) == [LAST, NEW]
 
 
 def look():
     """Another machine downloads the newest complete snapshot."""
     store = open_store()
-    [newest, *_] = complete(by_snapshot(store.remote.list_files()))
+    [newest, *_] = complete(by_snapshot(store.mirror.remote.list_files()))
     store.fetch()
     [found] = [path for path in store.folder.iterdir() if path.name.startswith("step-")]
     assert found.name == newest and not find_damage(found)
