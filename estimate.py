@@ -34,7 +34,7 @@ from estimator.tables import (
     say_what_fits,
 )
 from harness.cli import check_writable, fail, make_parser, number
-from report import plots
+from report import draw
 
 # GiB as CUDA reports them, less than nvidia-smi's: from error messages in GitHub issues,
 # Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is assumed to be as large),
@@ -222,7 +222,7 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
         print(f"{name:24}" + "".join(f"{cell:>9}" for cell in cells))
     if args.plot:
         unit = f"% of a step that waits ({describe(args, flags)})"
-        plots.draw(args.plot, {"unit": unit, "values": shares}, "shares")
+        draw.draw(args.plot, {"unit": unit, "values": shares}, "shares")
 
 
 # ------------------------------------------------------------------------------ the largest batch

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from harness.cli import ArgumentParser, check_writable, fail
-from report import timeline_picture
+from report import draw, traces
 from report.results import Unusable
 
 
@@ -33,12 +33,12 @@ def main():
     try:
         if args.slim:
             check_writable(args.slim, f"--slim {args.slim}")
-            return timeline_picture.slim(args.folder, args.slim)
-        picture = timeline_picture.draw(timeline_picture.read_traces(args.folder))
+            return traces.slim(args.folder, args.slim)
+        ranks = traces.read_traces(args.folder)
     except Unusable as error:
         fail(str(error))
     check_writable(output.parent, f"--output {output}")
-    output.write_text(picture)
+    draw.draw(output, {"ranks": ranks, "words": {}}, "timeline")
     print(f"drawn: {output}")
 
 

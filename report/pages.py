@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from report import front_picture, measured, plots, predictions, suites, timeline_picture
+from report import draw, measured, predictions, suites
 from report.blocks import TITLES, column
 from report.blocks import draw as table
 from report.results import ROOT, Unusable, load, read_suite, read_words, size_of
@@ -32,16 +32,16 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     """
     results = {name: read_suite(root, name) for name in (*SUITES, "scaling")}
     sweep, estimate = read_sweep(root), predictions.read(root)
-    shown = plots.plot_data(results) | plots.bandwidths(sweep)
+    shown = draw.plot_data(results) | draw.bandwidths(sweep)
     shown |= predictions.scaling_plot(estimate, results["scaling"])
     drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
-    drawn = {p: data for p, data in drawn.items() if plots.digest_of(p) != plots.digest(data)}
-    pictures = timeline_picture.pictures(root) | front_picture.pictures(results["gpt"])
+    shown = draw.memory_pictures(results["gpt"]) | draw.timelines(root)
+    drawn |= {root / "docs" / f"{name}.svg": data for name, data in shown.items()}
+    drawn = {p: data for p, data in drawn.items() if draw.digest_of(p) != draw.digest(data)}
     blocks = make_blocks(root, results, estimate) | {
         "collectives": measured.sweep_block(root, sweep)
     }
-    changed = {root / "docs" / name: text for name, text in pictures.items()}
-    changed[root / "mkdocs.yml"] = fill_navigation(read_page(root / "mkdocs.yml"))
+    changed = {root / "mkdocs.yml": fill_navigation(read_page(root / "mkdocs.yml"))}
     for chinese in (False, True):
         texts = blocks | list_blocks(root, chinese)
         missing = dict.fromkeys(texts)
@@ -51,8 +51,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
         if missing:
             pages = "README.zh-CN.md and docs/*.zh-CN.md" if chinese else "README.md and docs/*.md"
             raise Unusable(f"{pages} have no place <!-- {next(iter(missing))} --> ... <!-- end -->")
-    same = {path for path, text in changed.items() if path.is_file() and path.read_text() == text}
-    return {path: text for path, text in changed.items() if path not in same}, drawn
+    return {path: text for path, text in changed.items() if path.read_text() != text}, drawn
 
 
 def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
@@ -62,7 +61,7 @@ def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
         temporary.write_text(text)
         os.replace(temporary, path)
     for path, data in drawn.items():
-        plots.draw(path, data)
+        draw.draw(path, data)
 
 
 def read_sweep(root: Path) -> dict:

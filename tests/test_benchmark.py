@@ -16,7 +16,7 @@ from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
 from measure import everything
-from report import pages, plots
+from report import draw, pages
 from report.results import Unusable
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
@@ -324,7 +324,7 @@ def test_a_suite_of_text(checkout):
     assert measured["peak_memory_gib"] == memory and 0 < memory["allocated"] < memory["process"]
     assert "| peak GiB (allocated) |" in finished.stdout
     assert [step for step, _ in measured["curve"]] == [2, 4]
-    drawn = plots.curves(found["rows"])
+    drawn = draw.curves(found["rows"])
     assert list(drawn["values"]["SingleGPU"]) == ["128", "256"]
 
 

@@ -12,7 +12,7 @@ from test_collectives import expected
 import benchmark
 from harness import trace_rows
 from measure import everything
-from report import fresh, measured, pages, plots, predictions, suites, timeline_picture
+from report import draw, fresh, measured, pages, predictions, suites, traces
 from report.results import Unusable, read_suite
 from techniques import TECHNIQUES
 
@@ -240,7 +240,7 @@ def test_each_picture_is_what_the_collective_does(file):
         has = [None if row is None else row.tolist() for row in AFTER[name]]
         assert [numbers(shown) for shown in after] == has, name
         for label, fill, _ in [tile for row in before + after for tile in row]:
-            colours = plots.COLOURS[:4]
+            colours = draw.COLOURS[:4]
             if label[0] != "Σ":
                 colours = [colours["abcd".index(label[0])]]
             assert fill == ("url(#sum)" if len(colours) == 4 else colours[0])
@@ -276,20 +276,20 @@ def test_the_table_of_a_sweep():
 
 
 def test_the_plot_of_a_sweep(tmp_path):
-    data = plots.bandwidths(small_sweep())["collectives"]
+    data = draw.bandwidths(small_sweep())["collectives"]
     assert data["unit"] == "bus bandwidth, GB/s (2 ranks, gloo)"
     lines = data["values"]["all_gather"]
     assert lines["measured"] == {"4096": 0.0203, "65536": 0.282, "1048576": 1.45}
     assert lines["fitted"] == lines["measured"], "it is of the same formula"
     path = tmp_path / "collectives.svg"
-    plots.draw(path, data)
+    draw.draw(path, data)
     texts = {text.text for text in ElementTree.parse(path).iter(f"{SVG}text")}
     assert {"4 KiB", "64 KiB", "1 MiB", "all_gather", "broadcast", data["unit"]} <= texts
-    assert plots.digest_of(path) == plots.digest(data)
+    assert draw.digest_of(path) == draw.digest(data)
 
 
 def test_a_sweep_that_is_not_there_or_says_too_little(tmp_path):
-    assert pages.read_sweep(tmp_path) == {} and plots.bandwidths({}) == {}
+    assert pages.read_sweep(tmp_path) == {} and draw.bandwidths({}) == {}
     missing = "not measured yet: `python benchmark.py --suite collectives`"
     assert measured.sweep_block(tmp_path, {}) == missing
     path = tmp_path / "results/collectives.json"
@@ -406,17 +406,17 @@ def test_ranks_are_drawn_on_one_clock(tmp_path):
     """Rank 1 begins 0.1 ms later, whatever the numbers in its file begin with."""
     write(tmp_path / "rank0.pt.trace.json.gz", GPU + trace_rows.make_rows(GPU, 0), base=1_000_000)
     write(tmp_path / "rank1.pt.trace.json.gz", GPU + trace_rows.make_rows(GPU, 1), base=1_100_000)
-    ranks = timeline_picture.read_traces(tmp_path)
+    ranks = traces.read_traces(tmp_path)
     assert [rank["phases"][0].begin for rank in ranks] == [0, pytest.approx(0.1)]
-    picture = ElementTree.fromstring(timeline_picture.draw(ranks))
-    titles = [title.text for title in picture.iter(f"{SVG}title")]
-    assert titles.count("all_reduce 1.95 KiB, 0.15 ms") == 2
-    assert titles.count("backward, 0.3 ms") == 2
+    draw.draw(tmp_path / "x.svg", {"ranks": ranks, "words": {}}, "timeline")
+    texts = [text.text for text in ElementTree.parse(tmp_path / "x.svg").iter(f"{SVG}text")]
+    assert texts.count("all_reduce 1.95 KiB") == 2 and texts.count("rank 1") == 1
+    assert texts.count("backward") == 3, "two bars, and the legend"
+    bars = [traces.Bar("all_reduce", a, a + 3, 8) for a in (0, 1, 4)]
+    assert draw.in_lanes(bars) == [0, 1, 0], "those at the same time are below each other"
     small = tmp_path / "small"
-    timeline_picture.slim(tmp_path, small)
-    assert timeline_picture.draw(timeline_picture.read_traces(small)) == timeline_picture.draw(
-        ranks
-    )
+    traces.slim(tmp_path, small)
+    assert traces.read_traces(small) == ranks
     assert sorted(path.name for path in small.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
 
 
@@ -424,9 +424,9 @@ def test_ranks_are_drawn_on_one_clock(tmp_path):
 def test_what_the_pages_say_is_to_be_seen(name):
     """Buckets leave during backward; of several parts, during the last; FSDP gathers a block before
     it computes, twice; ZeRO sends what it has updated."""
-    for rank in timeline_picture.read_traces(TRACES / name):
+    for rank in traces.read_traces(TRACES / name):
         phases, sent = rank["phases"], rank["communication"]
-        of = {kind: [bar for bar in phases if bar.name == kind] for kind in timeline_picture.PHASES}
+        of = {kind: [bar for bar in phases if bar.name == kind] for kind in draw.PHASES}
         in_phase = {
             kind: [s.name for s in sent if any(b.begin <= s.begin < b.end for b in bars)]
             for kind, bars in of.items()
@@ -473,10 +473,10 @@ def test_a_damaged_trace(content, word, tmp_path):
     path = tmp_path / "rank0.pt.trace.json.gz"
     path.write_bytes(content)
     with pytest.raises(Unusable, match=f"{path} .*{word}.*--trace"):
-        timeline_picture.read_traces(tmp_path)
+        traces.read_traces(tmp_path)
 
 
 def test_a_missing_rank(tmp_path):
     write(tmp_path / "rank1.pt.trace.json.gz", trace_rows.make_rows(GPU, 1))
     with pytest.raises(Unusable, match="none of rank0"):
-        timeline_picture.read_traces(tmp_path)
+        traces.read_traces(tmp_path)

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from report.plots import COLOURS
+from report.draw import COLOURS
 from report.results import read_words
 
 KINDS = {  # kinds of LiveBytes, in stacking order, and their names in the legend
