@@ -279,5 +279,5 @@ def become_rank(rank: int, ranks: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ["MASTER_PORT"] = "29500"
-    harness.world.PARENT = os.getppid()
+    harness.world.parent.cache_clear()
     harness.world.world.cache_clear()

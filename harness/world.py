@@ -14,11 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401  here and not later: see wait_for_gloo()
 
-PARENT = os.getppid()  # the launcher, if there is one
 LAUNCHERS = {"torchrun", "deepspeed", "accelerate", "fabric"}  # programs
 
 
@@ -179,16 +179,18 @@ def exit_all(code: int) -> NoReturn:
 # ------------------------------------------------------------------------------------ the launcher
 
 
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+@functools.cache
+def parent() -> int:
+    """The process that started this one: the launcher, if there is one. Read on first use."""
+    return os.getppid()
 
 
 def launcher_words() -> list[str]:
     """The command line of the launcher: torchrun, torch.distributed.launch, deepspeed, accelerate
-    or fabric; empty without one, or where there is no /proc."""
-    words = command_of(PARENT) if world().launched else []
+    or fabric; empty without one."""
+    words = command_of(parent()) if world().launched else []
     if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
-        words = command_of(parent_of(PARENT))
+        words = command_of(psutil.Process(parent()).ppid())
     if len(words) > 1 and Path(words[1]).name in LAUNCHERS:  # a program, after its Python
         return words[1:]
     modules = {"torch.distributed.run", "torch.distributed.launch"}
@@ -196,9 +198,8 @@ def launcher_words() -> list[str]:
 
 
 def command_of(process: int) -> list[str]:
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/{process}/cmdline").read_text(errors="replace")
-        return text.strip("\0").split("\0")
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process).cmdline()
     return []
 
 
@@ -219,9 +220,11 @@ def launch_id() -> str:
     if run != "none":
         return run
     started = ""
-    with contextlib.suppress(OSError):  # Linux only; a container gives the same number every time
-        started = Path(f"/proc/{PARENT}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"process {PARENT} {started}"
+    # A container gives the same number every time. Linux only: psutil's time of the start, in
+    # seconds, changes when the clock is set.
+    with contextlib.suppress(OSError):
+        started = Path(f"/proc/{parent()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"process {parent()} {started}"
 
 
 # ---------------------------------------------------------------------------------- process setup
@@ -234,22 +237,23 @@ def die_with_launcher() -> None:
     """
     if not world().launched or sys.platform != "linux":
         return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    launcher, set_parent_death_signal = parent(), 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    orphan = os.getppid() != PARENT  # the launcher died before this call
+    orphan = os.getppid() != launcher  # the launcher died before this call
     if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # or before PyTorch was imported
         orphan = not any("torch" in word for word in command_of(1))
     if orphan:
         raise SystemExit(1)
-    if "deepspeed.launcher.launch" in command_of(PARENT):
+    if "deepspeed.launcher.launch" in command_of(launcher):
         threading.Thread(target=stop_with_runner, daemon=True).start()
 
 
 def stop_with_runner() -> None:
     """Ask this rank to stop if ``deepspeed`` has exited: it starts a process that starts the ranks,
     and on one machine does not forward signals to that process."""
-    runner = parent_of(PARENT)
-    while parent_of(PARENT) == runner:
+    launcher = psutil.Process(parent())
+    runner = launcher.ppid()
+    while launcher.ppid() == runner:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
 
