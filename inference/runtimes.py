@@ -21,6 +21,9 @@ class Runner:
     def __call__(self, images: Tensor) -> Tensor:
         return self.get(self.run(self.put(images)))
 
+    def synchronize(self) -> None:
+        """Wait for the device; ``run`` may return earlier."""
+
 
 class TorchRunner(Runner):
     """PyTorch, eager or compiled: once per batch size, as static shapes are faster."""
@@ -30,8 +33,11 @@ class TorchRunner(Runner):
     ):
         self.device = torch.device(device)
         self.model = classifier.to(self.device)
-        if self.device.type == "cuda":
-            tune_for_gpu(use_tf32)
+        if self.device.type == "cuda":  # what ONNX Runtime does by default on a GPU
+            torch.backends.cudnn.benchmark = True
+            precision = "tf32" if use_tf32 else "ieee"
+            torch.backends.cudnn.conv.fp32_precision = precision
+            torch.backends.cuda.matmul.fp32_precision = precision
             self.model = self.model.to(memory_format=torch.channels_last)
         if compiled:
             torch.compiler.config.recompile_limit = 256  # default 8: then it stops compiling
@@ -55,15 +61,6 @@ class TorchRunner(Runner):
             torch.cuda.synchronize()
 
 
-def tune_for_gpu(use_tf32: bool) -> None:
-    """Let PyTorch do what ONNX Runtime does by default on a GPU: autotune cuDNN's algorithms, and
-    use TF32 for float32 convolutions and matrix products."""
-    torch.backends.cudnn.benchmark = True
-    precision = "tf32" if use_tf32 else "ieee"
-    torch.backends.cudnn.conv.fp32_precision = precision
-    torch.backends.cuda.matmul.fp32_precision = precision
-
-
 class OnnxRunner(Runner):
     """ONNX Runtime. On a GPU, images and logits stay there, by I/O binding."""
 
@@ -85,16 +82,13 @@ class OnnxRunner(Runner):
     def run(self, images):
         if self.device.type == "cpu":
             return self.session.run(None, images)[0]
-        self.session.run_with_iobinding(images[0])
+        self.session.run_with_iobinding(images[0])  # returns when the GPU is done
         return images[0]
 
     def get(self, logits) -> Tensor:
         if self.device.type == "cuda":
             [logits] = logits.copy_outputs_to_cpu()
         return torch.from_numpy(logits)
-
-    def synchronize(self) -> None:
-        pass  # run_with_iobinding returns when the GPU is done
 
 
 def make_session(path: Path, provider: str, use_tf32: bool = True):
@@ -112,7 +106,7 @@ def make_session(path: Path, provider: str, use_tf32: bool = True):
     settings = {}
     if provider == PROVIDERS["cuda"]:
         onnxruntime.preload_dlls()  # CUDA's and cuDNN's, from PyTorch's packages
-        settings = {"use_tf32": int(use_tf32)}  # as tune_for_gpu() has it
+        settings = {"use_tf32": int(use_tf32)}  # as TorchRunner has it
     if provider == PROVIDERS["cpu"]:
         return open_session(path, provider, settings)
     # CUDA has no int8 convolutions: it computes them in float32, and needs no int32 biases.
