@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import pytest
 import torch
 from fork_server import Server
 from PIL import Image
-from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -55,7 +56,7 @@ LIBRARIES = {  # what a server imports for scripts with such a name
 }
 LIBRARIES["deepspeed_"] = LIBRARIES["DeepSpeed"]  # of an example
 
-LONG = ("test_injection", "test_docs", "test_multi_node", "test_benchmark")  # come first
+LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
 commands = {}  # of the test that runs, to be repeated by hand if it fails: keys, in their order
@@ -265,10 +266,14 @@ def state(folder):
 
 
 def tensors_of(snapshot):
-    """The tensors in a snapshot of one process, by name; of several, the last shards that are
-    read."""
-    files = sorted(snapshot.glob("tensors/*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    """All in a snapshot, whoever wrote it, by name."""
+    reader = HuggingFaceStorageReader(str(snapshot / "tensors"))
+    saved = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def free_port():
@@ -323,34 +328,40 @@ def no_process_is_left():
 
 
 @pytest.fixture(scope="module")
-def train(request, tmp_path_factory):
-    """A function that trains by (script, world size, flags), on the `JOB` of the file of tests, and
-    with its `HOOKS`, if it has some, or others.
+def run_once(tmp_path_factory):
+    """A function that runs a script through hooks.py, by (script, world size, flags, hooks), and
+    returns what the command left behind and its output folder. The same run is done only once."""
+    folder, runs = tmp_path_factory.mktemp("runs"), {}
 
-    It returns what `read_run` does. The same run is done only once.
-    """
-    usual = getattr(request.module, "HOOKS", "")
-    folder = tmp_path_factory.mktemp("runs")
-    runs = {}
-
-    def get(script, world_size=1, flags="", hooks=usual):
+    def get(script, world_size=1, flags="", hooks=""):
         key = script, world_size, flags, hooks
-        output = folder / str(len(runs))
         if key not in runs:
-            name, _, own_flags = script.partition(" ")
-            command = (
-                f"{launcher(name, world_size, HOOKED)} {request.module.JOB} {own_flags} {flags}"
-            )
-            finished = succeed(f"{command} --output-dir {output}", forked=True, HOOKS=hooks)
+            output = folder / str(len(runs))
+            command = f"{launcher(script, world_size, HOOKED)} {flags} --output-dir {output}"
+            finished = succeed(command, forked=True, HOOKS=hooks)
             assert not finished.our_warnings
-            shutil.rmtree(output / "snapshots", ignore_errors=True)  # most of the space
             runs[key] = finished, output
-        finished, output = runs[key]
-        commands[finished.by_hand] = True
-        return read_run(output)
+        commands[runs[key][0].by_hand] = True
+        return runs[key]
 
     yield get
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def train(request, run_once):
+    """A function that trains by (script, world size, flags), on the `JOB` of the file of tests if
+    it has one, and with its `HOOKS`, or others. It returns what `read_run` does."""
+    usual = getattr(request.module, "HOOKS", "")
+
+    def get(script, world_size=1, flags="", hooks=usual):
+        name, _, own_flags = script.partition(" ")
+        job = getattr(request.module, "JOB", "")
+        _, output = run_once(name, world_size, f"{job} {own_flags} {flags}", hooks)
+        shutil.rmtree(output / "snapshots", ignore_errors=True)  # most of the space
+        return read_run(output)
+
+    return get
 
 
 @pytest.fixture

@@ -1,14 +1,15 @@
 """Runs scripts in processes that are forked from one that has already imported PyTorch.
 
 Tests with `torchrun` spend most of their time importing PyTorch, in one process after the other.
-This server imports it once. For each run it forks a launcher, which forks a process per rank, sets
-what `torchrun` would set, forwards signals, and ends all ranks when one has failed. A rank then
-runs its script as `python SCRIPT` does.
+This server imports it once, and the rooms that every script of ours imports. For each run it forks
+a launcher, which forks a process per rank, sets what `torchrun` would set, forwards signals, and
+ends all ranks when one has failed. A rank then runs its script as `python SCRIPT` does; in another
+folder than this repository's it forgets our files, as there may be others of these names.
 
 The server is separate from pytest, which has threads, and a fork copies only one thread. It has no
-other thread, and imports no file of ours, because these read the environment when imported. Nor
-does it call torch.set_num_threads(): that creates a thread pool, which each rank would have to
-create again, and autograd's threads abort ("Invalid thread pool!") when two of them try at once.
+other thread. Nor does it call torch.set_num_threads(): that creates a thread pool, which each rank
+would have to create again, and autograd's threads abort ("Invalid thread pool!") when two of them
+try at once.
 
 A forked rank differs from a real one in five ways, so every kind of test also has a case with a
 real launcher: all MODULES are imported; C libraries have read their environment in the server; the
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from typing import NoReturn
 
@@ -39,6 +41,8 @@ MODULES = """torch torch._dynamo torch.distributed.fsdp torch.distributed.nn
     torch.distributed.tensor.parallel torch.distributed.pipelining
     torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook torchvision torch.utils.tensorboard
     tensorboard.plugins.hparams.metadata tqdm PIL.Image numpy.ma""".split()
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OURS = ["common"]  # with the rooms below it
 PATIENCE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 
 
@@ -186,6 +190,7 @@ def become_script(words: list[str]) -> NoReturn:
     modules in the end, which takes longer than many a test."""
     sys.argv = words
     sys.orig_argv = ["python", *words]
+    refresh_ours(words[0])
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [os.path.dirname(os.path.abspath(words[0])), *filter(None, places)]
     code = 0
@@ -206,11 +211,22 @@ def become_script(words: list[str]) -> NoReturn:
     os._exit(code)
 
 
+def refresh_ours(script: str) -> None:
+    """As if our files were imported now. What changes PyTorch first imports them itself."""
+    sys.modules["harness.clock"].STARTED = time.perf_counter()
+    if os.getcwd() != ROOT or script.endswith("fake_gpu.py"):
+        for name, module in [*sys.modules.items()]:
+            if (getattr(module, "__file__", None) or "").startswith(ROOT) and name != "__main__":
+                del sys.modules[name]
+
+
 if __name__ == "__main__":
     import torch
 
-    for module in MODULES + sys.argv[2:]:
+    sys.path[:0] = [ROOT]
+    for module in MODULES + OURS + sys.argv[2:]:
         importlib.import_module(module)
+    del sys.path[0]
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread"
     # Else each rank compiles our files anew where Python is told to write nothing beside them:
     sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp()

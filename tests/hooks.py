@@ -34,12 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TESTS = Path(__file__).resolve().parent
 RANK = int(os.environ.get("RANK", 0))
-HOOKS = {}  # by name
-
-
-def hook(function):
-    HOOKS[function.__name__] = function
-    return function
 
 
 def around_batches(change):
@@ -93,7 +87,6 @@ class CountSent(TorchDispatchMode):
         return call
 
 
-@hook
 def sent():
     """Count what the last step sends, from forward to optimizer, from the collectives that really
     run; how many bytes of one a rank sends is defined in estimator/sent.py. result.json also has
@@ -140,7 +133,6 @@ def sent():
 READS = ["item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__"]
 
 
-@hook
 def waits():
     """Count, step by step, what would make the CPU wait for a GPU. Each rank writes
     ``waits-RANK.json`` into --output-dir: by step, the calls that read a value from a tensor, from
@@ -199,7 +191,6 @@ def waits():
     around_batches(count_steps)
 
 
-@hook
 def live(fake_ranks=None):
     """Count live memory as estimate.py does: on real tensors, or as rank 0 of some fake ranks.
     Images are contiguous, and optimizers and autocast behave as on a CPU. The bytes at the peak of
@@ -216,7 +207,6 @@ def live(fake_ranks=None):
     os._exit(0)  # the others are not waited for
 
 
-@hook
 def threads():
     """Print, in the end, how many of gloo's threads are left."""
 
@@ -227,9 +217,11 @@ def threads():
     atexit.register(count)
 
 
-@hook
 def reduced():
-    """Print the bytes of each all-reduce of a rank 0 that is of weights: neither loss nor vote."""
+    """Print the bytes of rank 0's all-reduces of weights: not of loss, vote or snapshot."""
+    from libraries import local_sgd
+
+    local_sgd.mean = lambda tensor: tensor  # of a snapshot
     sizes, all_reduce = [], dist.all_reduce
 
     def counted(tensor, *args, **kwargs):
@@ -245,7 +237,6 @@ def reduced():
 # -------------------------------------------------------------------------------------- records
 
 
-@hook
 def batches(folder):
     """Save the batches that it trains on, as FOLDER/step1-rank0.pt, ..."""
 
@@ -257,7 +248,6 @@ def batches(folder):
     around_batches(record)
 
 
-@hook
 def dropout():
     """Print what each rank drops: a line per call of a dropout, with a hash of the mask."""
     forward = nn.Dropout.forward
@@ -273,7 +263,6 @@ def dropout():
     nn.Dropout.forward = noted
 
 
-@hook
 def parts():
     """Record when each rank of a pipeline computes what. It writes ``parts-RANK.json`` into
     --output-dir: a list of steps, each of which is a list of parts. A part has its kind (F for
@@ -315,13 +304,11 @@ def parts():
 # ------------------------------------------------------------------------ numbers, routes, faults
 
 
-@hook
 def float64():
     """The default dtype."""
     torch.set_default_dtype(torch.float64)
 
 
-@hook
 def unfused():
     """An optimizer whose step is not fused: a fused one rounds the last elements of a tensor
     differently from those before, so the result depends on where a tensor ends."""
@@ -337,13 +324,11 @@ def unfused():
     common.make_optimizer = lambda args, model: make_fused(args, model, fused=False)
 
 
-@hook
 def muon():
     """PyTorch's own: see torch_muon.py."""
     import torch_muon  # noqa: F401
 
 
-@hook
 def all_to_one():
     """All tokens go to the first expert."""
     from jobs.experts import MixtureOfExperts
@@ -361,7 +346,6 @@ def all_to_one():
     MixtureOfExperts.__init__ = all_to_the_first
 
 
-@hook
 def no_gradient():
     """The layers of an MLP have none in training."""
     from jobs import gpt
@@ -370,7 +354,6 @@ def no_gradient():
     gpt.MLP.forward = lambda mlp, x: 0 * x if mlp.training else forward(mlp, x)
 
 
-@hook
 def poison(what, first, last, rank):
     """NaN or Inf from one step to another, on a rank.
 
@@ -397,7 +380,22 @@ def poison(what, first, last, rank):
     F.cross_entropy = poisoned_cross_entropy
 
 
-@hook
+def unwritable(rank, *words):
+    """A rank cannot write files with all these words in their paths."""
+    from torch.distributed.checkpoint import filesystem
+
+    def refuse(write, position):
+        def write_or_fail(*args, **kwargs):
+            if RANK == int(rank) and all(word in str(args[position]) for word in words):
+                raise OSError(122, "Disk quota exceeded")
+            return write(*args, **kwargs)
+
+        return write_or_fail
+
+    kind = filesystem.FileSystem
+    torch.save, kind.create_stream = refuse(torch.save, 1), refuse(kind.create_stream, 1)
+
+
 def stop_at(step):
     """All ranks agree to stop in a step, as if SIGTERM had come."""
     from harness.stop import StopRequest
@@ -408,7 +406,6 @@ def stop_at(step):
     StopRequest.vote = vote
 
 
-@hook
 def send(name, rank, step):
     """A signal to itself, on a rank, when a step begins; to all ranks if RANK is "all"."""
 
@@ -427,7 +424,7 @@ def main():
     sys.path[:0] = [str(Path(sys.argv[0]).resolve().parent), str(TESTS.parent)]
     for word in os.environ.get("HOOKS", "").split():
         name, _, given = word.partition(":")
-        (HOOKS | slow.WAYS)[name](*filter(None, given.split(",")))
+        (globals() | slow.WAYS)[name](*filter(None, given.split(",")))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -1,7 +1,7 @@
 """The three scripts written by hand: what their buckets send and when, and user errors.
 
-That they compute the same as the library, with as much memory and communication, is in
-test_parity.py, test_text.py and test_bytes.py; that they resume from snapshots, in test_resume.py.
+That they compute the same as the single process, and as the library, with as much memory and
+communication, and that they resume, is in test_contract.py.
 """
 
 import importlib
@@ -11,12 +11,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HOOKED, ROOT, launch, launcher, read_run, succeed
+from conftest import HOOKED, ROOT, cases, launch, launcher, read_run, succeed
 from torch import nn
 
 JOB = "--dataset synthetic --train-samples 24 --eval-samples 8 --batch-size 8 --max-steps 3"
 GPT = f"{JOB} --model gpt-2x2x64 --context 16"
 ALL = ["pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand"]
+SOME = cases([(s,) for s in ALL], lambda script: "ZeRO" not in script)
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def alone(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", cases([(s,) for s in ALL], lambda script: "ZeRO" in script))
 def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
     finished = succeed(f"python {script}.py {GPT} --output-dir {tmp_path}", forked=True)
     assert "a single rank sends nothing" in finished.stdout and not finished.our_warnings
@@ -36,7 +37,7 @@ def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
 
 @pytest.mark.parametrize(
     "average, messages",  # of ResNet-18: 62 tensors, which take 45 MB
-    [("each", 62), ("buckets", 7), ("overlap", 7)],
+    cases([("each", 62), ("buckets", 7), ("overlap", 7)], lambda average, _: average == "overlap"),
 )
 def test_messages_of_a_step(average, messages, tmp_path):
     command = launcher("pytorch_DDP_by_hand", 2, HOOKED)
@@ -130,38 +131,28 @@ dist.destroy_process_group()
     assert [rank["whole"] for rank in found] == 3 * [[n + 100.0 for n in range(1, 8)]]
 
 
-@pytest.mark.parametrize("script", ALL)
+@pytest.mark.parametrize("script", SOME)
 def test_a_parameter_without_a_gradient_is_no_silent_error(script, tmp_path):
     """Half of its bucket would not be averaged. A bug keeps its traceback."""
-    program = tmp_path / "program.py"
-    program.write_text(f"""
-import runpy, sys
-sys.argv[0] = "{ROOT}/{script}.py"
-sys.path.insert(0, "{ROOT}")
-import common, jobs.gpt
-forward = jobs.gpt.MLP.forward
-jobs.gpt.MLP.forward = lambda mlp, x: 0 * x if mlp.training else forward(mlp, x)
-runpy.run_path(sys.argv[0], run_name="__main__")
-""")
-    command = f"torchrun --standalone --nproc_per_node=2 {program} {GPT} --output-dir {tmp_path}/o"
-    finished = launch(command, forked=True)
-    assert finished.code == 1 and not (tmp_path / "o" / "model.pt").exists(), str(finished)
+    command = f"{launcher(script, 2, HOOKED)} {GPT} --output-dir {tmp_path}"
+    finished = launch(command, forked=True, HOOKS="no_gradient")
+    assert finished.code == 1 and not (tmp_path / "model.pt").exists(), str(finished)
     said = "IndexError: pop from empty list" if "DDP" in script else "a parameter has no gradient"
     assert said in finished.stderr
 
 
-def test_bit_for_bit_what_ddp_does(tmp_path):
+@pytest.mark.parametrize(
+    "script", [*SOME, pytest.param("pytorch_ZeRO_by_hand --stage 2", marks=pytest.mark.full)]
+)
+def test_bit_for_bit_what_ddp_does(script, run_once):
     """In fp32 and with BatchNorm, which would magnify any difference; the step is not fused."""
     job = "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1"
-    weights = []
-    for script in ("pytorch_torchrun_DDP", *ALL, "pytorch_ZeRO_by_hand --stage 2"):
-        command = launcher(script, 2, HOOKED)
-        output = tmp_path / str(len(weights))
-        command += f" {job} --model small_resnet --output-dir {output}"
-        succeed(command, forked=True, HOOKS="unfused")
-        weights.append(read_run(output)[0])
-    expected, *others = weights
-    assert all(torch.equal(found[name], expected[name]) for found in others for name in expected)
+    job += " --model small_resnet"
+    name, _, flags = script.partition(" ")
+    _, theirs = run_once("pytorch_torchrun_DDP", 2, job, "unfused")
+    _, ours = run_once(name, 2, f"{flags} {job}", "unfused")
+    expected, found = read_run(theirs)[0], read_run(ours)[0]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.full

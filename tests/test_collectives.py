@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import cases, launch, succeed
+from conftest import cases, succeed
 
 import pytorch_collectives as script
 
@@ -35,7 +35,7 @@ def numbers(text):
     return None if text == "nothing" else [int(number) for number in text.strip("[]").split()]
 
 
-@pytest.mark.parametrize("n", cases([(1,), (2,), (3,), (4,), (8,)], lambda n: n in (1, 3, 4)))
+@pytest.mark.parametrize("n", cases([(1,), (2,), (3,), (4,), (8,)], lambda n: n in (1, 3)))
 def test_each_is_what_it_says(n):
     finished = succeed(COMMAND.format(n), forked=n != 2)  # two as typed
     assert finished.lines[0] == f"pytorch_collectives: {n} x cpu (gloo)"
@@ -107,19 +107,3 @@ def test_pytorch_finds_them_when_asked_to():
     command = f"{COMMAND.format(2)} --break shape --timeout 10"
     finished = succeed(command, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert finished.stdout.count("RuntimeError after 0 s: Detected mismatch between coll") == 2
-
-
-CANNOT = {
-    "--sweep": "--sweep needs two ranks or more; start torchrun",
-    "--break order": "--break needs two ranks or more; start torchrun",
-    "--sweep --break order": "not allowed with argument",
-    "--device cuda": "this machine has 0",
-    "--largest 16": "16 is out of range, it must be 64 or more",
-}
-
-
-@pytest.mark.parametrize("flags", CANNOT)
-def test_what_it_cannot_do(flags):
-    finished = launch(f"python pytorch_collectives.py {flags}", forked=True)
-    assert finished.code == 2 and "Traceback" not in finished.stderr
-    assert len(finished.errors) == 1 and CANNOT[flags] in finished.errors[0]

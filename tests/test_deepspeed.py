@@ -6,29 +6,40 @@ import sys
 
 import pytest
 import torch
-from conftest import HOOKED, cases, distance, flat, launch, launcher, read_run, snapshots, succeed
+from conftest import (
+    HOOKED,
+    cases,
+    distance,
+    flat,
+    launch,
+    launcher,
+    read_run,
+    relative_difference,
+    snapshots,
+    succeed,
+)
+
+from techniques import technique
 
 JOB = (
-    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --norm group "
+    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 "
     "--epochs 9 --print-freq 100"
 )
-SMALL, RUN_SMALL = "--model small_resnet", HOOKED
+SMALL = "--model small_resnet --norm group"
 HOOKS = "sent"
-# Bytes per parameter, times N / (N - 1), as it was on DeepSpeed 0.19; its own paper says 8 and 12.
-SENT = {"zero_stage0": 4, "zero_stage1": 6, "zero_stage2": 6, "zero_stage3": 4}
 # AdamW at a lower rate: its first step is as long as the rate, however small the gradient.
 TWO_STEPS = {
-    "sgd": "--max-steps 2 --lr 0.01",
-    "adamw": "--max-steps 2 --optimizer adamw --lr 0.0001",
+    "sgd": "--norm group --max-steps 2 --lr 0.01",
+    "adamw": "--norm group --max-steps 2 --optimizer adamw --lr 0.0001",
 }
 RUNS = [
     (config, n, optimizer)
-    for config in SENT
+    for config in (f"zero_stage{stage}" for stage in range(4))
     for n in range(1, 5)
     for optimizer in TWO_STEPS
     if n != 3 or (optimizer, config) == ("sgd", "zero_stage3")
 ] + [("zero_stage2_offload", 2, "adamw"), ("zero_stage3_offload", 2, "adamw")]
-USUAL = [("zero_stage2", 2, "sgd"), ("zero_stage3", 3, "sgd"), ("zero_stage3_offload", 2, "adamw")]
+USUAL = [("zero_stage2", 2, "sgd"), ("zero_stage3_offload", 2, "adamw")]
 
 
 def script(config):
@@ -49,23 +60,37 @@ def test_two_steps_in_fp32(config, n, optimizer, train, measured):
     assert value < 1e-6
     assert result["steps"] == 2 and result["world_size"] == n
 
-    kept, state = kept_by(result, weights), {"sgd": 4, "adamw": 8}[optimizer]
+    kept, row = kept_by(result, weights), technique("DeepSpeed")
     measured("bytes", **about, optimizer=optimizer, kept=kept)
-    if config == "zero_stage0":
-        table = {"parameters": 4, "gradients": 4, "optimizer": state, "fp32_copy": 0}
-    elif config.startswith("zero_stage3"):
-        table = {"parameters": 4 / n, "gradients": 4 / n, "optimizer": state / n}
-        table |= {"fp32_copy": 4 / n, "gradient_buffer": 4 / n}
+    options = result["options"] | {"optimizer": optimizer}
+    if config.startswith("zero_stage3"):
         small = 0 if n == 1 else 0.1  # one rank alone has them in its share
         assert kept.pop("small_parameters") == pytest.approx(small, abs=0.03)
-    else:
-        table = {"parameters": 4, "gradients": 4 / n, "optimizer": state / n, "fp32_copy": 4 / n}
-    assert kept == pytest.approx(table, rel=0.02)
-
+    theory = dict.fromkeys(kept, 0) | row.keeps(n, options)
+    assert kept == pytest.approx(theory, rel=0.02)
     if n == 2 and optimizer == "sgd":
         sent = {kind: size / len(flat(weights)) for kind, size in result["sent"].items()}
         measured("sent", **about, sent=sent)
-        assert sum(sent.values()) == pytest.approx(SENT[config], rel=0.05)
+        assert sum(sent.values()) == pytest.approx(sum(row.sends(n, options).values()), rel=0.05)
+
+
+GPT = "--model gpt-2x4x32 --context 16 --max-steps 2 --clip-grad 0.5"
+ON_GPT = [("zero_stage3", "adamw", 2)]
+ON_GPT += [(f"zero_stage{stage}", *how) for stage in range(4)
+           for how in (("adamw", 2), ("sgd", 2), ("sgd", 4))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, optimizer, n", cases(dict.fromkeys(ON_GPT), lambda *row: row == ON_GPT[0])
+)
+def test_two_steps_of_a_gpt(config, optimizer, n, train, measured):
+    flags = f"{GPT} --optimizer {optimizer} --lr {0.01 if optimizer == 'sgd' else 0.0001}"
+    expected, _ = train("pytorch_SingleGPU", 1, flags)
+    weights, _ = train(script(config), n, flags)
+    difference = relative_difference(weights, expected)
+    about = {"script": f"pytorch_DeepSpeed {config}", "ranks": n, "optimizer": optimizer}
+    measured("parity_gpt", **about, value=difference)
+    assert 0 < distance(weights, expected) < 1e-6 and difference < 1e-5
 
 
 def kept_by(result, weights):
@@ -73,6 +98,7 @@ def kept_by(result, weights):
     return {key: size / len(flat(weights)) for key, size in result["state_bytes"].items()}
 
 
+@pytest.mark.full
 def test_it_clips_unless_it_is_told_not_to(tmp_path, train):
     """Why each file in config/ states gradient_clipping; and the comparison above can fail."""
     config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
@@ -84,8 +110,7 @@ def test_it_clips_unless_it_is_told_not_to(tmp_path, train):
 
 
 def test_bfloat16(train, measured):
-    """Thirty steps stay within 2 % of fp32; model.pt comes from the fp32 copy. BatchNorm's
-    statistics are in bfloat16, or a CPU could not compute it."""
+    """Thirty steps stay within 2 % of fp32; model.pt comes from the fp32 copy."""
     flags = f"--lr 0.001 --max-steps 30 {SMALL}"
     _, expected = train("pytorch_SingleGPU", 1, flags)
     weights, result = train(script("zero_stage2_bf16"), 2, flags)
@@ -97,20 +122,23 @@ def test_bfloat16(train, measured):
     assert loss == pytest.approx(expected_loss, rel=0.02)
     table = {"parameters": 2, "gradients": 2, "optimizer": 2, "fp32_copy": 2}
     assert kept_by(result, weights) == pytest.approx(table, rel=0.02)
+
+
+@pytest.mark.full
+def test_batch_norm_in_bfloat16(train):
+    """Its statistics, too, or a CPU could not compute it."""
     _, result = train(script("zero_stage2_bf16"), 2, f"{SMALL} --norm batch --max-steps 1")
     assert result["precision"] == "bfloat16" and result["norm"] == "batch"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("start", ["torchrun --standalone --nproc_per_node=2", "python"])
-def test_other_launchers(start, tmp_path):
-    """Than its own, whose command in the pages is run as typed."""
-    command = f"{start} pytorch_DeepSpeed.py --deepspeed_config config/zero_stage3_config.json"
+def test_torchrun(tmp_path):
+    """Its own launcher's command in the pages is run as typed."""
+    command = "torchrun --standalone --nproc_per_node=2 pytorch_DeepSpeed.py "
+    command += "--deepspeed_config config/zero_stage3_config.json"
     job = f"{JOB} --model shufflenet_v2_x0_5 --max-steps 2"
-    finished = succeed(f"{command} {job} --output-dir {tmp_path}", forked=start == "python")
-    assert not finished.our_warnings
-    _, result = read_run(tmp_path)
-    assert result["command"].startswith(command)
+    assert not succeed(f"{command} {job} --output-dir {tmp_path}").our_warnings
+    assert read_run(tmp_path)[1]["command"].startswith(command)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +149,7 @@ def test_resume_and_zero_to_fp32(config, train, tmp_path):
     """Six steps and then the others end as all at once, but not in a stage of another form; and
     DeepSpeed's own script reads the checkpoint."""
     flags = f"{SMALL} --epochs 2 --warmup-steps 20"
-    job = f"{launcher(script(config), 2, RUN_SMALL)} {JOB} {flags} --output-dir {tmp_path}"
+    job = f"{launcher(script(config), 2, HOOKED)} {JOB} {flags} --output-dir {tmp_path}"
     succeed(f"{job} --max-steps 6", forked=True)
     other = job.replace(config, "zero_stage3" if config == "zero_stage2" else "zero_stage1")
     finished = launch(f"{other} --resume auto", timeout=60, forked=True)
@@ -152,7 +180,7 @@ def test_a_file_with_its_own_optimizer_and_scheduler(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = f"pytorch_DeepSpeed --deepspeed_config {tmp_path}/config.json"
-    command = f"{launcher(name, 1, RUN_SMALL)} {JOB} {SMALL} --output-dir {tmp_path}/run"
+    command = f"{launcher(name, 1, HOOKED)} {JOB} {SMALL} --output-dir {tmp_path}/run"
     finished = succeed(f"{command} --max-steps 6", forked=True)
     said = finished.lines[:2]
     assert "config.json has its own optimizer" in said[0] and "--lr" in said[0]

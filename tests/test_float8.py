@@ -50,6 +50,7 @@ def test_products(scaling):
     assert 0.01 < ((output - exact).norm() / exact.norm()) < 0.05, "it rounds"
 
 
+@pytest.mark.full
 def test_a_stop_changes_no_bit(tmp_path):
     """All linear layers but the last are in float8, on two ranks, and resume as they were; also in
     pytorch_FSDP.py, whose snapshots these are."""

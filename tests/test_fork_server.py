@@ -20,16 +20,20 @@ def run(tmp_path):
 
 
 def test_environment(run):
-    """Of torchrun, or of nobody; and none of our files is imported before it is set."""
+    """Of torchrun, or of nobody. Our files, which the server has imported, know no other; elsewhere
+    they are forgotten."""
     text = """
-ours = ("common", "fault_tolerance", "harness", "jobs")
-assert not [name for name in sys.modules if name.split(".")[0] in ours]
+harness = sys.modules["harness.clock"], sys.modules["harness.world"]
+assert harness[0].time.perf_counter() - harness[0].STARTED < 1
+assert harness[1].world().rank == int(os.environ.get("RANK", 0))
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "EXTRA"
 sys.stdout.write(" ".join([os.environ.get(name, "-") for name in names] + sys.argv[1:]) + "\\n")
 """
     finished = run(text, flags="--flag", EXTRA="more")
     assert sorted(finished.lines) == [f"{rank} {rank} 3 3 more --flag" for rank in range(3)]
     assert run(text, "python").lines == ["- - - - -"]
+    text = "print([name for name in ('common', 'harness', 'jobs.gpt') if name in sys.modules])"
+    assert run(text, "python", cwd="/tmp").lines == ["[]"]
 
 
 def test_ranks_meet_in_the_store(run):

@@ -38,17 +38,16 @@ SCRIPTS = [  # ranks, and what --on-nan stop names when a gradient is infinite
 ]
 BRANCHES = [script for script, *_ in SCRIPTS[:4]]  # of the guard: each of the others takes one
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
-EVERY_SCRIPT = cases(SCRIPTS, lambda script, *_: script in BRANCHES)
+EVERY_SCRIPT = cases(SCRIPTS, lambda script, *_: script in BRANCHES[1:])
 THAT_IS_WATCHED = cases(
-    [row for row in SCRIPTS if row[0] not in LEAVES_OUT], lambda script, *_: script in BRANCHES
+    [row for row in SCRIPTS if row[0] not in LEAVES_OUT], lambda script, *_: script in BRANCHES[1:]
 )
 
 
 def run(script, ranks, poison, flags, output, check=launch):
-    command = launcher(script, ranks, HOOKED)
-    return check(
-        f"{command} {JOB} {flags} --output-dir {output}", forked=True, HOOKS=f"poison:{poison}"
-    )
+    command = f"{launcher(script, ranks, HOOKED)} {JOB} {flags}"
+    command = [*command.split(), "--output-dir", output]
+    return check(command, forked=True, HOOKS=f"poison:{poison}")
 
 
 def all_finite(output):
@@ -66,15 +65,17 @@ def all_finite(output):
 def test_watched(script, ranks, named, tmp_path):
     """By default: it is found before the next snapshot, which is not written, and the command that
     is given finds the step."""
-    finished = run(script, ranks, f"gradient,7,7,{ranks - 1}", "", tmp_path)
+    output = tmp_path / "two words"
+    finished = run(script, ranks, f"gradient,7,7,{ranks - 1}", "", output)
     assert finished.code == 3, str(finished)
     [line] = finished.errors
     assert "between steps 7 and 9 weights or optimizer became NaN or infinite" in line
-    last = tmp_path / "snapshots" / "step-00000006"
-    assert f"the last good snapshot is {last}. To find the first step: " in line
-    assert snapshots(tmp_path)[0] == last and all_finite(tmp_path)
-    assert not (tmp_path / "model.pt").exists()
-    assert line.endswith(f"--resume {last} --on-nan stop")
+    last = output / "snapshots" / "step-00000006"
+    said, _, command = line.partition(" To find the first step: ")
+    assert said.endswith(f"the last good snapshot is {last}.")
+    assert snapshots(output)[0] == last and all_finite(output)
+    assert not (output / "model.pt").exists()
+    assert shlex.split(command)[-4:] == ["--resume", str(last), "--on-nan", "stop"]
 
 
 @pytest.mark.parametrize("script", cases([(s,) for s in LEAVES_OUT], lambda s: s == STAGE(2)))
@@ -126,8 +127,9 @@ def test_left_out(script, ranks, named, tmp_path):
     assert result["steps"] == 12 and all(loss == loss for loss in result["train_loss"])
 
 
-@pytest.mark.parametrize("script, ranks", [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2)])
-@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+@pytest.mark.parametrize(
+    "script, ranks, on_nan", [("pytorch_SingleGPU", 1, "skip"), ("pytorch_torchrun_DDP", 2, "stop")]
+)
 def test_a_bad_batch_is_found_on_its_rank(script, ranks, on_nan, tmp_path):
     """In the first step: BatchNorm's statistics forget it, or they would stay NaN for good."""
     poison = f"input,1,1,{ranks - 1}"
@@ -185,7 +187,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(
-    "script, ranks, flags", cases(ENDLESS, lambda *row: row in (ENDLESS[0], ENDLESS[1], ENDLESS[4]))
+    "script, ranks, flags", cases(ENDLESS, lambda *row: row in (ENDLESS[1], ENDLESS[4]))
 )
 def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
     """A scale that halves for ever, or DeepSpeed's silence: not a run that learned nothing."""
@@ -211,13 +213,3 @@ def test_a_scaler_may_leave_out_a_step(tmp_path):
 def test_ignored(tmp_path):
     finished = run("pytorch_SingleGPU", 1, "input,7,7,0", "--on-nan ignore", tmp_path, succeed)
     assert "loss nan" in finished.stdout and not all_finite(tmp_path)
-
-
-def test_the_command_quotes_its_words(tmp_path):
-    output = tmp_path / "two words"
-    command = launcher("pytorch_SingleGPU", through=HOOKED)
-    command = [*shlex.split(f"{command} {JOB}"), "--output-dir", str(output)]
-    finished = launch(command, forked=True, HOOKS="poison:gradient,7,7,0")
-    [line] = finished.errors
-    words = shlex.split(line.partition("To find the first step: ")[2])
-    assert words[-4:] == ["--resume", str(output / "snapshots/step-00000006"), "--on-nan", "stop"]

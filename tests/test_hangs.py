@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import HOOKED, ROOT, cases, launch, launcher, server, succeed
-from test_faults import attack
+from test_snapshots import attack
 
 sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import hang  # noqa: E402

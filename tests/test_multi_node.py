@@ -20,7 +20,7 @@ from conftest import (
     succeed,
     wait_for,
 )
-from test_faults import JOB, same
+from test_snapshots import JOB, same
 
 SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic --epochs 20"  # seconds, for a signal
 FLAGS = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=job"

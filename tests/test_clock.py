@@ -1,16 +1,114 @@
-"""The breakdown of a step shows why a run is slow: each row of docs/slow.md, produced on purpose.
+"""The clock: phases of a step, peaks, memory of tensors; and the breakdown shows why a run is slow:
+each row of docs/slow.md, produced on purpose.
 Its command: torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace 3
 """
 
 import json
 import os
 import re
+import sys
+import time
 
 import pytest
 import slow
+import torch
 from conftest import HOOKED, ROOT, commands, launch, launcher, succeed
 
-from harness import clock
+from harness import clock, profile
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
+def test_the_peak_is_that_of_the_steps():
+    """Not that of an evaluation, or of a snapshot, between them."""
+    steps = clock.StepClock([torch.device("cpu")])
+    for _ in range(2):
+        steps.start()
+        for _ in range(clock.WARMUP_STEPS):
+            steps.tick()
+        steps.end_epoch()
+        before = steps.peak_memory["process"]
+        torch.ones(2**28, dtype=torch.uint8)  # 0.25 GiB
+    assert steps.peak_memory["process"] - before < 0.1
+    [[began, ended], [again, end]] = steps.spans
+    assert began <= ended <= again <= end
+
+
+def make_clock(model, devices=1):
+    """On a CPU, with an optimizer that has something to do; an epoch begins."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = clock.StepClock([torch.device("cpu")] * devices)
+    ours.attach(model, optimizer)
+    ours.start()
+    return ours, optimizer
+
+
+def train_step(ours, model, optimizer, pause=0.0):
+    ours.has_data()
+    loss = model(torch.ones(1, 2)).sum()
+    time.sleep(pause)
+    loss.backward()
+    optimizer.step()
+    ours.tick()
+
+
+def test_the_phases_of_a_step():
+    """Blocked, not computing: that is waiting. An evaluation after the step is no part of it."""
+    model = torch.nn.Linear(2, 2)
+    ours, optimizer = make_clock(model)
+    train_step(ours, model, optimizer, pause=0.1)
+    ours.end_epoch()
+    model(torch.ones(1, 2))
+    [(number, seconds, waits)] = ours.steps
+    assert number == 1 and list(seconds) == ["data", "rest", "forward", "backward", "optimizer"]
+    assert waits["backward"] > 0.09 > seconds["backward"] and waits["data"] == 0
+
+
+def test_a_step_with_a_snapshot_is_left_out_and_memory_is_bounded():
+    model = torch.nn.Linear(2, 2)
+    ours, optimizer = make_clock(model)
+    for _ in range(2 * clock.KEPT + 5):
+        train_step(ours, model, optimizer)
+        assert len(ours.unread) <= clock.KEPT
+    ours.pause()
+    train_step(ours, model, optimizer)
+    ours.end_epoch()
+    assert len(ours.seconds) == 2 * clock.KEPT + 6
+    assert len(ours.steps) == clock.KEPT and ours.steps[-1][0] == len(ours.seconds) - 1
+
+
+@pytest.mark.parametrize("how", ["compiled", "threads"])
+def test_a_forward_without_hooks_is_one_with_backward(how):
+    """Of a compiled model they would cut the graph; replicas would call them from threads."""
+    model = torch.nn.Linear(2, 2)
+    if how == "compiled":
+        model.compile(backend="eager")
+    ours, optimizer = make_clock(model, devices=2 if how == "threads" else 1)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    for _ in range(2):
+        train_step(ours, model, optimizer)
+    ours.end_epoch()
+    _, (_, seconds, _) = ours.steps
+    assert list(seconds) == ["data", "forward and backward", "optimizer", "rest"]
+
+
+def test_what_tensors_take_on_a_cpu():
+    """At most, and of those from before only what is there at the end; no dataset."""
+    mib = 2**20
+    kept = torch.zeros(4 * mib, dtype=torch.uint8)
+    data = torch.utils.data.TensorDataset(torch.zeros(64 * mib, dtype=torch.uint8))
+    data.images = data.tensors[0]
+    before = profile.bytes_of_tensors()
+    assert kept.nbytes <= before < data.images.nbytes
+    look = profile.AllocatorProfile()
+    look.start()
+    most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
+    del most
+    grown = torch.zeros(2 * mib, dtype=torch.uint8)
+    assert look.peak_bytes() == before + 24 * mib
+    assert profile.bytes_of_tensors() == before + grown.nbytes
+
+
+# ------------------------------------------------------------------------------- slow on purpose
 
 JOB = "--model small_resnet --dataset synthetic --eval-samples 8 --batch-size 16 --epochs 1"
 JOB += " --train-samples 384 --print-freq 6"  # 24 steps, of which the 23rd may be traced
@@ -49,6 +147,7 @@ def test_a_slow_loader_on_one_rank(run_slowly):
     assert re.search(r"; rank 1 is \d+ ms slower than the other$", found["line"])
 
 
+@pytest.mark.full
 def test_slow_loaders_on_all_ranks(run_slowly):
     loaders = [rank["data"]["p50"] for rank in run_slowly("loaders")["ranks"]]
     assert len(loaders) == 2 and min(loaders) > LATE
@@ -73,6 +172,7 @@ def test_a_rank_that_is_blocked_in_forward(run_slowly):
     assert free["waiting_in"]["backward"] > LATE / 2
 
 
+@pytest.mark.full
 def test_a_batch_too_small_for_its_device(run_slowly):
     """Most of a step does not depend on it."""
     few, many = (
@@ -149,23 +249,6 @@ def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
     assert finished.code == 143, str(finished)
     assert "stopped by SIGTERM after step 18 of 24" in finished.stdout
     assert not list(tmp_path.glob("trace/*")) and list(tmp_path.glob("snapshots/*"))
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--trace 13", "--trace 13: only 12 steps of the last epoch can be traced"),
-        ("--trace 1 --max-steps 3", "only 0 steps of the last epoch can be traced"),
-        ("--trace 1 --profile-memory", "leave out one of them"),
-        ("--trace 0", "--trace: 0 is out of range"),
-    ],
-)
-def test_a_trace_that_cannot_be(flags, words, tmp_path):
-    command = f"python {HOOKED} pytorch_SingleGPU.py {JOB} {flags}"
-    finished = launch(f"{command} --output-dir {tmp_path}", forked=True)
-    assert finished.code == 2, str(finished)
-    [line] = finished.errors
-    assert words in line
 
 
 def test_the_page_has_a_row_for_each_way():

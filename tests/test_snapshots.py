@@ -1,0 +1,448 @@
+"""Snapshots: what is written, kept and chosen, what damage, a full disk and hostile files do, and
+how a run ends. That a resumed run has the same bits: test_contract.py. Random trials of all of it:
+test_faults.py."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    HOOKED,
+    ROOT,
+    cases,
+    launch,
+    launcher,
+    snapshots,
+    started,
+    state,
+    succeed,
+    wait_for,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import harness.state
+from harness import snapshots as disk
+
+JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"  # 4 steps an epoch
+SMALL = f"{JOB} --model small_resnet_dropout --deterministic"
+DEEPSPEED = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+full = pytest.mark.full
+
+
+def weights(folder):
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def same(folder, other):
+    ours, theirs = weights(folder), weights(other)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def start(script, n=1, flags=""):
+    """The command of a job, with a small model."""
+    return f"{launcher(script, n, HOOKED)} {SMALL} {flags}"
+
+
+def run(command, **env):
+    return succeed(command, forked=True, **env)
+
+
+def ranks_of(folder):
+    """Process numbers of the ranks that write to a folder, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_text().split("\0")
+            env = (path / "environ").read_text().split("\0")
+            rank = [word.removeprefix("RANK=") for word in env if word.startswith("RANK=")]
+            if str(folder) in words and rank:
+                found[int(rank[0])] = int(path.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+# ------------------------------------------------------------------------------ the one to resume
+
+
+def test_cut_short_by_max_steps_and_then_nothing_is_left(tmp_path):
+    """Four steps make an epoch: 6 and then 2 more are the 8 of two epochs. (The warm-up is longer
+    than both, which makes the rate independent of their number.)"""
+    job = start("pytorch_SingleGPU", flags="--epochs 2 --warmup-steps 20")
+    run(f"{job} --output-dir {tmp_path}/whole")
+    parts = tmp_path / "parts"
+    run(f"{job} --max-steps 6 --output-dir {parts}")
+    assert state(parts)["step"] == 6
+    finished = run(f"{job} --output-dir {parts} --resume auto")
+    assert "at epoch 2, step 7" in finished.stdout and same(parts, tmp_path / "whole")
+    assert result(parts)["eval_loss"][-1] == result(tmp_path / "whole")["eval_loss"][-1]
+    before = result(parts)
+    again = run(f"{job} --output-dir {parts} --resume auto")
+    assert "nothing left to do" in again.stdout and "epoch 1/" not in again.stdout
+    assert result(parts) == before
+
+
+def test_more_epochs_take_up_the_longer_schedule(tmp_path):
+    """The rate had come down to 0 at the end; with more epochs it is that of the middle. And what a
+    killed run had not delivered, the next one does."""
+    job = start("pytorch_SingleGPU", flags=f"--print-freq 1 --output-dir {tmp_path}")
+    run(f"{job} --epochs 1")
+    expected, before = weights(tmp_path), result(tmp_path)
+    (tmp_path / "model.pt").unlink()
+    (tmp_path / "result.json").unlink()
+    run(f"{job} --epochs 1 --resume auto")
+    assert all(torch.equal(weights(tmp_path)[name], expected[name]) for name in expected)
+    for name in ["train_loss", "eval_accuracy", "eval_samples", "images_per_second", "steps"]:
+        assert result(tmp_path)[name] == before[name]
+    finished = run(f"{job} --epochs 2 --resume auto")
+    assert "at epoch 2, step 5" in finished.stdout
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    rates = {point.step: point.value for point in reader.Scalars("step/learning_rate")}
+    assert list(rates) == list(range(1, 9))
+    assert rates[5] == pytest.approx(0.05 * 0.5)
+    assert len(result(tmp_path)["train_loss"]) == 2
+
+
+def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
+    """And may start from its weights. Scored after a step of nearly no length, they give what the
+    first run reported."""
+    job = start("pytorch_SingleGPU", flags=f"--norm group --output-dir {tmp_path}")
+    run(f"{job} --epochs 1")
+    names = ["model.pt", "result.json", "snapshots/step-00000004-evaluated/state.pt"]
+    first, scored = {name: (tmp_path / name).read_bytes() for name in names}, result(tmp_path)
+    shutil.copy(tmp_path / "model.pt", tmp_path / "copy.pt")
+    flags = f"--weights {tmp_path}/copy.pt --max-steps 4 --lr 1e-30 --weight-decay 0 --seed 0"
+    run(f"{job} {flags}")
+    assert result(tmp_path)["eval_accuracy"] == scored["eval_accuracy"]
+    assert result(tmp_path)["eval_loss"] == pytest.approx(scored["eval_loss"])
+    for name in names:
+        assert (tmp_path / "previous" / name).read_bytes() == first[name]
+    assert (tmp_path / "result.json").read_bytes() != first["result.json"]
+
+
+@pytest.mark.parametrize(
+    "script, n", [("pytorch_torchrun_DDP", 2), pytest.param(DEEPSPEED(2), 2, marks=full)]
+)
+def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(script, n, tmp_path):
+    """And the stock tool sees the damage as well."""
+    command = f"{start(script, n)} --epochs 2 --output-dir {tmp_path}"
+    run(command)
+    expected = weights(tmp_path)
+    newer, older = snapshots(tmp_path)
+    check = ["sha256sum", "--check", "--quiet", disk.SUMS]
+    assert subprocess.run(check, cwd=newer).returncode == 0
+    files = [path for path in newer.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert subprocess.run(check, cwd=newer, capture_output=True).returncode == 1
+    (tmp_path / "result.json").unlink()
+    finished = run(f"{command} --resume auto")
+    name = largest.relative_to(newer)
+    assert f"snapshot {newer} is damaged and ignored: {name}" in finished.stdout
+    assert f"resumed from {older} at epoch 2, step 5" in finished.stdout
+    assert all(torch.equal(weights(tmp_path)[name], expected[name]) for name in expected)
+    assert (tmp_path / "previous" / "snapshots" / newer.name).is_dir(), "kept, out of the way"
+
+
+def test_another_scripts_snapshot_has_no_scaler(tmp_path):
+    flags = "--epochs 2 --warmup-steps 20"
+    run(f"{start('pytorch_SingleGPU', flags=flags)} --max-steps 4 --output-dir {tmp_path}/one")
+    [snapshot] = snapshots(tmp_path / "one")
+    job = start("pytorch_auto_mixed_precision --dtype float16", flags=flags)
+    finished = run(f"{job} --output-dir {tmp_path}/two --resume {snapshot}")
+    assert f"{snapshot} contains no scaler state; scaler is reset" in finished.stdout
+
+
+def test_how_a_step_is_computed_is_the_scripts_to_say(tmp_path):
+    """A snapshot of before the steps were fused is gone on from with fused ones."""
+    model = torch.nn.Linear(2, 2)
+    plain, fused = (torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=f) for f in (False, True))
+    model(torch.ones(2)).sum().backward()
+    plain.step()
+    tensors, groups = harness.state.gather(model, plain)
+    harness.state.save(tensors, tmp_path)
+    harness.state.load(tmp_path, {"param_groups": groups}, model, fused)
+    assert fused.param_groups[0]["fused"] is True
+    assert fused.state[model.weight]["momentum_buffer"].all()
+
+
+# ---------------------------------------------------------------------------- stop and orphans
+
+
+def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
+    """By torchrun, as the README has it."""
+    command = start("pytorch_torchrun_DDP", 2, f"--epochs 20 --output-dir {tmp_path}")
+    command = command.replace("--standalone", "--standalone --max-restarts=1")
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        os.kill(ranks_of(tmp_path)[-1], signal.SIGKILL)
+        finished = process.end(120)
+    assert finished.code == 0 and finished.stdout.count("resumed from") == 1, str(finished)
+    assert len(result(tmp_path)["train_loss"]) == 20
+
+
+STOPPED = [("pytorch_torchrun_DDP", 2), ("pytorch_DDP_AMP --dtype bfloat16", 2)]
+STOPPED += [(DEEPSPEED(3), 2), (DEEPSPEED(2), 2)]
+
+
+@pytest.mark.parametrize(
+    "script, n", cases(STOPPED, lambda script, n: script == "pytorch_torchrun_DDP")
+)
+def test_sigterm_to_the_launcher_saves_a_snapshot_at_once(script, n, tmp_path):
+    """Wherever in the epoch that is."""
+    command = start(script, n, "--snapshot-every 1000 --print-freq 5")
+    command += " --batch-size 8 --train-samples 800 --epochs 2 --max-steps 110"
+    run(f"{command} --output-dir {tmp_path}/whole")
+    stopped = tmp_path / "stopped"
+    with started(f"{command} --output-dir {stopped}", forked=script != DEEPSPEED(2)) as process:
+        wait_for(lambda: list(stopped.glob("events.*")))
+        time.sleep(0.1)  # from then on it listens
+        process.send(signal.SIGTERM)
+        process.end()
+        wait_for(lambda: not ranks_of(stopped))  # which `deepspeed` does not wait for
+        said = process.output[0]
+    [snapshot] = snapshots(stopped)
+    step = state(stopped)["step"]
+    assert 0 < step < 100, said
+    assert f"stopped by SIGTERM after step {step} of 110: snapshot {snapshot}" in said
+    resumed = run(f"{command} --output-dir {stopped} --resume auto")
+    assert f"at epoch 1, step {step + 1}" in resumed.stdout and same(stopped, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "script, signum, code",
+    [
+        ("pytorch_SingleGPU", signal.SIGTERM, 143),
+        pytest.param("pytorch_torchrun_DDP", signal.SIGINT, 130, marks=full),
+    ],
+    ids=["SIGTERM", "Ctrl-C"],
+)
+def test_one_process_is_stopped_with_a_documented_code(script, signum, code, tmp_path):
+    """A single process, which listens to nobody else."""
+    command = f"python {HOOKED} {script}.py {SMALL} --epochs 500 --workers 1"
+    forked = signum == signal.SIGTERM
+    with started(f"{command} --output-dir {tmp_path}", forked=forked) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        assert all(a == "127.0.0.1" for a in listening(process.process.pid))
+        process.send(signum, group=not forked)  # as a terminal does, to its children as well
+        finished = process.end()
+    assert finished.code == code
+    output = finished.stdout + finished.stderr
+    assert f"stopped by {signum.name} after step" in output and "Traceback" not in output
+
+
+def test_ctrl_c_for_torchrun(tmp_path):
+    """Whose ranks listen on the loopback interface alone."""
+    command = start("pytorch_torchrun_DDP", 2, f"--epochs 500 --output-dir {tmp_path}")
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        ranks = ranks_of(tmp_path)
+        assert len(ranks) == 2
+        addresses = [address for rank in ranks for address in listening(rank)]
+        assert addresses and all(a == "127.0.0.1" or a.endswith("0100007F") for a in addresses)
+        process.send(signal.SIGINT, group=True)
+        finished = process.end()
+    assert finished.code != 0
+    assert finished.stdout.count("stopped by SIGINT after step") == 1
+    name = re.search(r"snapshots/(step-\S+);", finished.stdout).group(1)
+    assert snapshots(tmp_path)[0].name == name
+
+
+def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
+    """It does not wait for them, nor the launcher for it."""
+    fault = {"kind": "exception", "rank": 1, "step": 3, "phase": "forward"}
+    fault = json.dumps(fault | {"events": str(tmp_path / "events")})
+    command = f"{launcher('pytorch_torchrun_DDP', 2, 'measure/faults/victim.py')} {SMALL}"
+    command += f" --epochs 4 --workers 1 --output-dir {tmp_path}/run"
+    finished = launch(command, timeout=60, forked=True, FAULT=fault)
+    assert finished.code == 1 and "InjectedFault" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_DeepSpeed", marks=full)]
+)
+def test_ranks_end_with_their_launcher(script, tmp_path):
+    forked = script == "pytorch_torchrun_DDP"
+    command = start(script, 2, f"--epochs 500 --output-dir {tmp_path}")
+    with started(command, forked=forked) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        assert len(ranks_of(tmp_path)) == 2 or forked
+        process.send(signal.SIGKILL)
+        wait_for(lambda: not ranks_of(tmp_path), 15)
+
+
+def listening(process):
+    """Addresses on which a process accepts TCP connections."""
+    sockets = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(file))
+    found = []
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{kind}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                address = words[1].split(":")[0]
+                if kind == "tcp":
+                    address = ".".join(str(b) for b in reversed(bytes.fromhex(address)))
+                found.append(address)
+    return found
+
+
+# ------------------------------------------------------------------------------------- the disk
+
+
+@contextlib.contextmanager
+def file_system(folder, size):
+    """One of its own, in memory."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "script, n, on_save_error",
+    [("pytorch_SingleGPU", 1, "continue"), ("pytorch_FSDP", 2, "stop"),
+     pytest.param("pytorch_FSDP", 2, "continue", marks=full)],
+)  # fmt: skip
+def test_no_space(script, n, on_save_error, tmp_path):
+    """There is room for one snapshot of 10 MB and the model of 5 MB, not for a second snapshot."""
+    small = tmp_path / "small"
+    with file_system(small, "18m"):
+        command = f"{launcher(script, n)} {JOB} --model shufflenet_v2_x1_0 --epochs 2"
+        command += f" --on-save-error {on_save_error} --output-dir {small}/run"
+        finished = launch(command, forked=True)
+        words = finished.stdout + finished.stderr
+        assert "step 8: " in words and "step 4: " not in words, str(finished)
+        assert "No space left on device" in words and "bytes" in words
+        assert str(small / "run" / "snapshots" / "step-00000008-evaluated") in words
+        if on_save_error == "stop":
+            assert finished.code == 3, str(finished)
+            assert "free some disk space" in words
+        else:
+            assert finished.code == 0, str(finished)
+            assert "training continues" in words and (small / "run" / "model.pt").is_file()
+        [good] = snapshots(small / "run")
+        assert good.name == "step-00000004-evaluated" and not disk.find_damage(good)
+        assert not list((small / "run" / "snapshots").glob(".*")), "nothing half is left"
+
+
+@pytest.mark.parametrize(
+    "script, rank, name",
+    [
+        pytest.param("pytorch_torchrun_DDP", 0, "state.pt", marks=full),
+        ("pytorch_FSDP", 1, "safetensors"),
+        pytest.param("pytorch_DeepSpeed", 0, "model_states", marks=full),
+        ("pytorch_DeepSpeed", 1, "optim_states"),
+    ],
+)
+def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path):
+    command = f"{start(script, 2)} --epochs 1 --snapshot-every 1 --timeout 30"
+    hooks = f"unwritable:{rank},{name},step-00000002"
+    finished = run(f"{command} --output-dir {tmp_path}", HOOKS=hooks)
+    assert "step 2: " in finished.stdout and "Disk quota exceeded" in finished.stdout
+    assert "training continues" in finished.stdout
+    names = [path.name for path in snapshots(tmp_path)]
+    assert names == ["step-00000004-evaluated", "step-00000003"]
+
+
+def writes(size):
+    """A snapshot of so many bytes."""
+    return lambda folder: torch.save(torch.zeros(size // 4), folder / "state.pt")
+
+
+@needs_root
+def test_full_while_writing_the_one_before_stays_good(tmp_path):
+    small = tmp_path / "small"
+    with file_system(small, "3m"):
+        folder = small / "snapshots"
+        assert disk.write_snapshot(folder / "step-1", writes(2**20)) is None
+        why = disk.write_snapshot(folder / "step-2", writes(2**22))
+        assert "step-2 could not be written" in why
+        assert [path.name for path in folder.iterdir()] == ["step-1"]
+        assert disk.find_damage(folder / "step-1") is None
+        subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+        why = disk.write_snapshot(folder / "step-2", writes(2**20))
+        assert "Read-only file system" in why
+        assert disk.find_damage(folder / "step-1") is None
+
+
+def test_a_folder_that_vanishes(tmp_path):
+    """While a snapshot is written; or between two, when it is made again."""
+
+    def write(folder):
+        writes(40)(folder)
+        shutil.rmtree(folder)
+
+    folder = tmp_path / "a"
+    assert "step-1 could not be written" in disk.write_snapshot(folder / "step-1", write)
+    assert not disk.list_snapshots(folder)
+    shutil.rmtree(folder)
+    for number in (1, 2, 3):
+        assert disk.write_snapshot(folder / f"step-{number}", writes(40)) is None
+    assert [path.name for path in disk.list_snapshots(folder)] == ["step-3", "step-2"]
+
+
+# ------------------------------------------------------------------------------------- security
+
+
+def attack(marker):
+    """Whose pickle runs a command."""
+    kind = type("Attack", (), {"__reduce__": lambda self: (os.system, (f"touch {marker}",))})
+    return kind()
+
+
+def sign(folder):
+    """Make a forged snapshot verify: checksums are against damage, not against malice."""
+    names = disk.list_files(folder)
+    lines = [f"{disk.sha256(folder / name)}  {name}\n" for name in names]
+    (folder / disk.SUMS).write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    "script, file",
+    [
+        ("pytorch_SingleGPU", "state.pt"),
+        pytest.param("pytorch_DeepSpeed", "zero/mp_rank_00_model_states.pt", marks=full),
+        ("pytorch_DeepSpeed", "evil/mp_rank_00_model_states.pt"),  # where `latest` points
+    ],
+)
+def test_a_snapshot_that_would_run_code_is_refused(script, file, tmp_path):
+    command = f"python {HOOKED} {script}.py {SMALL} --epochs 1 --output-dir {tmp_path}/run"
+    run(f"{command} --max-steps 1")
+    [snapshot] = snapshots(tmp_path / "run")
+    marker = tmp_path / "attacked"
+    if file.startswith("evil"):
+        (snapshot / "zero").rename(snapshot / "evil")
+        (snapshot / "latest").write_text("evil")
+    torch.save({"step": attack(marker)}, snapshot / file)
+    sign(snapshot)
+    finished = launch(f"{command} --resume {snapshot}", forked=True)
+    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
+    [line] = finished.errors
+    assert str(snapshot) in line
+    assert not marker.exists()
+
+
+def test_all_loads_are_of_weights_only():
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[hijlr]*/*.py")]:
+        for call in re.findall(r"torch\.load\(([^)]*)\)", path.read_text()):
+            assert "weights_only=True" in call, path

@@ -1,0 +1,70 @@
+"""What a launcher says of the ranks, and their votes on a stop."""
+
+import argparse
+import signal
+
+import pytest
+import torch
+
+from harness import stop, world
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"},
+            "WORLD_SIZE is 4, LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, RANK, docs/multi_node.md"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, RANK, docs/multi_node.md"),
+    ],
+)
+def test_ranks_that_srun_or_mpirun_leaves_unclear(env, words, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    world.world.cache_clear()
+    said = world.why_ranks_are_unclear()
+    world.world.cache_clear()
+    assert all(word in said for word in words.split(", "))
+
+
+def test_mpirun_says_how_many_ranks_are_here():
+    env = {"WORLD_SIZE": "8", "MASTER_ADDR": "node1"}
+    assert world.count_local_ranks(env) is None
+    assert world.count_local_ranks(env | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == 4
+    assert world.count_local_ranks(env | {"MASTER_ADDR": "127.0.0.1"}) == 8
+
+
+# ----------------------------------------------------------------------------------------- votes
+
+
+class Ranks:
+    """Stands in for torch.distributed: another rank was sent SIGTERM, at the fifth vote."""
+
+    ReduceOp, calls = torch.distributed.ReduceOp, 0
+
+    def get_backend(self):
+        return "gloo"
+
+    def all_reduce(self, votes, op, async_op):
+        assert async_op and op == self.ReduceOp.MAX
+        self.calls += 1
+        votes[0] = float(signal.SIGTERM) * (self.calls == 5)
+        return argparse.Namespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("seconds, last", [(0.001, 2002), (0.1, 22), (0.6, 6), (5, 6)])
+def test_votes_come_about_twice_a_second(seconds, last, monkeypatch, become):
+    """And are read one step later; a slow step has a vote each."""
+    become(size=2)
+    monkeypatch.setattr(stop, "dist", Ranks())
+    now = 0.0
+    monkeypatch.setattr(stop.time, "perf_counter", lambda: now)
+    request = stop.StopRequest()
+    for step in range(1, 3000):
+        now += seconds
+        request.vote(step)
+        if request.agreed:
+            break
+    assert request.agreed == signal.SIGTERM and step == pytest.approx(last, abs=1 + last // 100)
