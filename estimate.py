@@ -15,11 +15,13 @@ Other flags are those of the training scripts: --optimizer adamw, --norm group, 
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from estimator import network
 from estimator.network import LINKS, link_of
@@ -34,7 +36,9 @@ from estimator.tables import (
     say_what_fits,
 )
 from harness.cli import check_writable, fail, make_parser, number
+from harness.settings import fill
 from report import draw
+from techniques import TECHNIQUES
 
 # GiB as CUDA reports them, less than nvidia-smi's: from error messages in GitHub issues,
 # Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is assumed to be as large),
@@ -61,8 +65,8 @@ def gib_of(text: str) -> float:
         ) from None
 
 
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this script, and those that are passed to the training scripts."""
+def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
+    """The flags of this script, frozen, and those that are passed to the training scripts."""
     parser = make_parser(__doc__)
     # fmt: off
     flag = parser.add_flags("task")
@@ -103,22 +107,22 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--json", action="store_true", help="print JSON, in bytes")
     flag("-h", "--help", action="help", help="print this help and exit")
     # fmt: on
-    args, others = parser.parse_known_args()
+    given, others = parser.parse_known_args(words)
+    args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
+    if args.memory is not None:
+        least, part = SPARE
+        args = fill(args, spare=max(least, part * args.memory))
     check(args)
-    if args.scale:
-        args.step_ms = args.step_ms or step_of(args.measured)
+    if args.scale and not args.step_ms:
+        args = fill(args, step_ms=step_of(args.measured))
     return args, ["--model", args.model, *others]
 
 
-def check(args: argparse.Namespace) -> None:
-    if args.memory is not None:
-        least, part = SPARE
-        args.spare = max(least, part * args.memory) if args.spare is None else args.spare
-        if args.memory <= args.spare:
-            fail(
-                f"--memory {args.memory:g} is not more than --spare {args.spare:g}; "
-                "use a lower --spare"
-            )
+def check(args) -> None:
+    if args.memory is not None and args.memory <= args.spare:
+        fail(
+            f"--memory {args.memory:g} is not more than --spare {args.spare:g}; use a lower --spare"
+        )
     if args.scale and (args.fit or args.memory):
         fail("--scale predicts communication, --memory and --fit memory; use one of them")
     if args.plot and (args.json or not args.scale):
@@ -148,7 +152,7 @@ def step_of(path: Path | None) -> float:
     return milliseconds
 
 
-def check_batch(args: argparse.Namespace, chosen: list) -> None:
+def check_batch(args, chosen: list) -> None:
     """Check that the batch can be divided, if one of the techniques divides it."""
     if args.batch_size % args.gpus and any(gpus_of(technique) > 1 for technique in chosen):
         near = max(args.batch_size // args.gpus, 1) * args.gpus
@@ -162,7 +166,9 @@ def choose(name: str, techniques: list):
     found = [technique for technique in techniques if technique.name.split()[0] == name.strip()]
     if not found:
         names = dict.fromkeys(technique.name.split()[0] for technique in techniques)
-        fail(f"--only {name}: unknown; use some of {', '.join(names)}")
+        why = next((row.unpredicted for row in TECHNIQUES if row.name == name.strip()), "")
+        why = f"cannot be predicted ({why})" if why else "unknown"
+        fail(f"--only {name}: {why}; use some of {', '.join(names)}")
     return found
 
 
@@ -228,7 +234,7 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
 # ------------------------------------------------------------------------------ the largest batch
 
 
-def search(args: argparse.Namespace, chosen: list, predict, at_once: int) -> list:
+def search(args, chosen: list, predict, at_once: int) -> list:
     """The prediction for each technique's largest batch that fits; of batch 0 if none does."""
     from estimator import fit, techniques
 
@@ -267,7 +273,7 @@ def layers_of(flags: list[str]) -> int:
     return size.layers if size else 0
 
 
-def job_of(args: argparse.Namespace, flags: list[str]):
+def job_of(args, flags: list[str]):
     """The training task for ``--recommend``: the decoder, its batch and its precision."""
     from estimator.recommend import Job
 
@@ -275,7 +281,7 @@ def job_of(args: argparse.Namespace, flags: list[str]):
     if not size:
         fail(f"--recommend does not support --model {args.model}; use gpt-LxHxD or a Llama")
     if "--dtype" not in flags:
-        flags += ["--dtype", "bfloat16"]
+        flags = [*flags, "--dtype", "bfloat16"]
     half = flags[flags.index("--dtype") + 1] == "bfloat16"
     optimizer = "sgd" if "sgd" in flags else "adamw"
     vocabulary = args.classes or size.vocabulary or 65
@@ -287,12 +293,12 @@ def job_of(args: argparse.Namespace, flags: list[str]):
     return Job(size, vocabulary, context, args.batch_size, *rest)
 
 
-def room_of(args: argparse.Namespace) -> int:
+def room_of(args) -> int:
     """Bytes that tensors may take on one GPU."""
     return int((args.memory - args.spare) * GIB)
 
 
-def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
+def recommend(args, flags: list[str], at_once: int) -> None:
     from estimator.recommend import recommend, would_fit
 
     job, room = job_of(args, flags), room_of(args)
@@ -311,17 +317,15 @@ def recommend(args: argparse.Namespace, flags: list[str], at_once: int) -> None:
 
 def main() -> None:
     args, flags = parse_args()
-    from estimator import techniques
-
     try:
         predict_all(args, flags)
-    except techniques.Killed as error:
+    except ChildProcessError as error:
         fail(f"a process was killed (exit code {error}), maybe for lack of memory", code=3)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 
-def predict_all(args: argparse.Namespace, flags: list[str]) -> None:
+def predict_all(args, flags: list[str]) -> None:
     from estimator import techniques
     from estimator.own_model import OwnModel, load_function
     from jobs.decoder import is_decoder

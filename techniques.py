@@ -269,7 +269,8 @@ class Case(NamedTuple):
         ranks: that are proven: the first always, all for the proof.
         traits: full (proven only for the proof); sgd (the optimizer of the usual test); same_bits
             (a stop or a kill loses no bit; ``stopped`` and ``killed``: tested always); tied and
-            llama (also proven with such a model); rounds; estimated (in estimate.py's table).
+            llama (also proven with such a model); rounds; estimated (in estimate.py's table);
+            alone (also on one GPU).
     """
 
     flags: str
@@ -289,6 +290,7 @@ class Technique(NamedTuple):
         traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
             precision); differs (other weights by design); no_training.
         shows: definitions that its page shows, instead of tagged lines, of what is written out.
+        unpredicted: why estimate.py has no row for it; otherwise one of its cases is estimated.
     """
 
     script: str
@@ -299,6 +301,7 @@ class Technique(NamedTuple):
     cases: tuple[Case, ...]
     traits: frozenset[str] = frozenset()
     shows: tuple[str, ...] = ()
+    unpredicted: str = ""
 
     @property
     def name(self) -> str:
@@ -317,8 +320,8 @@ def case(flags: str = "", *ranks: int, traits: str = "") -> Case:
     return Case(flags, ranks or (2,), frozenset(traits.split()))
 
 
-def row(script, parent, course, keeps, sends, *cases, traits="", shows=()) -> Technique:
-    return Technique(script, parent, course, keeps, sends, cases, frozenset(traits.split()), shows)
+def row(script, parent, course, keeps, sends, *cases, traits="", **more) -> Technique:
+    return Technique(script, parent, course, keeps, sends, cases, frozenset(traits.split()), **more)
 
 
 COURSE = ("Start", "Faster", "Model does not fit", "Beyond data parallelism", "Under the hood")
@@ -329,30 +332,31 @@ SCHEDULE = "--pipeline-schedule {}".format
 DATA, FSDP = (replicated, averaged), (sharded, gathered)
 LESSONS = [
     row("pytorch_SingleGPU", "", START, replicated, nothing,
-        case("", 1, traits="same_bits killed estimated"), traits="one_process"),
+        case("", 1, traits="same_bits killed estimated alone"), traits="one_process"),
     row("pytorch_half_precision", "SingleGPU", START, half_precision, nothing,
-        case(BFLOAT16, 1, traits="estimated"), case(f"{BFLOAT16} --master-weights", 1),
+        case(BFLOAT16, 1, traits="estimated alone"), case(f"{BFLOAT16} --master-weights", 1),
         traits="one_process rounds"),
     row("pytorch_auto_mixed_precision", "SingleGPU", START, replicated, nothing,
-        case(BFLOAT16, 1, traits="estimated"), traits="one_process rounds"),
+        case(BFLOAT16, 1, traits="estimated alone"), traits="one_process rounds"),
     row("pytorch_DP", "SingleGPU", START, replicated, nothing,
         case("", 1, traits="full estimated"), traits="one_process"),
-    row("pytorch_DDP", "SingleGPU", START, *DATA, case("", 2, traits="full"),
-        traits="own_launcher"),
+    row("pytorch_DDP", "SingleGPU", START, *DATA,
+        case("", 2, traits="full estimated"), traits="own_launcher"),
     row("pytorch_torchrun_DDP", "DDP", START, *DATA,
         case("", 2, 1, 3, 4, traits="same_bits killed estimated tied llama")),
     row("pytorch_DDP_AMP", "torchrun_DDP", FASTER, *DATA, case(BFLOAT16, 2, traits="estimated"),
         traits="rounds"),
     row("pytorch_gradient_accumulation", "torchrun_DDP", FASTER, *DATA,
-        case("--accumulate 4", 2, traits="estimated")),
+        case("--accumulate 4", 2, traits="estimated alone")),
     row("pytorch_activation_checkpointing", "torchrun_DDP", FASTER, *DATA,
-        case("", 2, 1, traits="estimated"), case("--selective", 2)),
+        case("", 2, 1, traits="estimated alone"), case("--selective", 2)),
     row("pytorch_compile", "torchrun_DDP", FASTER, *DATA,
-        case("--blocks", 2, traits="same_bits")),
+        case("--blocks", 2, traits="same_bits"),
+        unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_comm_hooks", "torchrun_DDP", FASTER, replicated,
         # powersgd's size depends on the shape of each matrix
         lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
-        case("--comm-hook bf16", 2, 4), case("--comm-hook fp16", 2),
+        case("--comm-hook bf16", 2, 4, traits="estimated"), case("--comm-hook fp16", 2),
         case("--comm-hook powersgd", 2), traits="rounds"),
     row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
         case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
@@ -361,15 +365,18 @@ LESSONS = [
         case(BFLOAT16, 2, traits="rounds estimated")),
     row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
         case("--shard 8", 16, traits="full estimated")),
-    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated")),
+    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
     row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
-        case("--async-save", 2, traits="same_bits killed")),
-    row("pytorch_Muon", "FSDP", FIT, *both(muon), case("", 3, 1, 2, 4, traits="same_bits"),
-        traits="needs_gpt"),
+        case("--async-save", 2, traits="same_bits killed"),
+        unpredicted="its step takes what FSDP's takes"),
+    row("pytorch_Muon", "FSDP", FIT, *both(muon),
+        case("", 3, 1, 2, 4, traits="same_bits estimated"), traits="needs_gpt"),
     row("pytorch_float8", "FSDP", FIT, sharded,
-        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds"),
+        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
+        unpredicted="without a GPU, float8 is emulated with other tensors"),
     row("pytorch_DeepSpeed", "torchrun_DDP", FIT, *both(deepspeed),
-        case(STAGE(2), 2, 1, 4, traits="estimated"), case(STAGE(3), 2, 1, 4, traits="estimated"),
+        case(STAGE(2), 2, 1, 4, traits="estimated alone"),
+        case(STAGE(3), 2, 1, 4, traits="estimated alone"),
         case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
     row("pytorch_TP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"tp": n}),
         case("", 3, 2, 4, traits="sgd estimated llama"),
@@ -380,18 +387,18 @@ LESSONS = [
         case("--tp 2 --sequence-parallel", 4, traits="llama"),
         case("--tp 1", 2, traits="full"), case("--tp 3", 3, traits="full"), traits="needs_gpt"),
     row("pytorch_PP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"pp": n}),
-        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits"),
+        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits estimated"),
         case(SCHEDULE("gpipe"), 2, 1, 3, 4), case(SCHEDULE("interleaved"), 2, 1, 3, 4),
         case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="same_bits stopped tied llama"),
         case(SCHEDULE("dualpipev"), 2, 1, 3, 4), traits="needs_gpt"),
     row("pytorch_CP", "torchrun_DDP", BEYOND, *both(context_parallel),
-        case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama"),
+        case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama estimated"),
         case("--attention allgather", 2, 1, 3, 4, traits="llama"),
         case("--attention ulysses", 3, 1, 2, 4, traits="llama"), traits="needs_gpt"),
     row("pytorch_EP", "torchrun_DDP", BEYOND, *both(expert_parallel),
         case("--experts 6", 3, 2), case("--experts 8 --top-k 2", 4, 2),
         case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
-        traits="needs_gpt"),
+        traits="needs_gpt", unpredicted="the router chooses by the values of the tokens"),
     row("pytorch_ND_parallel", "FSDP_TP", BEYOND, *both(mesh), case("--dp-shard 2 --tp 2", 4),
         case("--tp 2 --pp 2", 4, traits="same_bits"), case("--pp 2 --cp 2", 4),
         case("--dp-replicate 2 --dp-shard 2 --ac full", 4),
@@ -399,16 +406,18 @@ LESSONS = [
         case("--reshard-after-forward no", 4, traits="full"),
         case("--keep-last --prefetch 2", 4, traits="full"),
         case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"), traits="needs_gpt"),
-    row("pytorch_LocalSGD", "torchrun_DDP", BEYOND, *both(local), case(),
+    row("pytorch_LocalSGD", "torchrun_DDP", BEYOND, *both(local), case(traits="estimated"),
         case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs"),
     row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
-    row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA, case("", 2, 1, 3, 4), shows=("Bucket",)),
+    row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA,
+        case("", 2, 1, 3, 4, traits="estimated"), shows=("Bucket",)),
     row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand),
-        case("", 2, 1, 3, 4), case("--stage 2", 3, 1, 2, 4, traits="same_bits"),
+        case("", 2, 1, 3, 4),
+        case("--stage 2", 3, 1, 2, 4, traits="same_bits estimated"),
         shows=("send", "gather")),
     row("pytorch_FSDP_by_hand", "ZeRO_by_hand", HOOD, sharded,
         lambda n, o: {"allgather": 8 * others(n), "reduce_scatter": 4 * others(n)},
-        case("", 3, 1, 2, 4, traits="same_bits tied llama"),
+        case("", 3, 1, 2, 4, traits="same_bits tied llama estimated"),
         shows=("gather", "free", "after_forward")),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Fabric", "torchrun_DDP", LIBRARY, *DATA, case()),

@@ -1,6 +1,7 @@
 """Stand-ins for what an estimate lacks: other ranks, and the data of tensors."""
 
 import contextlib
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -37,7 +38,11 @@ def stand_in_for_ranks() -> None:
         return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
 
     def answered(_, bucket):  # the fake group returns no result, but DDP reads it
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(first)
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
 
     def begin_with_hook(ddp):
         if not ddp._comm_hooks:
@@ -79,10 +84,6 @@ def stand_in_for_meshes() -> None:
         mesh.mesh = property(with_numbers(mesh.mesh.fget))
 
 
-def first(future):
-    return future.value()[0]
-
-
 def stand_in_for_numbers() -> None:
     """Replace functions that do not support fake tensors."""
 
@@ -114,13 +115,8 @@ def stand_in_for_deepspeed(deepspeed_engine) -> None:
         deepspeed = import_deepspeed(*args)
         for name in ("item", "__bool__"):
             setattr(FakeTensor, name, false_for_deepspeed(getattr(FakeTensor, name)))
-        from deepspeed.runtime.zero import (
-            partition_parameters,
-            partitioned_param_coordinator,
-            stage3,
-        )
-
-        for module in (partition_parameters, partitioned_param_coordinator, stage3):
+        for name in ("partition_parameters", "partitioned_param_coordinator", "stage3"):
+            module = importlib.import_module(f"deepspeed.runtime.zero.{name}")
             module.assert_ints_same_as_other_ranks = lambda numbers: None
         return deepspeed
 

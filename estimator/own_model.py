@@ -174,15 +174,12 @@ def load_function(given: str) -> Callable:
     make = getattr(module, name, None)
     if not callable(make):
         fail(f"--module {given}: {path} has no function {name}; give the one that makes the model")
-    needed = [p.name for p in inspect.signature(make).parameters.values() if is_needed(p)]
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(make).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
     if needed:
         fail(f"--module {given} needs {', '.join(needed)}; give a function without arguments")
     return make
-
-
-def is_needed(parameter: inspect.Parameter) -> bool:
-    starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not starred
 
 
 def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:

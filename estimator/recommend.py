@@ -5,6 +5,7 @@ fit are dropped; the script's own step is predicted for the others, until enough
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -15,6 +16,7 @@ from estimator import network, techniques
 from estimator.techniques import Prediction, Technique
 from harness.cli import fail
 from libraries.pipelining import default_microbatches
+from techniques import Decoder, by_dimension, decoder
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
 # The share of a GPU's peak that training reaches: Llama 3 8B on 8 H100 with FSDP, compiled, 400 of
@@ -32,9 +34,6 @@ class Way(Technique):
 
     replicate: int = 1
     shard: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
     ac: str = "none"
     accumulate: int = 1
     offload: bool = False
@@ -77,11 +76,8 @@ class Way(Technique):
     def launch(self, job: "Job") -> str:
         """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
-        nodes = (
-            ""
-            if machines == 1
-            else f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
-        )
+        several = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
+        nodes = several if machines > 1 else ""
         each = self.ranks // machines
         words = [*job.flags, "--batch-size", str(job.batch_size), *self.words()]
         return f"torchrun {nodes}--nproc_per_node={each} pytorch_ND_parallel.py {' '.join(words)}"
@@ -109,6 +105,14 @@ class Job:
     @property
     def parameters(self) -> int:
         return self.size.count_parameters(self.vocabulary)
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        """The sizes for theory."""
+        size, numbers = self.size, (self.vocabulary, self.context, self.batch_size)
+        mlp, tied = size.mlp_matrices * size.width * size.mlp_width, getattr(size, "tie", False)
+        more = {"kv": size.kv_heads / size.heads, "mlp": mlp, "llama": size.mlp_matrices == 3}
+        return decoder(size.layers, size.width, *numbers, **more, tied=tied)
 
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
@@ -145,26 +149,22 @@ def divisors_of(n: int) -> list[int]:
 
 
 def messages(job: Job, way: Way) -> list[tuple[float, int, bool]]:
-    """What a rank sends per step, by the formulas of docs/model_parallelism.md: bytes, how many
-    adjacent ranks they are sent among, and whether that overlaps with compute. Adjacent are the
-    ranks of tp, then of cp, of FSDP, of its replicas and of the pipeline."""
-    size, local = job.size, job.parameters / way.tp / way.pp
-    shards, layers = way.shard * way.cp, size.layers / way.pp
-    again = way.ac == "full"
-    gathers = (1 if way.pp > 1 else 2 * way.accumulate) * job.bytes + 4 * way.accumulate
-    gathers *= local * (shards - 1) / shards
-    averages = 2 * 4 * local / shards * (way.replicate - 1) / way.replicate * way.accumulate
-    tokens = job.batch_size * job.context / way.shares / way.cp
-    hidden = tokens * size.width * job.bytes
-    keys = tokens * size.width * size.kv_heads / size.heads * job.bytes / way.tp
-    near = way.tp * way.cp
-    return [
-        (layers * (8 + 4 * again) * hidden * (way.tp - 1) / way.tp, way.tp, False),
-        (layers * (6 + 2 * again) * keys * (way.cp - 1), near, False),
-        (gathers, near * way.shard, True),
-        (averages, near * way.shares, True),
-        (2 * hidden / way.tp * (way.pp - 1) / way.pp, way.ranks, False),
-    ]
+    """What a rank sends per step, by the theory of the root's list: bytes, how many adjacent ranks
+    they are sent among, and whether that overlaps with compute. Adjacent are the ranks of tp, then
+    of cp, of FSDP, of its replicas and of the pipeline."""
+    options = {
+        "decoder": job.decoder, "dtype": "bfloat16" if job.bytes == 2 else "float32",
+        "dp_replicate": way.replicate, "dp_shard": way.shard, "tp": way.tp, "cp": way.cp,
+        "pp": way.pp, "pipeline_schedule": "1f1b", "sequence_parallel": way.tp > 1,
+        "ac": way.ac, "accumulate": way.accumulate,
+    }  # fmt: skip
+    among = {
+        "tp": (way.tp, False), "cp": (way.tp * way.cp, False), "pp": (way.ranks, False),
+        "shard": (way.ranks // way.replicate // way.pp, True),
+        "replicate": (way.ranks // way.pp, True),
+    }  # fmt: skip
+    sent = by_dimension(options)
+    return [(sum(sent[name].values()) * job.decoder.whole, *how) for name, how in among.items()]
 
 
 def kept_at_least(job: Job, way: Way) -> float:
@@ -215,55 +215,19 @@ def cost_of(job: Job, way: Way, link: dict) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------ predicted
 
 
-def stages_of(layers: int, stages: int) -> dict[int, int]:
-    """Candidates for the stage with the highest peak and for the one that sends most, with their
-    numbers of blocks: the first stage, with the most micro-batches in flight; the last one, with
-    the logits; the second one, which sends both ways; and the first one with the most blocks."""
-    blocks = [layers * (n + 1) // stages - layers * n // stages for n in range(stages)]
-    chosen = sorted({0, min(1, stages - 1), blocks.index(max(blocks)), stages - 1})
-    return {n: blocks[n] for n in chosen}
-
-
-def tasks_of(job: Job, way: Way) -> list[tuple[partial, int]]:
-    """Predictions of the stages of :func:`stages_of`: see :func:`techniques.few_blocks`."""
-    found = []
-    for stage, blocks in stages_of(job.size.layers, way.pp).items():
-        rank = dataclasses.replace(way, rank=stage * way.ranks // way.pp + (way.cp - 1) * way.tp)
-        task = partial(techniques.predict, rank, job.batch_size, job.flags, job.vocabulary, None)
-        counts, times = techniques.few_blocks(blocks)
-        for n in counts or [None]:
-            found.append((partial(task, layers=n and n * way.pp), times))
-    return found
-
-
-def combine(found: list[tuple[Prediction, int]]) -> Prediction:
-    """The memory of the stage with the highest peak, the messages of the one that sends most."""
-    whole, found = [], list(found)
-    while found:
-        (small, times), *rest = found
-        pair = rest and rest[0][0].technique.rank == small.technique.rank
-        whole.append(techniques.extrapolate(small, rest[0][0], times) if pair else small)
-        found = rest[1:] if pair else rest
-    fullest = max(whole, key=lambda one: (bool(one.error or one.mistake), one.peak))
-    busiest = max(whole, key=lambda one: one.sent)
-    return dataclasses.replace(fullest, messages=busiest.messages)
-
-
 def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
     """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways.sort(key=lambda way: (cost_of(job, way, link), way.words()))
     deadline, good, others, done = time.monotonic() + SECONDS, [], [], set()
     while ways and len(good) < ENOUGH and time.monotonic() < deadline:
-        chosen = []
-        for way in list(ways):
-            if way.kind not in done and way.kind not in {w.kind for w in chosen}:
-                chosen.append(way)
-                ways.remove(way)
-            if len(chosen) == at_once:
-                break
-        if not chosen:
+        first = {}
+        for way in ways:
+            if way.kind not in done:
+                first.setdefault(way.kind, way)
+        if not (chosen := list(first.values())[:at_once]):
             break
+        ways = [way for way in ways if way not in chosen]
         for found in predict(job, chosen, at_once):
             fits = found.kinds and found.peak <= room
             (good if fits else others).append(found)
@@ -296,21 +260,17 @@ def smallest(job: Job, gpus: int) -> Way:
 
 
 def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:
-    tasks = [tasks_of(job, way) for way in ways]
-    found = techniques.side_by_side([task for some in tasks for task, _ in some], at_once)
-    for some in tasks:
-        one = combine([(next(found), times) for _, times in some])
-        if one.error:
-            raise RuntimeError(one.error)
-        yield one
+    one = partial(techniques.predict, flags=job.flags, classes=job.vocabulary, own=None)
+    for found in techniques.predict_all(ways, one, job.batch_size, job.size.layers, at_once):
+        if found.error:
+            raise RuntimeError(found.error)
+        yield found
 
 
 def would_fit(job: Job, gpus: int, room: int) -> list[str]:
     """What to change if nothing fits: the smallest number of GPUs that may fit."""
-    said = []
     for more in (2 * gpus, 4 * gpus, 8 * gpus):
         larger = dataclasses.replace(job, batch_size=math.lcm(job.batch_size, more))
         if any(kept_at_least(larger, way) <= room for way in ways_of(larger, more)):
-            said.append(f"--gpus {more}")
-            break
-    return said
+            return [f"--gpus {more}"]
+    return []

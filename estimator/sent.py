@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
 # In units of (N - 1) / N; the first that is in the operation's name. A send goes to one rank.
-SHARES = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "alltoall": 1, "broadcast": 1}
-SHARES |= {"reduce": 1, "scatter": 1, "send": 1}
+KINDS = ("reduce_scatter", "allgather", "alltoall", "broadcast", "reduce", "scatter", "send")
+SHARES = {"allreduce": 2, **dict.fromkeys(KINDS, 1)}
 SILENT = ("barrier", "recv", "waittensor", "wraptensor")
 
 
@@ -78,12 +78,9 @@ def message_of(func, args, phase: str = "") -> Message | None:
 
 
 def group_of(func, args) -> dist.ProcessGroup:
+    """The process group among the arguments: an object, or in functions behind DTensor a name."""
     if func.namespace == "c10d":
-        [group] = (arg for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg))
+        objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+        [group] = (one for one in objects if "ProcessGroup" in str(one._type()))
         return dist.ProcessGroup.unbox(group)
-    group = args[-1]
-    return _resolve_process_group(group) if isinstance(group, str) else group
-
-
-def is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
+    return _resolve_process_group(args[-1]) if isinstance(args[-1], str) else args[-1]

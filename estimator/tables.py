@@ -1,6 +1,5 @@
 """What estimate.py prints: tables, JSON, and the line that says what fits."""
 
-import argparse
 import dataclasses
 import json
 import textwrap
@@ -23,11 +22,11 @@ COLUMNS = {  # of a table: the kinds of memory in each
 }
 
 
-def describe(args: argparse.Namespace, flags: list[str]) -> str:
+def describe(args, flags: list[str]) -> str:
     return args.module or " ".join(flags).removeprefix("--model ")
 
 
-def fits(args: argparse.Namespace, prediction) -> bool:
+def fits(args, prediction) -> bool:
     return bool(prediction.kinds) and prediction.peak <= (args.memory - args.spare) * GIB
 
 
@@ -35,7 +34,7 @@ def gpus_of(technique) -> int:
     return max(technique.ranks, technique.gpus, 1)
 
 
-def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list:
+def print_table(args, flags: list[str], predictions) -> list:
     """Print a row for each technique, without columns that contain only 0."""
     shown = collect(predictions)
     several = any(gpus_of(found.technique) > 1 for found in shown)
@@ -54,11 +53,13 @@ def print_table(args: argparse.Namespace, flags: list[str], predictions) -> list
         cells = [row[title].rjust(width) for title, width in widths.items()] if row else []
         name = f"{found.technique.name:{NAME}} {gpus_of(found.technique):4}"
         print(name, *(cells or [found.mistake]))
-    print_what_plain_ddp_adds(shown)
+    print_notes(shown)
     return shown
 
 
-def print_what_plain_ddp_adds(shown: list) -> None:
+def print_notes(shown: list) -> None:
+    if any("LocalSGD" in found.technique.name for found in shown):
+        print("\nLocalSGD sends in one of several steps; the predicted step is another one.")
     ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
     if ddp and (size := size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"])) != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
@@ -77,7 +78,7 @@ def inputs_of(shown: list) -> str:
     return next((f"{found.inputs}, " for found in shown if found.inputs), "")
 
 
-def cells_of(args: argparse.Namespace, found) -> dict[str, str]:
+def cells_of(args, found) -> dict[str, str]:
     """The cells of a row, by title; none if the technique reported an error."""
     if found.mistake:
         return {}
@@ -97,7 +98,7 @@ def size_of(size: int) -> str:
     return f"{size / GIB:.2f}"[:5].rstrip(".")
 
 
-def print_ways(args: argparse.Namespace, job, found: list) -> None:
+def print_ways(args, job, found: list) -> None:
     """Print each combination in a few lines, with its command."""
     print(
         f"{describe(args, list(job.flags))}, global batch {job.batch_size}, GPUs: {args.gpus} of "
@@ -125,7 +126,7 @@ def in_words(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
-def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
+def print_fit(args, flags: list[str], predictions) -> list:
     shown = collect(predictions)
     where = f"{inputs_of(shown)}{args.gpus} GPUs of {args.memory:.1f} GiB"
     print(f"{describe(args, flags)}, {where}: the largest global batch\n")
@@ -138,7 +139,7 @@ def print_fit(args: argparse.Namespace, flags: list[str], predictions) -> list:
     return shown
 
 
-def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
+def print_json(args, flags: list[str], predictions) -> list:
     """Print JSON, with all sizes in bytes."""
     shown = list(predictions)
     rows = []
@@ -158,7 +159,7 @@ def print_json(args: argparse.Namespace, flags: list[str], predictions) -> list:
     return shown
 
 
-def say_what_fits(args: argparse.Namespace, predictions: list) -> None:
+def say_what_fits(args, predictions: list) -> None:
     """Print what fits in one line; exit with code 2 if nothing fits."""
     good = [found.technique.name for found in predictions if fits(args, found)]
     if good:

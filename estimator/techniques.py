@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
+import itertools
 import multiprocessing
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +22,8 @@ from estimator import trial
 from estimator.live_bytes import highest
 from estimator.own_model import own_traceback, place_of
 from estimator.sent import Message
+from techniques import TECHNIQUES, Case, technique
+from techniques import Technique as Row
 
 ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
 
@@ -36,6 +41,7 @@ class Technique:
         on_host: kinds of memory on the CPU.
         rank: the predicted rank.
         steps: number of steps.
+        tp, pp, cp: numbers of ranks of tensor, pipeline and context parallelism.
     """
 
     name: str
@@ -46,23 +52,30 @@ class Technique:
     on_host: tuple[str, ...] = ()
     rank: int = 0
     steps: int = trial.STEPS
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
 
 
 def techniques_for(gpus: int, is_gpt: bool = False) -> list[Technique]:
-    """The techniques for a number of GPUs; some need a GPT."""
-    rows = ["SingleGPU", "half_precision --dtype bfloat16", "auto_mixed_precision --dtype bfloat16"]
-    if gpus > 1:
-        rows += ["DP", "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero"]
-        rows += ["FSDP", "FSDP --dtype bfloat16"]
-    if gpus > 8 and gpus % 8 == 0:  # machines of eight
-        rows += ["HSDP --shard 8"]
-    if is_gpt and gpus > 1:
-        rows += ["ND_parallel --dtype bfloat16 --ac full", "TP"] + (
-            ["FSDP_TP --tp 2"] if gpus > 2 and gpus % 2 == 0 else []
-        )
-    rows += ["FSDP_offload", "gradient_accumulation --accumulate 4", "activation_checkpointing"]
-    rows += ["DeepSpeed zero_stage2", "DeepSpeed zero_stage3"]
-    return [make_technique(row, gpus) for row in rows]
+    """The techniques for a number of GPUs, of those that the root's list has estimated; some need
+    a GPT."""
+    rows = [row for row in TECHNIQUES if is_gpt or "needs_gpt" not in row.traits]
+    cases = [(row, case) for row in rows for case in row.cases if "estimated" in case.traits]
+    return [make_technique(name_of(*one), gpus) for one in cases if is_for(one[1], gpus)]
+
+
+def is_for(case: Case, gpus: int) -> bool:
+    """Whether a case is of use on so many GPUs: a mesh has at least two of its rows."""
+    row = re.search(r"--(?:shard|tp) (\d+)", case.flags)
+    row = int(row[1]) if row else 1
+    return "alone" in case.traits if gpus == 1 else gpus > row and gpus % row == 0
+
+
+def name_of(row: Row, case: Case) -> str:
+    """The name in the tables: of a configuration of DeepSpeed, only the name of the file."""
+    flags = re.sub(r"--deepspeed_config config/(\w+)_config.json", r"\1", case.flags)
+    return f"{row.name} {flags}".strip()
 
 
 def make_technique(name: str, gpus: int) -> Technique:
@@ -70,18 +83,21 @@ def make_technique(name: str, gpus: int) -> Technique:
     script, *flags = name.split()
     if script == "DeepSpeed":
         flags = ["--deepspeed_config", str(trial.ROOT / "config" / f"{flags[0]}_config.json")]
-    launched = script not in ("SingleGPU", "half_precision", "auto_mixed_precision", "DP")
-    parts = int(flags[1]) if script == "gradient_accumulation" else 1
-    shares = gpus if launched or script == "DP" else 1
-    if script in ("TP", "FSDP_TP"):  # tensor-parallel ranks read the same batch
-        shares = gpus // int(flags[1]) if flags else 1
+    given = dict(zip(flags, flags[1:], strict=False))  # with values
+    launched = "one_process" not in technique(script).traits
+    split = {
+        dimension: gpus if script == dimension.upper() else int(given.get(f"--{dimension}", 1))
+        for dimension in ("tp", "pp", "cp")
+    }
+    shares = gpus // split["tp"] // split["cp"] if launched or script == "DP" else 1
     return Technique(
         name,
         (f"pytorch_{script}.py", *flags),
         ranks=gpus if launched else 0,
         gpus=gpus if script == "DP" else 1,
-        unit=parts * shares,
+        unit=shares * int(given.get("--accumulate", 1)),
         on_host=ON_HOST if script == "FSDP_offload" else (),
+        **split,
     )
 
 
@@ -125,37 +141,29 @@ def predict(
     Args:
         layers: see :func:`trial.run_script`.
     """
-    found, complaint = Prediction(technique, batch_size), io.StringIO()
-    share = batch_size // technique.gpus
+    found, complaint = partial(Prediction, technique, batch_size), io.StringIO()
+    share, one = batch_size // technique.gpus, {"rank": technique.rank, "steps": technique.steps}
     words = [*technique.command, *flags, "--batch-size", str(share)]
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                live, found.inputs = trial.run_script(
-                    words,
-                    technique.ranks,
-                    classes,
-                    own,
-                    steps=technique.steps,
-                    rank=technique.rank,
-                    layers=layers,
-                )
+                run = trial.run_script(words, technique.ranks, classes, own, layers=layers, **one)
     except trial.NEEDS_NUMBERS as error:
-        found.mistake = f"{place_of(error)}{error.func}: its result depends on numbers, which are "
-        found.mistake += "not there"
+        where = f"{place_of(error)}{error.func}"
+        return found(mistake=f"{where}: its result depends on numbers, which are not there")
     except NotImplementedError as error:
-        found.mistake = str(error)
+        return found(mistake=str(error))
     except SystemExit:
         _, _, said = complaint.getvalue().strip().rpartition(": error: ")
-        found.mistake = said.splitlines()[0] if said else "it ended before its first step"
+        return found(mistake=said.splitlines()[0] if said else "it ended before its first step")
     except Exception as error:
-        found.error = own_traceback(error)
-    else:
-        found.peaks, found.messages = live.peaks(technique.on_host), live.messages
-        found.kinds = dict(highest(found.peaks))
-        # nn.DataParallel's first GPU holds the whole batch and scatters it.
-        found.kinds["input"] *= technique.gpus
-    return found
+        return found(error=own_traceback(error))
+    live, inputs = run
+    peaks = live.peaks(technique.on_host)
+    kinds = dict(highest(peaks))
+    # nn.DataParallel's first GPU holds the whole batch and scatters it.
+    kinds["input"] *= technique.gpus
+    return found(kinds, peaks, live.messages, inputs)
 
 
 def few_blocks(blocks: int) -> tuple[list[int], int]:
@@ -195,24 +203,50 @@ def kind_of(message: Message) -> Message:
     return dataclasses.replace(message, size=0)
 
 
+def stages_of(layers: int, stages: int) -> dict[int, int]:
+    """Candidates for the stage with the highest peak and for the one that sends most, with their
+    numbers of blocks: the first stage, with the most micro-batches in flight; the last one, with
+    the logits; the second one, which sends both ways; and the first one with the most blocks."""
+    blocks = [layers * (n + 1) // stages - layers * n // stages for n in range(stages)]
+    chosen = sorted({0, min(1, stages - 1), blocks.index(max(blocks)), stages - 1})
+    return {n: blocks[n] for n in chosen}
+
+
 def predict_all(
-    chosen: list[Technique], predict: Callable, batch_size: int, layers: int, at_once: int
+    chosen: Iterable[Technique], predict: Callable, batch_size: int, layers: int, at_once: int
 ) -> Iterator[Prediction]:
-    """Predict each technique; a decoder with many ``layers`` from two smaller ones."""
-    tasks, kinds = [], []
-    for technique in chosen:
+    """Predict each technique; a decoder with many ``layers`` from two smaller ones, a pipeline from
+    some of its stages."""
+    tasks = [tasks_of(technique, predict, batch_size, layers) for technique in chosen]
+    found = side_by_side([task for some in tasks for task, _ in some], at_once)
+    for some in tasks:
+        yield combine([(next(found), times) for _, times in some])
+
+
+def tasks_of(
+    technique: Technique, predict: Callable, batch_size: int, layers: int
+) -> list[tuple[Callable, int]]:
+    """The predictions for :func:`combine`: of each stage one, or two with some of its blocks."""
+    found = []
+    for stage, blocks in stages_of(layers, technique.pp).items():
+        rank = stage * technique.ranks // technique.pp + (technique.cp - 1) * technique.tp
+        task = partial(predict, dataclasses.replace(technique, rank=rank), batch_size)
         # DeepSpeed prefetches blocks up to a fixed number of parameters.
-        by_two = "DeepSpeed" not in technique.name
-        counts, times = few_blocks(layers) if by_two else ([], 0)
-        tasks += [partial(predict, technique, batch_size, layers=n) for n in counts or [None]]
-        kinds.append((bool(counts), times))
-    found = side_by_side(tasks, at_once)
-    for by_two, times in kinds:
-        yield extrapolate(next(found), next(found), times) if by_two else next(found)
+        counts, times = few_blocks(blocks) if "DeepSpeed" not in technique.name else ([], 0)
+        for n in counts or [None]:
+            found.append((partial(task, layers=n and n * technique.pp), times))
+    return found
 
 
-class Killed(Exception):
-    """A process was killed; the argument is its exit code."""
+def combine(found: list[tuple[Prediction, int]]) -> Prediction:
+    """The memory of the stage with the highest peak, the messages of the one that sends most."""
+    stages = []
+    for _, some in itertools.groupby(found, lambda one: one[0].technique.rank):
+        (small, times), *larger = some
+        stages.append(extrapolate(small, larger[0][0], times) if larger else small)
+    fullest = max(stages, key=lambda one: (bool(one.error or one.mistake), one.peak))
+    busiest = max(stages, key=lambda one: one.sent)
+    return dataclasses.replace(fullest, messages=busiest.messages)
 
 
 def warm_up() -> None:
@@ -222,12 +256,17 @@ def warm_up() -> None:
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
-    """Run each task in its own process; yield the results in order."""
+    """Run each task in its own process; yield the results in order.
+
+    Raises:
+        ChildProcessError: a process was killed; with its exit code.
+    """
     warm_up()
     context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch
     waiting, running, done = list(enumerate(tasks)), {}, {}
 
     def work(task, pipe):
+        gc.freeze()  # a collection would copy the memory of the parent
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         pipe.send(task())
         os._exit(0)  # skips freeing what it imported
@@ -247,5 +286,5 @@ def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
                     done[index] = pipe.recv()
                 except EOFError:
                     process.join()
-                    raise Killed(process.exitcode) from None
+                    raise ChildProcessError(process.exitcode) from None
         yield done[number]

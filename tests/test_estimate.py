@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -18,34 +17,19 @@ from estimator.own_model import OwnModel, load_function
 from estimator.sent import Message
 from measure.estimates import published, published_elsewhere
 from measure.estimates.allocator import MIB, Allocator
+from techniques import TECHNIQUES
 
 IMAGES = "--model resnet18 --batch-size 32"
 TEXT = "--model gpt-4x4x64 --context 64 --batch-size 16"
-SCRIPTS = {  # and with how many ranks
-    "pytorch_SingleGPU": [1],
-    "pytorch_half_precision --dtype bfloat16": [1],
-    "pytorch_half_precision --dtype bfloat16 --master-weights": [1],
-    "pytorch_auto_mixed_precision --dtype bfloat16": [1],
-    "pytorch_DP --dtype float32": [1],
-    "pytorch_DDP": [2],
-    "pytorch_torchrun_DDP": [1, 2, 4],
-    "pytorch_DDP_AMP --dtype bfloat16": [1, 2, 4],
-    "pytorch_DDP_ZeRO --use_zero": [1, 2, 4],
-    "pytorch_gradient_accumulation --accumulate 2": [1, 2, 4],
-    "pytorch_activation_checkpointing": [1, 2, 4],
-    "pytorch_comm_hooks --comm-hook bf16": [2],
-    "pytorch_FSDP": [1, 2, 4],
-    "pytorch_FSDP --dtype bfloat16": [2],
-    "pytorch_FSDP_offload": [2, 4],
-    "pytorch_HSDP --shard 1": [2],
-    "pytorch_HSDP --shard 2": [4],
-    "pytorch_DDP_by_hand": [2],
-    "pytorch_ZeRO_by_hand --stage 2": [2, 4],
-    "pytorch_FSDP_by_hand": [2, 4],
-    "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json": [1, 2, 4],
-    "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_config.json": [1, 2, 4],
-}
-RUNS = [(script, n, job) for script in SCRIPTS for n in SCRIPTS[script] for job in (IMAGES, TEXT)]
+RUNS = [
+    (f"{row.script} {case.flags}".strip(), n, job)
+    for row in TECHNIQUES
+    if "needs_gpt" not in row.traits and not row.unpredicted
+    for case in row.cases
+    for n in case.ranks
+    if n in (1, 2, 4)
+    for job in (IMAGES, TEXT)
+]
 USUAL = [  # DDP of images; others of the text
     ("pytorch_torchrun_DDP", 2, IMAGES),
     ("pytorch_FSDP", 2, TEXT),
@@ -53,18 +37,22 @@ USUAL = [  # DDP of images; others of the text
 ]
 
 
+def live_bytes(start, script, flags, folder, fake_ranks=""):
+    """At the peak of a step, by kind, of each rank; or of rank 0 of so many on fake tensors."""
+    command = f"{start} {HOOKED} {script} {flags} --output-dir {folder}"
+    succeed(command, forked=True, HOOKS=f"live:{fake_ranks}")
+    return [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+
+
 @pytest.mark.parametrize("script, ranks, job", cases(RUNS, lambda *row: row in USUAL))
 def test_what_is_predicted_is_what_tensors_take(script, ranks, job, tmp_path):
     """Bytes of all tensors at the peak of a step, on the fullest rank: within 1 %."""
-    real, fake = tmp_path / "real", tmp_path / "fake"
-    through = launcher(script, ranks, HOOKED)
-    succeed(f"{through} {job} --output-dir {real}", forked=True, HOOKS="live")
-    name, flags = f"{script} ".split(" ", 1)
-    launched = 0 if through.startswith("python tests") else ranks
-    fakes = f"python {HOOKED} {name}.py {flags} {job} --output-dir {fake}"
-    succeed(fakes, forked=True, HOOKS=f"live:{launched}")
-    took = [sum(json.loads(path.read_text()).values()) for path in real.iterdir()]
-    [predicted] = [json.loads(path.read_text()) for path in fake.iterdir()]
+    name, _, flags = script.partition(" ")
+    start, flags = launcher(name, ranks).rpartition(" ")[0], f"{flags} {job}"
+    launched = 0 if start == "python" else ranks
+    real = live_bytes(start, f"{name}.py", flags, tmp_path / "real")
+    took = [sum(kinds.values()) for kinds in real]
+    [predicted] = live_bytes("python", f"{name}.py", flags, tmp_path / "fake", launched)
     assert len(took) == ranks
     # DeepSpeed frees a bucket when it is sent, which takes a rank longer that has no core.
     fullest = min(took) if "DeepSpeed" in script else max(took)
@@ -72,8 +60,20 @@ def test_what_is_predicted_is_what_tensors_take(script, ranks, job, tmp_path):
     assert predicted["parameters"] and predicted["activations"]
 
 
-def estimate(flags, code=0):
-    finished = launch(f"python estimate.py {flags}", forked=True)
+def test_every_technique_has_a_row_or_a_reason():
+    for row in TECHNIQUES:
+        estimated = any("estimated" in case.traits for case in row.cases)
+        assert estimated != bool(row.unpredicted), row.name
+    alone, four, sixteen = (
+        {one.name.split()[0] for one in techniques.techniques_for(n, True)} for n in (1, 4, 16)
+    )
+    predicted = {row.name for row in TECHNIQUES if not row.unpredicted}
+    assert sixteen == predicted and four == predicted - {"HSDP"}
+    assert {"SingleGPU", "FSDP_offload", "DeepSpeed"} < alone and not alone & {"FSDP", "TP", "DP"}
+
+
+def estimate(flags, code=0, through="", hooks=""):
+    finished = launch(f"python {through} estimate.py {flags}", forked=True, HOOKS=hooks)
     assert finished.code == code, str(finished)
     return finished
 
@@ -97,7 +97,7 @@ def test_what_a_table_says():
     """Sizes that nobody gave, and what is spared; no column of zeros; a batch that four GPUs cannot
     divide, but one need not."""
     flags = "--model resnet18 -b 10 --gpus 4 --only SingleGPU,auto_mixed_precision --memory H100"
-    first, _, _, heads, *rows, _, fits = estimate(flags).stdout.splitlines()
+    first, _, _, heads, *rows, _, fits = succeed(f"python estimate.py {flags}").lines
     assert first == "resnet18, images of 32x32, global batch 10:"
     assert heads.split() == "GPUs peak weights grads optim activ fits".split()
     assert len(rows) == 2 and re.search(r"  1 +0\.\d\d +\d+M .* yes$", rows[0])
@@ -118,14 +118,18 @@ def test_the_page_shows_what_is_printed():
     assert row in estimate(f"{flags} --only torchrun_DDP").stdout.splitlines()
 
 
+def predict(module, name):
+    command = ["python", f"measure/estimates/{module}.py", name]
+    return succeed(command, forked=True, PYTHONPATH=str(ROOT)).stdout
+
+
 @pytest.mark.parametrize(
     "name", cases([(n,) for n in published.PUBLISHED], lambda n: n == "auto_mixed_precision")
 )
 def test_published_figures_are_met(name):
     """Of the table this repository began from: within 3 %, of a batch of one within 50 MB, and
     below, as they have workspaces besides. The committed figures are those predicted now."""
-    code = f"from measure.estimates.published import *; print(predict_published({name!r}))"
-    predicted = int(succeed([sys.executable, "-c", code]).stdout)
+    predicted = int(predict("published", name))
     size = 1e9 * published.PUBLISHED[name][0]
     assert 0 < size - predicted < (50e6 if "batch 1" in name else 0.03 * size)
     rows = json.loads((ROOT / "results" / "estimate.json").read_text())["published"]
@@ -139,9 +143,7 @@ def test_published_figures_are_met(name):
 def test_figures_published_elsewhere_are_met(name):
     """Of PyTorch's recipe to the million; of DeepSpeed's example all but 64 MiB, as much as two
     workspaces are, to what it rounds. Both pages show what is predicted now."""
-    code = "from measure.estimates.published_elsewhere import *; "
-    code += f"print(*predict_elsewhere({name!r}))"
-    predicted = succeed([sys.executable, "-c", code]).stdout.splitlines()[-1].split()
+    predicted = predict("published_elsewhere", name).split()
     _, unit, figures, options = published_elsewhere.ELSEWHERE[name]
     sizes = [int(size) / unit for size in predicted]
     if "zero" in options:
@@ -307,33 +309,34 @@ def test_a_file_among_ours_is_the_users(mine, monkeypatch):
     assert own_model.is_own(str(given)) and not own_model.is_own(str(ROOT / "common.py"))
 
 
-ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are called
-    ("images", 8 * 28 + 45, 3 * 32 * 32, "images of 32x32"),
-    ("grey", 8 * 10 + 45, 28 * 28, "inputs of 1x28x28"),
-    ("two", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500"),
-    ("regression", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500"),
-    ("bert", 37_154, 2 * 128 * 2, "inputs of 128"),  # of eight bytes
+ALONE, HALF, DDP, SHARDED = "SingleGPU", "half_precision", "torchrun_DDP", "FSDP"
+ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are called; techniques
+    ("images", 8 * 28 + 45, 3 * 32 * 32, "images of 32x32", [DDP]),
+    ("grey", 8 * 10 + 45, 28 * 28, "inputs of 1x28x28", [SHARDED]),
+    ("two", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500", [HALF, DDP]),
+    ("regression", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500", [SHARDED, "FSDP_offload"]),
+    ("bert", 37_154, 2 * 128 * 2, "inputs of 128", [HALF, DDP, SHARDED]),  # of eight bytes
 ]
 
 
-@pytest.mark.parametrize("name, parameters, inputs, called", ESTIMATED)
-def test_a_module_of_ones_own(name, parameters, inputs, called, mine):
+@pytest.mark.parametrize("name, parameters, inputs, called, others", ESTIMATED)
+def test_a_module_of_ones_own(name, parameters, inputs, called, others, mine):
     """That takes images or what its example is, and returns logits, more than that, or a loss."""
-    only = "SingleGPU,half_precision,torchrun_DDP,FSDP,FSDP_offload"
-    rows = json.loads(
-        estimate(f"--module {mine}:{name} -b 64 --gpus 2 --only {only} --json").stdout
-    )
-    single, half, ddp, fsdp, *_ = rows
-    kept = single["kinds"]
-    assert fsdp["kinds"]["parameters"] == pytest.approx(kept["parameters"] / 2, rel=0.01, abs=2**14)
+    flags = f"--module {mine}:{name} -b 64 --gpus 2 --json --only {','.join([ALONE, *others])}"
+    found = json.loads(estimate(flags).stdout)
+    kinds = {row["technique"].split()[0]: row["kinds"] for row in reversed(found)}
+    kept = kinds[ALONE]
     assert kept["parameters"] == pytest.approx(4 * parameters, rel=0.01, abs=25_000)
     assert 64 * inputs * 4 <= kept["input"] <= 64 * inputs * 4 + 4096
-    whole_numbers = name == "bert"
-    assert half["kinds"]["input"] == pytest.approx(
-        kept["input"] / (1 if whole_numbers else 2), abs=4096
-    )
-    assert ddp["kinds"]["input"] == pytest.approx(kept["input"] / 2, abs=4096)
-    assert single["inputs"] == called and kept["activations"] > 0
+    assert found[0]["inputs"] == called and kept["activations"] > 0
+    if SHARDED in kinds:
+        half = pytest.approx(kept["parameters"] / 2, rel=0.01, abs=2**14)
+        assert kinds[SHARDED]["parameters"] == half
+    if DDP in kinds:
+        assert kinds[DDP]["input"] == pytest.approx(kept["input"] / 2, abs=4096)
+    if HALF in kinds:  # whole numbers stay as they are
+        shrunk = kept["input"] / (1 if name == "bert" else 2)
+        assert kinds[HALF]["input"] == pytest.approx(shrunk, abs=4096)
 
 
 @pytest.mark.parametrize("only", ["SingleGPU", pytest.param("DeepSpeed", marks=pytest.mark.full)])
@@ -469,7 +472,7 @@ def test_zero_sends_after_the_step():
 
 
 @pytest.mark.full
-def test_shares_of_a_step(tmp_path):
+def test_shares_of_a_step():
     """By number of ranks; with a faster link, or more to compute, they are smaller."""
     job = f"{TEXT} --gpus 2 --scale --only torchrun_DDP --json --step-ms"
     runs = [f"{job} 20 --link eth25", f"{job} 20 --link nvlink4", f"{job} 200 --link eth25"]
@@ -484,30 +487,26 @@ def test_shares_of_a_step(tmp_path):
 
 # ------------------------------------------------------------------------------- --recommend
 
-PREDICT_WHOLE = ["python", "-c", "import sys, estimate; from estimator import techniques; "]
-PREDICT_WHOLE[-1] += "techniques.few_blocks = lambda n: ([], 0); estimate.main()"
 SMALL = "--model llama-8x4x64 --kv-heads 2 --context 64"
 MEMORY = "-b 8 --gpus 4 --memory 0.006 --spare 0"
 
 
-def test_what_is_recommended_runs_and_takes_what_is_predicted(tmp_path):
+@pytest.fixture(scope="module")
+def recommended():
+    text = estimate(f"{SMALL} {MEMORY} --recommend").stdout
+    commands = re.findall(r"^   torchrun --nproc_per_node=4 (\S+) (.*)$", text, re.M)
+    assert 3 <= len(commands) <= 5 and len(set(commands)) == len(commands)
+    return commands
+
+
+@pytest.mark.parametrize("number", cases([(n,) for n in range(3)], lambda n: n == 0))
+def test_what_is_recommended_runs_and_takes_what_is_predicted(number, recommended, tmp_path):
     """The commands as they are printed, on real ranks: bytes of all tensors at the peak of a step
     are within 2 % of those of the same rank on fake tensors."""
-    text = estimate(f"{SMALL} {MEMORY} --recommend").stdout
-    commands = re.findall(
-        r"^   torchrun --nproc_per_node=4 (pytorch_ND_parallel.py .*)$", text, re.M
-    )
-    assert 3 <= len(commands) <= 5 and len(set(commands)) == len(commands)
-    for number, words in enumerate(commands[::2]):
-        real, fake = (tmp_path / f"{kind}{number}" for kind in ("real", "fake"))
-        start = f"torchrun --standalone --nproc_per_node=4 {HOOKED}"
-        succeed(f"{start} {words} --output-dir {real}", forked=True, HOOKS="live")
-        fakes = f"python {HOOKED} {words} --output-dir {fake}"
-        succeed(fakes, forked=True, HOOKS="live:4")
-        took, predicted = (
-            sum(json.loads((folder / "rank0.json").read_text()).values()) for folder in (real, fake)
-        )
-        assert predicted == pytest.approx(took, rel=0.02), words
+    start = "torchrun --standalone --nproc_per_node=4"
+    real, *_ = live_bytes(start, *recommended[number], tmp_path / "real")
+    [predicted] = live_bytes("python", *recommended[number], tmp_path / "fake", 4)
+    assert sum(predicted.values()) == pytest.approx(sum(real.values()), rel=0.02)
 
 
 def test_offload_is_recommended_where_only_activations_fit():
@@ -527,8 +526,8 @@ def test_a_large_model_is_predicted_by_two_small_ones(only):
     flags = f"--model llama-14x4x64 --context 64 --gpus 4 -b 8 --json --only {only}"
     rows = json.loads(estimate(flags).stdout)
     few = techniques.few_blocks
-    whole = json.loads(succeed([*PREDICT_WHOLE, *flags.split()]).stdout)
     assert few(14) == ([4, 6], 5) and few(8) == ([], 0) and few(15) == ([5, 7], 5)
+    whole = json.loads(estimate(flags, through=HOOKED, hooks="all_blocks").stdout)
     assert [row["kinds"] for row in rows] == [row["kinds"] for row in whole]
     assert [row["sent"] for row in rows] == [row["sent"] for row in whole]
 
@@ -536,9 +535,8 @@ def test_a_large_model_is_predicted_by_two_small_ones(only):
 def cost(ranks, **dimensions):
     """Overhead and communication of a GPT of 85 M parameters, at two sequences per H100."""
     flags = f"--model gpt-12x12x768 --context 1024 -b {2 * ranks} --memory H100 --recommend"
-    with mock.patch("sys.argv", ["estimate.py", *flags.split(), "--gpus", str(ranks)]):
-        args, flags = parse_args()
-        job = job_of(args, flags)
+    args, flags = parse_args([*flags.split(), "--gpus", str(ranks)])
+    job = job_of(args, flags)
     way = recommend.Way("ND_parallel", (), ranks=ranks, steps=1, **dimensions)
     return recommend.cost_of(job, way, args.link)
 
@@ -555,7 +553,7 @@ def test_what_compute_hides_costs_nothing():
 
 def test_stages_that_may_be_the_fullest():
     """And their blocks: the first, the one after it, the last, and the first with one more."""
-    assert recommend.stages_of(32, 1) == {0: 32}
-    assert recommend.stages_of(32, 8) == {0: 4, 1: 4, 7: 4}
-    assert recommend.stages_of(9, 4) == {0: 2, 1: 2, 3: 3}
-    assert recommend.stages_of(10, 8) == {0: 1, 1: 1, 3: 2, 7: 2}
+    assert techniques.stages_of(32, 1) == {0: 32}
+    assert techniques.stages_of(32, 8) == {0: 4, 1: 4, 7: 4}
+    assert techniques.stages_of(9, 4) == {0: 2, 1: 2, 3: 3}
+    assert techniques.stages_of(10, 8) == {0: 1, 1: 1, 3: 2, 7: 2}

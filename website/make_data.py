@@ -25,6 +25,7 @@ from estimator import recommend, techniques, trial  # noqa: E402
 from estimator.live_bytes import LiveBytes  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
 from measure import bubble  # noqa: E402
+from techniques import TECHNIQUES  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
 
@@ -33,22 +34,17 @@ JOBS = {  # by title: flags and global batch
     "GPT": ("--model gpt-12x12x768 --context 256", 16),
     "ResNet-50": ("--model resnet50 --image-size 224", 64),
 }
-ANY = [
-    "SingleGPU", "half_precision --dtype bfloat16", "auto_mixed_precision --dtype bfloat16", "DDP",
-    "torchrun_DDP", "DDP_AMP --dtype bfloat16", "gradient_accumulation --accumulate 4",
-    "activation_checkpointing", "FSDP", "HSDP --shard 2", "FSDP_offload", "DDP_ZeRO --use_zero",
-    "DeepSpeed zero_stage2", "DeepSpeed zero_stage3", "comm_hooks --comm-hook bf16",
-]  # fmt: skip
-DECODERS = ["TP", "FSDP_TP --tp 2", "PP", "CP", "EP", "Muon", "LocalSGD", "DDP_by_hand"]
-DECODERS += ["ZeRO_by_hand", "FSDP_by_hand", "ND_parallel --dp-shard 2 --tp 2"]
 
 
 def memory() -> dict:
-    tasks = [
-        partial(record, name, title)
-        for title in JOBS
-        for name in ANY + (DECODERS if title == "GPT" else [])
+    """Of every technique that can be predicted: its first case, and those that estimate.py has."""
+    names = [
+        techniques.name_of(row, case)
+        for row in TECHNIQUES
+        for case in row.cases
+        if not row.unpredicted and (case is row.cases[0] or "estimated" in case.traits)
     ]
+    tasks = [partial(record, name, title) for title in JOBS for name in names]
     found = techniques.side_by_side(tasks, os.cpu_count())
     return {"gpus": GPUS, "jobs": JOBS, "series": [one for one in found if one]}
 

@@ -152,7 +152,10 @@ def messages_of_steps() -> dict[str, dict[int, float]]:
 
 
 def main() -> None:
-    """Write predictions.json into ``--output-dir``, in bytes and seconds."""
+    """Write predictions.json into ``--output-dir``, in bytes and seconds; or print the bytes of a
+    published technique."""
+    if sys.argv[1] in PUBLISHED:
+        return print(predict_published(sys.argv[1]))
     folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
     at_once = os.cpu_count()
     tasks = [partial(predict_published, name) for name in PUBLISHED]

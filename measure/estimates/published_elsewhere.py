@@ -12,6 +12,7 @@ its page names no GPU, but on an H100 PyTorch allocates 32 MiB for cuBLAS per ca
 forward and backward are two threads. PyTorch 1.8 allocated nothing for cuBLAS.
 """
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -160,3 +161,7 @@ def predict_elsewhere(name: str) -> list[int]:
         moments = take(live, **options)
     found = allocated_at(live, moments)
     return [most for _, most in found] if "zero" in options else list(found[0])
+
+
+if __name__ == "__main__":
+    print(*predict_elsewhere(sys.argv[1]))
