@@ -53,7 +53,7 @@ CONFIG, RESULTS, RUNS = ROOT / "config", ROOT / "results", ROOT / "runs" / "benc
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Of result.json, not in each run of a row
 LEFT_OUT = ("settings", "versions", "git_commit", "gpu_uuids", "trained_between", "breakdown")
-LEFT_OUT += ("seconds", "train_loss", "seed")
+LEFT_OUT += ("seconds", "train_loss", "classes")
 LAG = 1.0  # seconds: the driver's utilization is a mean over up to the last second
 
 

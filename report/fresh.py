@@ -61,11 +61,6 @@ def note(
     return f"{said}; since then changed: {', '.join(changed)}" if changed else said
 
 
-def note_of_rows(root: Path, found: dict, rows: Iterable[dict]) -> str:
-    """:func:`note` for some rows of a suite's results."""
-    return note(root, found, [run["command"] for row in rows for run in row["runs"]])
-
-
 def hash_now(path: Path) -> str | None:
     return hash_of(path.read_bytes(), path.suffix) if path.is_file() else None
 

@@ -82,23 +82,24 @@ def decoder_of(run: dict):
     layers, width = map(int, shape.groups()) if shape else GPTS.get(run["model"], (0, 0))
     if not layers:
         return None
-    sizes = (run["context"], run["global_batch_size"])
-    experts = {"experts": run.get("experts", 0)}
-    empty = decoder(layers, width, 0, *sizes, **experts)
+    sizes, more = (run["context"], run["global_batch_size"]), {"experts": run.get("experts") or 0}
+    empty = decoder(layers, width, 0, *sizes, **more)
     vocabulary = round((run["parameters"] - empty.whole) / 2 / width)
-    return decoder(layers, width, vocabulary, *sizes, **experts)
+    return decoder(layers, width, vocabulary, *sizes, **more, tied=bool(run.get("tie")))
 
 
 def kept(run: dict, number: Callable = "{:.2f}".format) -> str | None:
-    """State bytes per parameter, with theory in brackets; a peer has neither."""
+    """State bytes per parameter of model.pt, where tied weights stand twice, with theory in
+    brackets; a peer has neither."""
     if not run["state_bytes"]:
         return None
-    row = technique(run["technique"])
-    options = run["options"] | {"optimizer": run["optimizer"], "decoder": decoder_of(run)}
+    row, model = technique(run["technique"]), decoder_of(run)
     measured = number(sum(run["state_bytes"].values()) / run["parameters"])
-    if "needs_gpt" in row.traits and not options["decoder"]:
+    if "needs_gpt" in row.traits and not model:
         return measured
-    return f"{measured} ({number(sum(row.keeps(run['world_size'], options).values()))})"
+    options = run["options"] | {"optimizer": run["optimizer"], "decoder": model}
+    each = sum(row.keeps(run["world_size"], options).values())
+    return f"{measured} ({number(each * (model.whole / run['parameters'] if model else 1))})"
 
 
 def title(row: dict) -> str:
