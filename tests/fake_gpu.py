@@ -28,7 +28,6 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
 from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, comm, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -229,14 +228,7 @@ def stand_in_for_ranks(note):
         future.set_result([tensor])
         return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
 
-    def keep_bucket(_, bucket):  # the fake group's answer has no result, which DDP would read
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
     def begin(ddp):
-        if not ddp._comm_hooks:
-            ddp.register_comm_hook(None, keep_bucket)
         lazy_init(ddp)
         DistributedDataParallel.wrapper = ddp
 
@@ -253,8 +245,6 @@ def stand_in_for_ranks(note):
     DistributedDataParallel._lazy_init = begin
     # DTensor asks for shapes on fake tensors: of a mode of its own, as ours leaves the CPU's real.
     _sharding_prop.detect_fake_mode = lambda *_: None
-    zero_redundancy_optimizer._broadcast_object = lambda value, **_: value
-    ZeroRedundancyOptimizer.state_dict = lambda optimizer: optimizer.optim.state_dict()
 
 
 def stand_in_for_numbers(fake, common, harness):
