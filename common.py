@@ -102,7 +102,7 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     """Print script, device and settings; then check the model's name, before loading data.
 
     Args:
-        readers: number of parts of the global batch; ranks beyond process the same parts.
+        readers: parts of the global batch; if there are more ranks, several process the same one.
     """
     ranks, readers = world().size, readers or world().size
     if args.batch_size % readers:

@@ -135,10 +135,8 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
 
 def check_is_gpt(args) -> None:
     if args.task is not TEXT:
-        fail(
-            f"--model {args.model}: {this_script()}.py supports only decoders; use "
-            "gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD"
-        )
+        why = f"{this_script()}.py supports only decoders"
+        fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
 
 
 def resolve(args):
@@ -151,10 +149,8 @@ def resolve(args):
             complain(args, f"--{name.replace('_', '-')}", name in IMAGES.flags)
     if args.dataset not in ours.datasets:
         model = f"--model {args.model}" if args.model else "images"  # the default
-        fail(
-            f"--dataset {args.dataset} is not for {model}; "
-            f"use {', '.join(ours.datasets)}, or another --model"
-        )
+        use = f"use {', '.join(ours.datasets)}, or another --model"
+        fail(f"--dataset {args.dataset} is not for {model}; {use}")
     args = ours.data.resolve(args)
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     named |= ours is REVIEWS and jobs.reviews.has_pretrained(args)

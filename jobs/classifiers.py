@@ -81,10 +81,8 @@ def check_input(args, model: nn.Module) -> None:
     try:
         torch.func.functional_call(model, {name: t.to("meta") for name, t in tensors}, images)
     except (RuntimeError, ValueError, AssertionError) as error:
-        fail(
-            f"--model {args.model} cannot train on a batch of {at_once} images of {size}x{size} "
-            f"({error}); use a larger --image-size or --batch-size"
-        )
+        why = f"cannot train on a batch of {at_once} images of {size}x{size} ({error})"
+        fail(f"--model {args.model} {why}; use a larger --image-size or --batch-size")
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
@@ -97,10 +95,8 @@ def check_deterministic(name: str, model: nn.Module) -> None:
     with the pooling of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
     pools = [module for module in model.modules() if isinstance(module, nn.AdaptiveAvgPool2d)]
     if any(pool.output_size not in (1, (1, 1)) for pool in pools):  # otherwise it is a plain mean
-        fail(
-            f"--deterministic: {name} has AdaptiveAvgPool2d, which is deterministic in "
-            "PyTorch on CPUs only; use --device cpu, or another --model, such as resnet50"
-        )
+        why = f"{name} has AdaptiveAvgPool2d, which is deterministic in PyTorch on CPUs only"
+        fail(f"--deterministic: {why}; use --device cpu, or another --model, such as resnet50")
 
 
 def load_weights(args, model: nn.Module) -> None:

@@ -55,15 +55,12 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
         size = FAMILIES[family][0](*map(int, shape.split("x")))
     else:
         close = difflib.get_close_matches(name, SIZES) or gpt.SIZES
-        fail(
-            f"--model {name} is no decoder; try {', '.join(close)}, or gpt-LxHxD or llama-LxHxD, "
-            "such as gpt-4x4x128 for 4 layers of 4 heads and width 128"
-        )
+        example = "such as gpt-4x4x128 for 4 layers of 4 heads and width 128"
+        use = f"try {', '.join(close)}, or gpt-LxHxD or llama-LxHxD, {example}"
+        fail(f"--model {name} is no decoder; {use}")
     if size.width % size.heads:
-        fail(
-            f"--model {name}: width {size.width} is not divisible by {size.heads} heads; "
-            "use a multiple"
-        )
+        why = f"width {size.width} is not divisible by {size.heads} heads"
+        fail(f"--model {name}: {why}; use a multiple")
     return size.complete(name, kv_heads, mlp_width)
 
 
@@ -76,10 +73,8 @@ def check_tensor_parallel(args, ranks: int, flag: str) -> None:
     """
     size = size_of(args)
     if size.kv_heads % ranks:
-        fail(
-            f"--model {args.model}: {size.kv_heads} heads are not divisible by {flag}; "
-            "use a number of ranks that divides them"
-        )
+        why = f"{size.kv_heads} heads are not divisible by {flag}"
+        fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
     if size.mlp_width % ranks:
         fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
     if args.sequence_parallel and args.context % ranks:
@@ -87,7 +82,7 @@ def check_tensor_parallel(args, ranks: int, flag: str) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """Nothing to check: :func:`jobs.text.fill_defaults` has looked up its size."""
+    """Nothing to check: :func:`jobs.text.resolve` has looked up its size."""
 
 
 # -------------------------------------------------------------------------------------- weights
@@ -172,10 +167,8 @@ def read_file(args, points: Tensor) -> dict[str, Tensor]:
         shapes = make_shapes(args, [chr(0)] * len(points))
     check_weights(shapes, weights, f"--weights {args.weights} does not fit {flags}")
     if not torch.equal(weights["vocabulary"], points):
-        fail(
-            f"--weights {args.weights} was trained on other characters than this text has; "
-            "give the text that it was trained on"
-        )
+        why = "was trained on other characters than this text has"
+        fail(f"--weights {args.weights} {why}; give the text that it was trained on")
     return weights
 
 
@@ -208,7 +201,5 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 def check_deterministic(name: str, model: nn.Module) -> None:
     """Reject decoders on a GPU, where PyTorch's reduction of a loss with a dimension besides batch
     and classes is not deterministic (``nll_loss2d_forward_out_cuda_template``)."""
-    fail(
-        f"--deterministic: PyTorch computes the loss of {name} deterministically on CPUs "
-        "only; use --device cpu"
-    )
+    why = f"PyTorch computes the loss of {name} deterministically on CPUs only"
+    fail(f"--deterministic: {why}; use --device cpu")

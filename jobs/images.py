@@ -198,27 +198,19 @@ def make_datasets(args) -> tuple[Images, Images]:
     if name in ("auto", "cifar10"):
         why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
         if why and name == "cifar10":
-            fail(
-                f"--dataset cifar10: not in {args.data_dir}, and could not be downloaded ({why}); "
-                f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
-            )
+            why = f"not in {args.data_dir}, and could not be downloaded ({why})"
+            use = f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
+            fail(f"--dataset cifar10: {why}; {use}")
         name = "synthetic" if why else "cifar10"
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[name]
     train_set, eval_set = make(args, "train"), make(args, "eval")
     train_set.name = eval_set.name = name
-    odd = set(train_set.classes) ^ set(eval_set.classes)
-    if odd:
-        fail(
-            f"--data-dir {args.data_dir}: both splits need the same class folders; "
-            f"only one of them has {', '.join(sorted(odd))}"
-        )
-    because = (
-        f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})" if why else ""
-    )
-    print0(
-        f"data: {name}{because}, {len(train_set):,} training and {len(eval_set):,} "
-        f"evaluation images, {len(train_set.classes)} classes"
-    )
+    if odd := set(train_set.classes) ^ set(eval_set.classes):
+        need = "both splits need the same class folders; only one of them has"
+        fail(f"--data-dir {args.data_dir}: {need} {', '.join(sorted(odd))}")
+    because = f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})"
+    sizes = f"{len(train_set):,} training and {len(eval_set):,} evaluation images"
+    print0(f"data: {name}{because if why else ''}, {sizes}, {len(train_set.classes)} classes")
     return train_set, eval_set
 
 
@@ -266,10 +258,8 @@ def folder(args, split: str) -> Images:
     data_dir = fetch_input(args.data_dir, "--data-dir")
     roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
-        fail(
-            f"--data-dir {args.data_dir}: it has no {' or '.join(names)} folder; "
-            "give the folder that contains train/ and test/"
-        )
+        why = f"it has no {' or '.join(names)} folder"
+        fail(f"--data-dir {args.data_dir}: {why}; give the folder that contains train/ and test/")
     try:
         source = ImageFolder(roots[0])
     except FileNotFoundError as error:

@@ -36,9 +36,8 @@ class LlamaSize(Size):
     def complete(self, model: str, kv_heads: int | None, mlp_width: int | None) -> "LlamaSize":
         kv_heads = kv_heads or self.kv_heads or self.heads
         if self.heads % kv_heads:
-            fail(
-                f"--kv-heads {kv_heads} do not divide {self.heads} heads of {model}; use a divisor"
-            )
+            of = f"{self.heads} heads of {model}"
+            fail(f"--kv-heads {kv_heads} do not divide {of}; use a divisor")
         if self.width // self.heads % 2:
             fail(f"--model {model}: head width {self.width // self.heads} is odd; use an even one")
         # Two thirds of a GPT's, as there are three matrices, and a multiple of 32.

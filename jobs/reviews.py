@@ -119,10 +119,8 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        fail(
-            f"--data-dir {path.parent}: {path.name} cannot be read ({error.strerror}); give the "
-            "folder that holds train.tsv and test.tsv"
-        )
+        why = f"{path.name} cannot be read ({error.strerror})"
+        fail(f"--data-dir {path.parent}: {why}; give the folder that holds train.tsv and test.tsv")
     texts, labels = [], []
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line:

@@ -59,10 +59,9 @@ def resolve(args):
     defaults |= {"tie": getattr(size, "tie", False) or None}
     args = experts.resolve(fill(args, **defaults))
     if args.context > size.context and args.model in gpt.SIZES:
-        fail(
-            f"--context {args.context}: {args.model} has at most {size.context} positions; use no "
-            "more than that, or a model of the form gpt-LxHxD"
-        )
+        why = f"{args.model} has at most {size.context} positions"
+        use = "use no more than that, or a model of the form gpt-LxHxD"
+        fail(f"--context {args.context}: {why}; {use}")
     if args.dropout and size.on_the_hub:
         fail(f"--dropout {args.dropout:g}: a Llama has none; leave it out")
     if args.tokenizer == "hub" and not has_tokenizer:
@@ -170,10 +169,9 @@ def load(args) -> tuple[Text, Text, str | None]:
     if name in ("auto", "shakespeare"):
         why = fetch_shakespeare(fetch_input(args.data_dir, "--data-dir"))
         if why and name == "shakespeare":
-            fail(
-                f"--dataset shakespeare: {SHAKESPEARE} is not in {args.data_dir}, and could not be "
-                f"downloaded ({why}); put it there, or use --dataset synthetic"
-            )
+            why = f"is not in {args.data_dir}, and could not be downloaded ({why})"
+            use = "put it there, or use --dataset synthetic"
+            fail(f"--dataset shakespeare: {SHAKESPEARE} {why}; {use}")
         name = "synthetic" if why else "shakespeare"
     if name == "synthetic":
         texts = [made_up(args.seed, split).encode() for split in ("train", "eval")]
@@ -232,10 +230,8 @@ def read(args) -> bytes:
         except OSError as error:
             fail(f"--data-dir {folder}: {path} cannot be read ({error.strerror}); remove it")
         except UnicodeDecodeError as error:
-            fail(
-                f"--data-dir {folder}: {path} is not UTF-8 ({error.reason} at byte "
-                f"{error.start}); convert or remove it, or use --tokenizer bytes"
-            )
+            why = f"{path} is not UTF-8 ({error.reason} at byte {error.start})"
+            fail(f"--data-dir {folder}: {why}; convert or remove it, or use --tokenizer bytes")
     return b"\n".join(texts)
 
 
@@ -271,10 +267,9 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
     least = args.context if split == "train" else 1
     if whole.count_labels() < least:
         which = {"train": "first nine tenths", "eval": "last tenth"}[split]
-        fail(
-            f"--dataset {name}: the {which} have {len(tokens)} tokens, and --context "
-            f"{args.context} needs {least + 1}; give a longer text, or a smaller --context"
-        )
+        why = f"the {which} have {len(tokens)} tokens"
+        why += f", and --context {args.context} needs {least + 1}"
+        fail(f"--dataset {name}: {why}; give a longer text, or a smaller --context")
     wanted = getattr(args, f"{split}_samples")
     if wanted is None:
         few = args.device == "cpu" and name != "text"

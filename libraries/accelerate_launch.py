@@ -26,15 +26,12 @@ def check_launch(needed: str | None = None) -> None:
     ours = f"config/{this_script()}.yml"
     if found != ([needed] if needed else []):
         theirs = f"a file with distributed_type {found[0]}" if found else "no file of its kind"
-        fail(
-            f"{this_script()}.py was started with {theirs}; use accelerate launch --config_file "
-            f"{ours} {this_script()}.py"
-        )
+        use = f"accelerate launch --config_file {ours} {this_script()}.py"
+        fail(f"{this_script()}.py was started with {theirs}; use {use}")
     settings = SETTINGS | ({"FSDP_VERSION": ("fsdp_version", "2")} if needed == "FSDP" else {})
     for variable, (name, value) in settings.items():
         theirs = os.environ.get(variable, "unset" if name == "fsdp_version" else value)
         if theirs.lower() != value:
-            fail(
-                f"{name} is {theirs} in the file of accelerate launch, or {variable} in the "
-                f"environment, and {this_script()}.py needs {value}; set it as in {ours}"
-            )
+            where = f"in the file of accelerate launch, or {variable} in the environment"
+            needs = f"{this_script()}.py needs {value}"
+            fail(f"{name} is {theirs} {where}, and {needs}; set it as in {ours}")

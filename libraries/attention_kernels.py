@@ -94,10 +94,8 @@ def pytorch_ring(group=None) -> Callable:
         _attention._cp_options.enable_load_balance = True
         _attention._enable_context_parallel_dispatcher()
     except (ImportError, AttributeError) as error:
-        fail(
-            f"--attention pytorch: PyTorch {torch.__version__} has another interface ({error}); "
-            "use --attention ring"
-        )
+        why = f"PyTorch {torch.__version__} has another interface ({error})"
+        fail(f"--attention pytorch: {why}; use --attention ring")
     group = group or dist.group.WORLD
     mesh = DeviceMesh.from_group(group, "cuda")
 

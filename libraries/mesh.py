@@ -59,10 +59,9 @@ def resolve(args, size, world_size: int):
         fail(f"{mesh} does not divide {world_size} ranks; use {others} ranks, or a multiple")
     args = fill(args, dp_shard=world_size // others)
     if args.dp_shard * others != world_size:
-        fail(
-            f"{mesh} x --dp-shard {args.dp_shard} makes {args.dp_shard * others} ranks, and there "
-            f"are {world_size}; use --dp-shard {world_size // others}"
-        )
+        makes = f"makes {args.dp_shard * others} ranks, and there are {world_size}"
+        use = f"use --dp-shard {world_size // others}"
+        fail(f"{mesh} x --dp-shard {args.dp_shard} {makes}; {use}")
     if args.attention == "pytorch" and (args.device == "cpu" or args.double):
         fail("--attention pytorch needs a GPU and no --double; use --attention ring")
     free, shards = args.reshard_after_forward, args.dp_shard * args.cp

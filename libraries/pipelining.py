@@ -38,10 +38,9 @@ def divide(
     batch = batch or whole
     owners = ranks_of_stages(schedule, ranks)
     if layers < len(owners):
-        fail(
-            f"--model {args.model} has {layers} layers, and --pipeline-schedule {schedule} needs "
-            f"{len(owners)} stages on {ranks} ranks; use fewer ranks, or more layers"
-        )
+        needs = f"--pipeline-schedule {schedule} needs {len(owners)} stages on {ranks} ranks"
+        has = f"--model {args.model} has {layers} layers"
+        fail(f"{has}, and {needs}; use fewer ranks, or more layers")
     fit = fitting_microbatches(schedule, batch, ranks)
     microbatches = args.microbatches or default_microbatches(schedule, batch, ranks) or batch
     if microbatches not in fit:
@@ -49,10 +48,8 @@ def divide(
         if batch != whole:
             whole_or_part = f"{batch} samples of --batch-size {whole} at once"
         use = " or ".join([*map(str, fit), "another --batch-size"])
-        fail(
-            f"--microbatches {microbatches} is not for --pipeline-schedule {schedule} with "
-            f"{whole_or_part} on {ranks} ranks; use {use}"
-        )
+        with_these = f"--pipeline-schedule {schedule} with {whole_or_part} on {ranks} ranks"
+        fail(f"--microbatches {microbatches} is not for {with_these}; use {use}")
     return owners, microbatches
 
 
