@@ -15,7 +15,6 @@ Sends       per step and rank, 2 * 4 * (N - 1) / N bytes per parameter, as DDP d
             6 (ring), 4 (allgather) or 8 / N (ulysses) times K * (N - 1) / N.
 """
 
-import argparse
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -130,7 +129,7 @@ class WholeSequences(nn.Module):
         return attention.in_order(logits, 2, self.group)
 
 
-def check(args: argparse.Namespace, world_size: int) -> None:
+def check(args, world_size: int) -> None:
     """Check that positions and heads can be divided among the ranks."""
     heads, chunks = common.size_of(args).kv_heads, 2 * world_size
     if args.context % chunks:

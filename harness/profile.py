@@ -1,7 +1,6 @@
 """Profiles the last steps with PyTorch's profiler: --trace writes a Chrome trace per rank, and
 --profile-memory counts the memory of the last step's tensors on a CPU."""
 
-import argparse
 import atexit
 import gc
 import gzip
@@ -127,7 +126,7 @@ def bytes_of_tensors() -> int:
     return sum(sizes.values())
 
 
-def closer_look(args: argparse.Namespace, total: int, per_epoch: int) -> Look | None:
+def closer_look(args, total: int, per_epoch: int) -> Look | None:
     """The profiler of the last steps: for --trace, for --profile-memory, or none.
 
     Args:

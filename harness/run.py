@@ -1,6 +1,5 @@
 """Run: time, log, snapshots and results of one training run."""
 
-import argparse
 import math
 import signal
 import sys
@@ -30,7 +29,7 @@ from harness.stop import StopRequest
 from harness.world import exit_all, print0, wait_for_gloo, world
 
 
-def total_steps(args: argparse.Namespace, steps_per_epoch: int) -> int:
+def total_steps(args, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
 
 
@@ -68,7 +67,7 @@ class Run:
         gpus: number of GPUs that this process computes on, if more than one.
     """
 
-    def __init__(self, args: argparse.Namespace, device, train_loader: DataLoader, gpus: int = 1):
+    def __init__(self, args, device, train_loader: DataLoader, gpus: int = 1):
         self.args, self.device, self.train_set = args, device, train_loader.dataset
         self.steps_per_epoch, self.start_epoch = len(train_loader), 0
         self.total_steps = total_steps(args, self.steps_per_epoch)

@@ -1,6 +1,5 @@
 """Snapshots on disk: write them atomically, verify them, choose the one to resume from."""
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -141,7 +140,7 @@ class SnapshotStore:
         identity: flags and values that must be the same in a snapshot and in this run.
     """
 
-    def __init__(self, args: argparse.Namespace, identity: dict):
+    def __init__(self, args, identity: dict):
         self.args, self.output_dir = args, local_folder(args.output_dir)
         self.folder = self.output_dir / "snapshots"
         self.about = {"format": FORMAT, "technique": this_script(), "launch": launch_id()}

@@ -1,6 +1,5 @@
 """Flags that may be URLs: check them, and download inputs once per machine."""
 
-import argparse
 import functools
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from remote.storage import (
 )
 
 
-def check_urls(args: argparse.Namespace) -> None:
+def check_urls(args) -> None:
     """Check that fsspec can open the URLs among the flags, and that they contain no password."""
     for name in ("output_dir", "resume", "data_dir", "weights"):
         if mistake := find_mistake(str(getattr(args, name))):

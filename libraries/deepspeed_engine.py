@@ -1,6 +1,5 @@
 """What the DeepSpeed scripts need: configuration, import, checkpoints, the engine's tensors."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,7 +26,7 @@ REPLACED = {  # an entry of the file, and the flags that it replaces
 }
 
 
-def read_config(args: argparse.Namespace) -> dict:
+def read_config(args) -> dict:
     """Read the JSON file and add the batch size of the command line. Print which flags an entry of
     the file replaces."""
     path = args.deepspeed_config
@@ -56,7 +55,7 @@ def read_config(args: argparse.Namespace) -> dict:
     return {"log_level": "error"} | config | clip | sizes
 
 
-def import_deepspeed(args: argparse.Namespace, device: torch.device, config: dict):
+def import_deepspeed(args, device: torch.device, config: dict):
     """Import DeepSpeed, which selects its device on import, for the device of this run."""
     os.environ["DS_ACCELERATOR"] = device.type
     try:

@@ -1,7 +1,5 @@
 """PyTorch's pipeline schedules: the rank of each stage, and the number of micro-batches."""
 
-import argparse
-
 import torch
 from torch.distributed import pipelining
 
@@ -25,9 +23,7 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
     return once + once if schedule == "interleaved" else once
 
 
-def divide(
-    args: argparse.Namespace, layers: int, ranks: int, batch: int = 0
-) -> tuple[list[int], int]:
+def divide(args, layers: int, ranks: int, batch: int = 0) -> tuple[list[int], int]:
     """The rank of each stage, and the number of micro-batches: ``--microbatches``, or at least two
     per rank. Reject what would fail on one rank while the others wait for it.
 
