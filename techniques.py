@@ -39,29 +39,19 @@ Options, Bytes = Mapping[str, Any], dict[str, float]
 
 
 class Decoder(NamedTuple):
-    """Sizes of a GPT or a Llama, and of its batch, that theory needs: numbers, not bytes.
-
-    Args:
-        layers: number of blocks.
-        matrices: weights of the matrices in all blocks; experts: those in experts.
-        norms: the other weights in blocks: norms, routers.
-        first: embeddings; last_norm: after the last block; head: the last matrix.
-        hidden: activations between two blocks, of the global batch.
-        kv: heads of keys and values, as a fraction of all heads.
-        top_k: experts per token; tied: the head is the token embedding.
-    """
+    """Sizes of a GPT or a Llama, and of its batch, that theory needs: numbers, not bytes."""
 
     layers: int
-    matrices: float
-    experts: int
-    norms: int
-    first: int
-    last_norm: int
-    head: int
-    hidden: int
-    kv: float = 1.0
-    top_k: int = 1
-    tied: bool = False
+    matrices: float  # weights of the matrices in all blocks
+    experts: int  # those of them that are in experts
+    norms: int  # the other weights in blocks: norms, routers
+    first: int  # embeddings
+    last_norm: int  # after the last block
+    head: int  # the last matrix
+    hidden: int  # activations between two blocks, of the global batch
+    kv: float = 1.0  # heads of keys and values, as a fraction of all heads
+    top_k: int = 1  # experts per token
+    tied: bool = False  # the head is the token embedding
 
     @property
     def ends(self) -> int:
@@ -251,11 +241,8 @@ def by_dimension(o: Options) -> dict[str, Counter]:
 
 
 def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Callable, Callable]:
-    """``keeps`` and ``sends`` of a formula that returns both.
-
-    Args:
-        dimensions: of the mesh, for scripts that have no flags for them.
-    """
+    """``keeps`` and ``sends`` of a formula that returns both; the dimensions of the mesh, for a
+    script that has no flags for them."""
     return tuple(lambda n, o, i=i: formula(n, {**o, **dimensions(n, o)})[i] for i in (0, 1))
 
 
@@ -263,57 +250,33 @@ def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Cal
 
 
 class Case(NamedTuple):
-    """Flags of a script that are proven, and maybe predicted, separately.
-
-    Args:
-        ranks: that are proven: the first always, all for the proof.
-        traits: full (proven only for the proof); sgd (the optimizer of the usual test); same_bits
-            (a stop or a kill loses no bit; ``stopped`` and ``killed``: tested always); tied and
-            llama (also proven with such a model); rounds; estimated (in estimate.py's table);
-            alone (also on one GPU).
-    """
+    """Flags of a script that are proven, and maybe predicted, separately. Traits: full (proven only
+    for the proof); sgd (the optimizer of the usual test); same_bits (a stop or a kill loses no bit;
+    ``stopped``, ``killed``: tested always); tied, llama (also proven with such a model); rounds;
+    estimated (in estimate.py's table); alone (also on one GPU)."""
 
     flags: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that are proven: the first always, all for the proof
     traits: frozenset[str] = frozenset()
 
 
 class Technique(NamedTuple):
-    """A row.
+    """A row. Traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
+    precision); differs (other weights by design); no_training."""
 
-    Args:
-        script: without ``.py``.
-        parent: the name of the script that it is a diff against; for a library, that it equals.
-        course: its chapter, of :data:`COURSE`.
-        keeps, sends: see above.
-        cases: the first is the one that lists show.
-        traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
-            precision); differs (other weights by design); no_training.
-        shows: definitions that its page shows, instead of tagged lines, of what is written out.
-        unpredicted: why estimate.py has no row for it; otherwise one of its cases is estimated.
-    """
-
-    script: str
-    parent: str
-    course: str
+    script: str  # without .py
+    parent: str  # name of the script that it is a diff against; for a library, that it equals
+    course: str  # its chapter
     keeps: Callable[[int, Options], Bytes]
     sends: Callable[[int, Options], Bytes | None]
-    cases: tuple[Case, ...]
+    cases: tuple[Case, ...]  # the first is the one that lists show
     traits: frozenset[str] = frozenset()
-    shows: tuple[str, ...] = ()
-    unpredicted: str = ""
+    shows: tuple[str, ...] = ()  # definitions that its page shows instead of tagged lines
+    unpredicted: str = ""  # why estimate.py has no row for it; otherwise a case is estimated
 
     @property
     def name(self) -> str:
         return self.script.removeprefix("pytorch_")
-
-    @property
-    def flags(self) -> str:
-        return self.cases[0].flags
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.cases[0].ranks
 
 
 def case(flags: str = "", *ranks: int, traits: str = "") -> Case:
