@@ -98,12 +98,15 @@ def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:
 
 
 def add_file(root: Path, target: Path, name: str) -> None:
-    """Add a file that pages link to: code as a page that search excludes, other files unchanged."""
-    copy = target / site_name(name)
+    """Add a file that pages link to: code as a page that search excludes, a folder as a page with
+    its scripts, other files unchanged."""
+    path, copy = root / name, target / site_name(name)
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.suffix != ".md":
-        return shutil.copy(root / name, copy)
-    kind = CODE[PurePosixPath(name).suffix]
-    head = f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
-    copy.write_text(f"{head}````{kind}\n{(root / name).read_text()}````\n")
-    return None
+        shutil.copy(path, copy)
+        return
+    parts = [f"---\nsearch:\n  exclude: true\n---\n\n# {name}"]
+    for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+        parts += [f"## {file.name}"] if path.is_dir() else []
+        parts.append(f"````{CODE[file.suffix]}\n{file.read_text()}````\n")
+    copy.write_text("\n\n".join(parts))
