@@ -234,7 +234,6 @@ def reduced():
         atexit.register(lambda: print_line("reduced", json.dumps(sizes)))
 
 
-@hook
 def all_blocks():
     """estimate.py predicts models with all of their blocks, instead of two with some."""
     from estimator import techniques

@@ -130,7 +130,7 @@ def test_what_fits_is_what_is_recommended():
     """A cell: the combination, its command and its peak."""
     cells = {(c["model"], c["gpus"], c["memory"]): c for c in DATA["fit"]["data"]["cells"]}
     cell = cells["gpt-12x12x768", 1, "RTX3090"]
-    printed = succeed(cell["estimate"]).stdout
+    printed = succeed(cell["estimate"], forked=True).stdout
     first = printed.partition("\n\n1. ")[2].partition("\n\n")[0]
     assert first.startswith(f"{cell['way']}: peak {cell['peak'] / 2**30:.1f} GiB")
     assert first.splitlines()[-1].strip() == cell["command"]
@@ -144,7 +144,8 @@ def test_the_peak_of_a_picture_is_what_is_predicted(job, name):
     found = DATA["memory"]["data"]
     flags, batch = found["jobs"][job]
     command = f"python estimate.py {flags} -b {batch} --gpus {found['gpus']} --only {name} --json"
-    predicted = {row["technique"]: row["peak"] for row in json.loads(succeed(command).stdout)}
+    rows = json.loads(succeed(command, forked=True).stdout)
+    predicted = {row["technique"]: row["peak"] for row in rows}
     [series] = [s for s in found["series"] if (s["job"], s["technique"]) == (job, name)]
     assert max(map(sum, zip(*series["bytes"].values(), strict=True))) == predicted[name]
 
