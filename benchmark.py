@@ -381,8 +381,9 @@ def utilization() -> dict[str, float | None]:
     """The percentage of time in which any kernel ran, of each GPU by its UUID; ``None`` where the
     driver does not tell: for a MIG slice, or without NVIDIA's Python bindings."""
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    found = dict.fromkeys(gpu_uuids(devices))
-    for uuid, device in zip(found, devices, strict=True):
+    found = {}
+    for uuid, device in zip(gpu_uuids(devices), devices, strict=True):
+        found[uuid] = None
         with contextlib.suppress(Exception):  # not installed, not permitted, not supported
             found[uuid] = torch.cuda.utilization(device)
     return found
