@@ -69,7 +69,7 @@ def try_out(root: Path, row: dict[str, str]) -> dict:
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT
         )
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", finished.stdout, re.MULTILINE)
-    if finished.returncode not in (0, 1) or (finished.returncode and not failed):
+    if finished.returncode and not failed:  # no test was selected, or pytest itself failed
         raise RuntimeError(f"{row['name']}: {shlex.join(command)}\n{finished.stdout[-2000:]}")
     outcome = "found" if failed else "survived"
     seconds = round(time.monotonic() - begin)
