@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 
 import common
 from libraries import deepspeed_engine
+from libraries.accelerate_launch import check_launch
 
 accelerate = common.import_optional("accelerate")
 
@@ -35,7 +36,7 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch("DEEPSPEED")  # Accelerate: checks the launcher's configuration file
+    check_launch("DEEPSPEED")  # Accelerate: checks the launcher's configuration file
     if args.double:
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process

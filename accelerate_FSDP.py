@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from libraries.accelerate_launch import check_launch
 
 accelerate = common.import_optional("accelerate")
 
@@ -36,7 +37,7 @@ def main():
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
-    common.check_launch("FSDP")  # Accelerate: checks the launcher's configuration file
+    check_launch("FSDP")  # Accelerate: checks the launcher's configuration file
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

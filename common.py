@@ -45,9 +45,6 @@ from jobs.choice import Settings, init_weights
 from jobs.classifiers import batch_norms, blocks_of
 from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
-from libraries import attention
-from libraries.accelerate_launch import check_launch
-from libraries.flat import WholeState
 from remote.storage import local_folder
 
 # -------------------------------------------------------------------------------- command line

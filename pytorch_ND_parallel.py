@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.data import DistributedSampler
 
 import common
-from common import attention
+from libraries import attention
 from libraries.mesh import add_flags, connect_ends, resolve
 from libraries.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import SLOW

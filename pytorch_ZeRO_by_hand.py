@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
+from libraries.flat import WholeState
 
 
 class Bucket:
@@ -141,7 +142,7 @@ def main():
     # 4. Optimizer and schedule
     optimizer_class, options = common.optimizer_class(args)
     optimizer = optimizer_class(sharded, **options)  # ZeRO: has state for shards only
-    optimizer.whole = common.WholeState(optimizer, buckets, groups)  # ZeRO: for snapshots
+    optimizer.whole = WholeState(optimizer, buckets, groups)  # ZeRO: for snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)

@@ -21,7 +21,6 @@ from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
 from harness.display import Display
 from harness.guard import Guard
-from harness.profile import closer_look
 from harness.run_state import RunState
 from harness.settings import identity_of
 from harness.snapshots import SnapshotStore
@@ -74,7 +73,11 @@ class Run:
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
         self.state = RunState(torch.zeros((), dtype=torch.float64, device=device))
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
-        look = closer_look(args, self.total_steps, self.steps_per_epoch)
+        look = None
+        if args.trace or args.profile_memory:
+            from harness.profile import closer_look
+
+            look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
         identity = identity_of(args) | {"dataset": self.train_set.name}
         self.store = SnapshotStore(args, identity)

@@ -12,7 +12,7 @@ ROOMS += ["website", "measure"]
 FILES = sorted([*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))])
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 TASK = {"common", "jobs", "libraries", "harness", "hangs", "remote"}  # the floors below a lesson
-MAY_KNOW = {  # of ours, besides the own room; for a lesson of its own kind: common
+MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapters of libraries
     "techniques": set(),
     "hangs": set(),
     "remote": set(),
@@ -29,12 +29,6 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson of its own kind: com
     "benchmark": {"harness", "report", "measure", "techniques"},
     "timeline": {"harness", "report"},
     "measure": OURS,  # what it measures
-    # DeepSpeed keeps things in places of its own, local SGD averages; attention, and schedules:
-    **dict.fromkeys(
-        ("lightning_Trainer", "pytorch_DeepSpeed", "accelerate_DeepSpeed", "pytorch_LocalSGD")
-        + ("pytorch_CP", "pytorch_PP"),
-        {"common", "libraries"},
-    ),
     "pytorch_ND_parallel": {  # which is made of lessons
         "common",
         "libraries",
@@ -89,7 +83,7 @@ def imported(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_arrows_go_down(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert imported(path) - {room} <= MAY_KNOW.get(room, {"common"})
+    assert imported(path) - {room} <= MAY_KNOW.get(room, {"common", "libraries"})
 
 
 def test_no_circle_in_a_room():
