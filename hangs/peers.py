@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import psutil
 
-ANSWER = 4  # seconds that a rank has to answer
+ANSWER = 10  # seconds that a rank has to answer: PyTorch may have to import much for stack traces
 
 
 def serve(one_machine: bool, answers: dict[str, Callable]) -> tuple:

@@ -167,7 +167,7 @@ class Watch:
             with contextlib.suppress(OSError):  # such as a full disk
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / f"{PREFIX}{self.rank}").write_bytes(pickle.dumps(recorded))
-            stopped = time.time() - self.continued < 2 * ANSWER
+            stopped = time.time() - self.continued < ANSWER
             at = self.stopped_at if stopped else self.locate(frames)
             if stopped:
                 entries, until = recorded["entries"], self.continued * 1e9
