@@ -66,8 +66,8 @@ def find_message(accounts: dict, silent: dict) -> list[str]:
         if message := account["message"]:
             peer = accounts.get(message["peer"])
             if not (peer and (peer["message"] or peer["waits"])):
-                what = message["what"]
-                return [f"{names([rank])} waits for a message: {what}", *places(accounts, silent)]
+                first = f"{names([rank])} waits for a message: {message['what']}"
+                return [first, *places(accounts, silent)]
     return []
 
 

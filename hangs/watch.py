@@ -51,7 +51,7 @@ class Watch:
         self.process, self.began, self.peers = os.getpid(), time.time(), []
         self.account, self.describing = None, threading.RLock()
         self.stopped_at, self.continued = None, 0.0  # what locate() returns, and when
-        self.asked, self.over = threading.Lock(), threading.Event()
+        self.claimed, self.over = threading.Lock(), threading.Event()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; default: none
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))  # of NCCL's watchdog
         # If Python ends while a thread is in C++, it aborts: nothing is described from then on.
@@ -65,7 +65,12 @@ class Watch:
     def start(self) -> None:
         """Answer the other ranks. If the last run in this folder could not report why it ended,
         rank 0 does. All ranks call it."""
-        own, answers = None, {"claim": self.claim, "where": self.where, "end": self.end}
+        answers = {
+            "claim": lambda: self.claimed.acquire(blocking=False),  # whether it is the first
+            "where": lambda: self.describe(main_frames(), ""),
+            "end": self.end,
+        }
+        own = None
         try:
             own = serve(self.one_machine, answers)
         except OSError as error:
@@ -95,8 +100,6 @@ class Watch:
             print(f"the last run hung: {report}", flush=True)
         except Exception:  # missing or foreign files must not prevent training
             return
-
-    # ------------------------------------------------------------------- a collective has failed
 
     def after_exception(self, kind, error, trace) -> None:
         frames, cause = list(traceback.walk_tb(trace)), error
@@ -140,16 +143,6 @@ class Watch:
         elif self.peers:  # otherwise the next start explains the records
             self.over.wait(3 * ANSWER)
 
-    # ------------------------------------------------ what a rank answers, in a thread of its own
-
-    def claim(self) -> bool:
-        """Whether this is the first rank that asks."""
-        return self.asked.acquire(blocking=False)
-
-    def where(self) -> dict:
-        self.claim()
-        return self.describe(main_frames(), "")
-
     def end(self) -> None:
         """The diagnosis is printed. The launcher would end a rank that does not wait only later."""
         if not self.over.is_set():
@@ -175,8 +168,6 @@ class Watch:
             account = recorder.account_of(recorded, self.name_places, *at, why, stopped)
             self.account = account
             return account
-
-    # --------------------------------------------------------------------------------- in words
 
     def locate(self, frames: Frames) -> tuple[str, dict | None]:
         """The line, and the message that it waits for."""
