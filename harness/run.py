@@ -58,13 +58,8 @@ def exit_done(run: "Run") -> NoReturn:
     exit_all(0)
 
 
-class Run:
-    """Logs, snapshots and results of one run. All ranks call it; rank 0 prints and writes.
-
-    Args:
-        train_loader: the batches of an epoch. Its dataset is a :class:`TaskData`.
-        gpus: number of GPUs that this process computes on, if more than one.
-    """
+class Resumable:
+    """The parts of a run, and how they are saved in a snapshot and resumed from it."""
 
     def __init__(self, args, device, train_loader: DataLoader, gpus: int = 1):
         self.args, self.device, self.train_set = args, device, train_loader.dataset
@@ -104,11 +99,7 @@ class Run:
         """Whether the run ends after this step: with its last step, or because it was asked to."""
         return bool(self.stop.agreed) or self.step == self.total_steps
 
-    # ------------------------------------------------------------------------------- snapshots
-
-    def resume(
-        self, model: nn.Module, optimizer, scheduler, read=None, engine=None, **others
-    ) -> None:
+    def resume(self, model, optimizer, scheduler, read=None, engine=None, **others) -> None:
         """Resume from the snapshot that ``--resume`` selects, of any technique and number of ranks,
         or start from scratch. All ranks call this.
 
@@ -167,16 +158,13 @@ class Run:
         self.clock.pause()
         return True
 
-    # --------------------------------------------------------------------------------- begin
-
-    def start(
-        self, model, optimizer, scheduler, snapshot: dict | None, scaler=None, engine=None
-    ) -> None:
+    def start(self, model, optimizer, scheduler, snapshot, scaler=None, engine=None) -> None:
         """Start, or resume from a snapshot that is already loaded, and open TensorBoard's file.
 
         Args:
             model: that the loop calls; may be wrapped by DDP.
             scheduler: ``None`` if a library handles it.
+            snapshot: the content of ``state.pt``, or ``None``.
             scaler: see :meth:`Guard.attach`.
             engine: a library's wrapper of the model, if it steps the optimizer itself. The library
                 then tells the clock and the guard of its steps.
@@ -203,7 +191,14 @@ class Run:
         self.stop.listen()
         hangs.listen(self.args.timeout)  # to the groups of a mesh, too
 
-    # ---------------------------------------------------------------------------------- steps
+
+class Run(Resumable):
+    """Logs, snapshots and results of one run. All ranks call it; rank 0 prints and writes.
+
+    Args:
+        train_loader: the batches of an epoch. Its dataset is a :class:`TaskData`.
+        gpus: number of GPUs that this process computes on, if more than one.
+    """
 
     def batches(self, loader: DataLoader, epoch: int, dtype=None) -> Iterator[tuple]:
         """This rank's batches of an epoch, on its device: see :meth:`TaskData.prepare`."""
@@ -247,8 +242,6 @@ class Run:
             self.guard.check_loss(mean)
             figures = {**self.train_set.rates(speed), "learning_rate": self.lr}
             self.display.step(self.step, loss=mean, **figures)
-
-    # ----------------------------------------------------------------------- epochs and the end
 
     def report(self, metrics: dict[str, float]) -> None:
         """End an epoch: print a line, and add a point to each TensorBoard curve.

@@ -129,6 +129,51 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
         shutil.rmtree(old, ignore_errors=True)  # the new one exists in any case
 
 
+def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, bool]]:
+    """The snapshots that ``--resume`` selects, best first. It may name one, or a folder with
+    several. Rank 0 calls it.
+
+    Returns:
+        arguments of :func:`read_snapshot`.
+    """
+    folder = output_dir / "snapshots"
+    if asked == "none":
+        return []
+    if asked != "auto":
+        folder = fetch_input(asked, "--resume")
+        if not folder.exists():
+            fail(f"--resume {folder}: no such folder; give auto, none or a snapshot's folder")
+        if (output_dir / "previous").resolve() in folder.resolve().parents:
+            fail(f"--resume {folder}: a new run replaces previous/; move it away first")
+        if (folder / "state.pt").exists() or (folder / SUMS).exists():
+            return [(folder, None, True)]
+        if (folder / "snapshots").is_dir():
+            folder = folder / "snapshots"
+    return [(path, None, False) for path in list_snapshots(folder)]
+
+
+def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
+    """The content of ``state.pt``, if the snapshot is valid. A damaged one is reported.
+
+    Args:
+        launch: if given, only if this launch wrote it.
+        named: ``--resume`` names this snapshot, under whatever name, so there is no other.
+    """
+    if not path.exists():
+        fail(f"{path} is not on this machine; give an --output-dir that all machines share")
+    found = gather_objects(find_damage(path, world().rank, world().size))
+    damage = next(filter(None, found), None)
+    if damage and named:
+        fail(f"--resume {path} is damaged: {damage}; give another, or auto")
+    state = {} if damage else load_file(path / "state.pt", "--resume")
+    step = state.get("run", {}).get("step", 0)
+    if not (damage or named) and path.name.split("-")[1] != f"{step:08}":
+        damage = f"its content is from step {step}"  # all files of an older snapshot
+    if damage:
+        print0(f"snapshot {path} is damaged and ignored: {damage}")
+    return None if damage or launch not in (None, state.get("launch")) else state
+
+
 # --------------------------------------------------------------------------- snapshots of one run
 
 
@@ -237,9 +282,9 @@ class SnapshotStore:
             self.fetch()
         own = list_snapshots(self.folder) if restarted else []
         candidates = [(path, launch_id(), False) for path in own]
-        candidates += self.asked_for() if world().rank == 0 else []
+        candidates += asked_for(self.args.resume, self.output_dir) if world().rank == 0 else []
         for candidate in gather_objects(candidates)[0]:  # those of rank 0
-            if snapshot := self.read(*candidate):
+            if snapshot := read_snapshot(*candidate):
                 return self.check(candidate[0], snapshot)
         if self.args.resume not in ("auto", "none"):
             fail(
@@ -247,49 +292,6 @@ class SnapshotStore:
                 "snapshots/step-00001000 (a model.pt goes to --weights)"
             )
         return None
-
-    def asked_for(self) -> list[tuple[Path, None, bool]]:
-        """The snapshots that ``--resume`` selects, best first. It may name one, or a folder with
-        several. Rank 0 calls it.
-
-        Returns:
-            arguments of :meth:`read`.
-        """
-        asked, folder = self.args.resume, self.folder
-        if asked == "none":
-            return []
-        if asked != "auto":
-            folder = fetch_input(asked, "--resume")
-            if not folder.exists():
-                fail(f"--resume {folder}: no such folder; give auto, none or a snapshot's folder")
-            if (self.output_dir / "previous").resolve() in folder.resolve().parents:
-                fail(f"--resume {folder}: a new run replaces previous/; move it away first")
-            if (folder / "state.pt").exists() or (folder / SUMS).exists():
-                return [(folder, None, True)]
-            if (folder / "snapshots").is_dir():
-                folder = folder / "snapshots"
-        return [(path, None, False) for path in list_snapshots(folder)]
-
-    def read(self, path: Path, launch: str | None, named: bool) -> dict | None:
-        """The content of ``state.pt``, if the snapshot is valid. A damaged one is reported.
-
-        Args:
-            launch: if given, only if this launch wrote it.
-            named: ``--resume`` names this snapshot, under whatever name, so there is no other.
-        """
-        if not path.exists():
-            fail(f"{path} is not on this machine; give an --output-dir that all machines share")
-        found = gather_objects(find_damage(path, world().rank, world().size))
-        damage = next(filter(None, found), None)
-        if damage and named:
-            fail(f"--resume {path} is damaged: {damage}; give another, or auto")
-        state = {} if damage else load_file(path / "state.pt", "--resume")
-        step = state.get("run", {}).get("step", 0)
-        if not (damage or named) and path.name.split("-")[1] != f"{step:08}":
-            damage = f"its content is from step {step}"  # all files of an older snapshot
-        if damage:
-            print0(f"snapshot {path} is damaged and ignored: {damage}")
-        return None if damage or launch not in (None, state.get("launch")) else state
 
     def check(self, path: Path, snapshot: dict) -> dict:
         """End the run if it cannot resume from the snapshot at ``path``; return it otherwise."""
