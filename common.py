@@ -1,8 +1,7 @@
 """What every training script shares, in the order in which a script calls it.
 
 A script contains one technique, and this file the training task, so two scripts differ only in
-their technique. Data sets and models are in jobs/. Progress, logs and snapshots are in harness/:
-see Run in harness/run.py.
+their technique. Data sets and models are in jobs/; progress, logs and snapshots in harness/run.py.
 """
 
 import atexit

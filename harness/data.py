@@ -64,11 +64,19 @@ class TaskData(Dataset):
 
     def rates(self, samples_per_second: float) -> dict[str, float]:
         """Throughput in all reported units; the last one is printed."""
-        raise NotImplementedError
+        return {f"{self.units}_per_second": samples_per_second}
 
     def describe(self) -> dict:
         """The description of the data in ``result.json``."""
-        raise NotImplementedError
+        return {"train_samples": len(self), "classes": self.classes}
+
+
+def how_many(args, split: str, available: int) -> int:
+    """Number of samples: ``--train-samples`` or ``--eval-samples``, or all available."""
+    wanted = getattr(args, f"{split}_samples") or available
+    if wanted > available:
+        fail(f"--{split}-samples {wanted}: only {available} exist; use no more")
+    return wanted
 
 
 # ---------------------------------------------------------------------------------- the loader

@@ -24,10 +24,8 @@ def size_of(name: str) -> tuple[int, int, int] | None:
     numbers = re.fullmatch(r"encoder-([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
     if not numbers:
         close = difflib.get_close_matches(name, SIZES) or SIZES
-        fail(
-            f"--model {name} is not for --dataset reviews; try {', '.join(close)}, or "
-            "encoder-LxHxD, such as encoder-1x4x128 for a layer of 4 heads and width 128"
-        )
+        use = "encoder-LxHxD, such as encoder-1x4x128 for a layer of 4 heads and width 128"
+        fail(f"--model {name} is not for --dataset reviews; try {', '.join(close)}, or {use}")
     layers, heads, width = map(int, numbers.groups())
     if width % heads:
         fail(f"--model {name}: width {width} is not divisible by {heads} heads; use a multiple")

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from harness.cli import fail, positive
-from harness.data import TaskData, Unreadable
+from harness.data import TaskData, Unreadable, how_many
 from harness.settings import fill, flag
 from harness.urls import fetch_input
 from harness.world import print0, world
@@ -130,16 +130,9 @@ class Images(TaskData):
         images = torch.zeros(n, 3, self.image_size, self.image_size)
         return images.contiguous(memory_format=torch.channels_last)
 
-    def rates(self, samples_per_second: float) -> dict[str, float]:
-        return {"images_per_second": samples_per_second}
-
     def describe(self) -> dict:
-        return {
-            "train_samples": len(self),
-            "classes": self.classes,
-            "image_size": self.image_size,
-            "normalization": {"mean": MEAN, "std": STD},
-        }
+        normalization = {"mean": MEAN, "std": STD}
+        return super().describe() | {"image_size": self.image_size, "normalization": normalization}
 
 
 class ImagesOnDisk(Images):
@@ -212,14 +205,6 @@ def make_datasets(args) -> tuple[Images, Images]:
     sizes = f"{len(train_set):,} training and {len(eval_set):,} evaluation images"
     print0(f"data: {name}{because if why else ''}, {sizes}, {len(train_set.classes)} classes")
     return train_set, eval_set
-
-
-def how_many(args, split: str, available: int) -> int:
-    """Number of samples: ``--train-samples`` or ``--eval-samples``, or all available."""
-    wanted = getattr(args, f"{split}_samples") or available
-    if wanted > available:
-        fail(f"--{split}-samples {wanted}: only {available} exist; use no more")
-    return wanted
 
 
 def fetch_cifar10(data_dir: Path) -> str | None:

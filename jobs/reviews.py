@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.cli import fail
-from harness.data import TaskData
+from harness.data import TaskData, how_many
 from harness.settings import fill
 from harness.urls import fetch_input
 from harness.world import print0
@@ -33,11 +33,9 @@ def resolve(args):
     if args.weights == "imagenet":
         fail("--weights imagenet is for images; give a folder or the name of a pretrained encoder")
     if (args.model == "encoder") != pretrained:
-        fail(
-            f"--model {args.model} with --weights {args.weights}: only --model encoder "
-            "takes its shape from pretrained weights; use --weights FOLDER alone, or "
-            "encoder-1x4x128 or distilbert without pretrained weights"
-        )
+        why = "only --model encoder takes its shape from pretrained weights"
+        use = "--weights FOLDER alone, or encoder-1x4x128 or distilbert without pretrained weights"
+        fail(f"--model {args.model} with --weights {args.weights}: {why}; use {use}")
     if args.optimizer != "adamw":
         return fill(args, lr=0.1, weight_decay=0.0005)
     return fill(args, lr=5e-5 if pretrained else 0.001, weight_decay=0.01 if pretrained else 0.5)
@@ -84,12 +82,8 @@ class Reviews(TaskData):
     def example(self, n: int) -> Tensor:
         return self.tokens[:1].expand(n, -1)
 
-    def rates(self, samples_per_second: float) -> dict[str, float]:
-        return {"reviews_per_second": samples_per_second}
-
     def describe(self) -> dict:
-        context = self.tokens.shape[1]
-        return {"train_samples": len(self), "classes": self.classes, "context": context}
+        return super().describe() | {"context": self.tokens.shape[1]}
 
 
 def make_datasets(args) -> tuple[Reviews, Reviews]:
@@ -98,9 +92,7 @@ def make_datasets(args) -> tuple[Reviews, Reviews]:
     splits = []
     for split, file in {"train": "train.tsv", "eval": "test.tsv"}.items():
         texts, labels = read(fetch_input(args.data_dir, "--data-dir") / file)
-        wanted = getattr(args, f"{split}_samples") or len(texts)
-        if wanted > len(texts):
-            fail(f"--{split}-samples {wanted}: only {len(texts)} exist; use no more")
+        wanted = how_many(args, split, len(texts))
         padded = {"padding": "max_length", "truncation": True, "max_length": args.context}
         tokens = tokenizer(texts[:wanted], **padded)["input_ids"]
         splits.append(Reviews(torch.tensor(tokens), torch.tensor(labels[:wanted])))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.cli import fail, number, positive
-from harness.data import TaskData
+from harness.data import TaskData, how_many
 from harness.settings import fill, flag
 from harness.urls import fetch_input
 from harness.world import print0
@@ -140,12 +140,7 @@ class Text(TaskData):
         return {"samples_per_second": samples_per_second, "tokens_per_second": tokens}
 
     def describe(self) -> dict:
-        return {
-            "train_samples": len(self),
-            "train_tokens": len(self.tokens),
-            "classes": self.classes,
-            "context": self.context,
-        }
+        return super().describe() | {"train_tokens": len(self.tokens), "context": self.context}
 
 
 # ---------------------------------------------------------------------------------------- texts
@@ -270,12 +265,9 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
         why = f"the {which} have {len(tokens)} tokens"
         why += f", and --context {args.context} needs {least + 1}"
         fail(f"--dataset {name}: {why}; give a longer text, or a smaller --context")
-    wanted = getattr(args, f"{split}_samples")
-    if wanted is None:
-        few = args.device == "cpu" and name != "text"
-        wanted = min(len(whole), AT_MOST[split]) if few else len(whole)
-    if wanted > len(whole):
-        fail(f"--{split}-samples {wanted}: only {len(whole)} exist; use no more")
+    wanted = how_many(args, split, len(whole))
+    if args.device == "cpu" and name != "text" and getattr(args, f"{split}_samples") is None:
+        wanted = min(wanted, AT_MOST[split])
     chosen = Text(tokens[: wanted * args.context + 1], vocabulary, args.context)
     chosen.name = name
     return chosen

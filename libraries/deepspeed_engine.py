@@ -43,11 +43,9 @@ def read_config(args) -> dict:
     }
     for name, ours in sizes.items():
         if config.get(name, "auto") not in ("auto", ours):
-            fail(
-                f"--deepspeed_config {path} has {name} {config[name]}, and --batch-size "
-                f"{args.batch_size} on {world().size} ranks makes it {ours}; leave it out of the "
-                "file"
-            )
+            batch = f"--batch-size {args.batch_size} on {world().size} ranks makes it {ours}"
+            has = f"--deepspeed_config {path} has {name} {config[name]}"
+            fail(f"{has}, and {batch}; leave it out of the file")
     for entry, flags in REPLACED.items():
         if entry in config:
             print0(f"{path} has its own {entry}, which replaces {flags}")

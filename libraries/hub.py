@@ -198,7 +198,6 @@ def from_pretrained(weights: str, kind: str, **options):
         return getattr(transformers, kind).from_pretrained(weights, **options)
     except Exception as error:  # folder, hub, network or safetensors
         why = str(error).partition("\n")[0][:200]
-        fail(
-            f"--weights {weights} cannot be loaded ({type(error).__name__}: {why}); give a folder "
-            "with config.json, model.safetensors and a tokenizer, or a name on huggingface.co"
-        )
+        give = "a folder with config.json, model.safetensors and a tokenizer"
+        why = f"cannot be loaded ({type(error).__name__}: {why})"
+        fail(f"--weights {weights} {why}; give {give}, or a name on huggingface.co")
