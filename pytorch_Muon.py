@@ -13,7 +13,6 @@ Computes    5 * (4 * m**2 * n + 2 * m**3) FLOPs for an m x n matrix, m <= n, on 
 """
 
 import os
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -128,7 +127,7 @@ def main():
     matrices = [p for block in common.blocks_of(model) for p in block.parameters() if p.ndim == 2]
     options = common.optimizer_class(args)[1]
     optimizer = Muon(common.parameter_groups(args, model), matrices, **options)
-    args = replace(args, optimizer="muon")  # Muon: AdamW cannot resume its snapshots
+    args = common.replace(args, optimizer="muon")  # Muon: AdamW cannot resume its snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)

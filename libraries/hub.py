@@ -49,11 +49,8 @@ def read_config(folder: Path) -> dict:
 
 
 def parse_config(config: dict) -> dict:
-    """The same from the content of the file.
-
-    Raises:
-        ValueError: it is not a Llama's, or needs features that our Llama lacks.
-    """
+    """The same from the content of the file. A ``ValueError`` says that it is not a Llama's, or
+    needs features that our Llama lacks."""
     rope = {"rope_theta": 10_000.0, **(config.get("rope_scaling") or {})}
     rope |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
     rope |= config.get("rope_parameters") or {}  # transformers 5

@@ -13,16 +13,38 @@ from conftest import ROOT
 from torch import nn
 
 import common
-from harness import state
-from harness.settings import read_flags
+from harness import settings, state
+from harness.settings import as_words, read_flags
 from jobs import images
-from jobs.choice import Settings
+from jobs.choice import Settings, resolve
 
 
 def arguments(*flags, **changes):
     args = read_flags(common.argument_parser(""), Settings, flags)
     small = {"model": "resnet18", "image_size": 32, "lr": 0.1, "weight_decay": 0.0}
     return dataclasses.replace(args, **small | changes)
+
+
+def test_settings_are_frozen_and_know_the_options_of_the_script():
+    parser = common.argument_parser("")
+    parser.add_argument("--local-rank")  # the launcher's
+    parser.add_argument("--dtype")  # a setting that other scripts have without a flag
+    parser.add_argument("--shard", type=int, default=2)
+    args = read_flags(parser, Settings, ["--dtype", "bfloat16", "--local-rank", "1"])
+    assert settings.own_flags(args) == {"dtype": "bfloat16", "shard": 2}
+    assert (args.local_rank, args.accumulate) == ("1", 1) and "--local-rank" not in as_words(args)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.seed = 1
+    again = read_flags(parser, Settings, as_words(args))
+    assert dataclasses.asdict(again) | {"local_rank": "1"} == dataclasses.asdict(args)
+
+
+def test_what_a_resume_must_match_is_said_at_the_flag():
+    given = resolve(Settings(model="gpt-2x2x16", device="cpu", tie=True))
+    found = settings.identity_of(given)
+    assert found["model"] == "gpt-2x2x16" and found["tie"] and found["norm"] is None
+    assert "dropout" not in found and "device" not in found
+    assert settings.identity_of(given, {"norm", "context"}) == {"context": 256, "norm": None}
 
 
 class Echo(nn.Module):
