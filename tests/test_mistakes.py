@@ -23,6 +23,7 @@ from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
+from libraries import download
 
 LAST = "step-00000002-evaluated"
 ONLY_GPT = ("pytorch_TP", "pytorch_FSDP_TP", "pytorch_CP", "pytorch_EP", "pytorch_PP")
@@ -83,8 +84,8 @@ def refuse(become, monkeypatch, tmp_path):
     def init_alone(*_, rank=0, world_size=1, **__):
         init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
-    def alike(values, value, group=None):
-        values[:] = [value] * len(values)
+    def alike(object_list, obj, group=None):
+        object_list[:] = [obj] * len(object_list)
 
     monkeypatch.setattr(dist, "init_process_group", init_alone)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
@@ -95,7 +96,8 @@ def refuse(become, monkeypatch, tmp_path):
     monkeypatch.setattr("hangs.watch.prepare", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr("urllib.request._opener", None)  # which keeps the proxies of before
+    monkeypatch.setattr("urllib.request._opener", None)  # which keeps the proxies of before,
+    download.why_unreachable.cache_clear()  # and this what they answered
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, os.environ.get(name, CLOSED_PORT))
     monkeypatch.chdir(ROOT)
