@@ -88,7 +88,7 @@ def find_absence(table, groups, of_group, accounts, silent) -> list[str]:
             number = min(certain, default=top)
             idle = sum(rank in silent or not accounts[rank]["waits"] for rank in absent)
             calls = calls_of.get(number) or calls_of[top]
-            rating = not certain, -idle, first_time(calls)
+            rating = -idle, not certain, first_time(calls)
             found.append((rating, name, number, absent, calls))
     if not found:
         return []

@@ -77,7 +77,10 @@ def account_of(
             frames = [(Path(f["filename"]), f["line"]) for f in entry.get("frames", [])[::-1]]
             at = name_places(frames)
             place = place or at
-            calls.append(call_of(entry, at, place) | {"group": key.get(name, name)})
+            call = call_of(entry, at, place) | {"group": key.get(name, name)}
+            if why and at == place and not any(call["open"] for call in calls):
+                call["open"] = True  # it has failed, which gloo records as completed
+            calls.append(call)
     waits = not stopped and bool(why or message or any(call["open"] for call in calls))
     about = {"place": place, "message": message, "waits": waits, "stopped": stopped}
     return about | {"calls": calls, "groups": groups}
