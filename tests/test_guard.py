@@ -8,39 +8,34 @@ import pytest
 import torch
 from conftest import HOOKED, cases, launch, launcher, snapshots, state, succeed, tensors_of
 
+from techniques import TECHNIQUES
+
 JOB = (
     "--dataset synthetic --train-samples 288 --eval-samples 12 --batch-size 24 --epochs 1 "
     "--model small_resnet --print-freq 5 --snapshot-every 3"
 )
 GRADIENT = "the gradient of conv1.weight is NaN or Inf"
 STAGE = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
-SCRIPTS = [  # ranks, and what --on-nan stop names when a gradient is infinite
-    ("pytorch_SingleGPU", 1, GRADIENT),
-    ("pytorch_torchrun_DDP", 2, GRADIENT),
-    ("pytorch_FSDP", 2, GRADIENT),
-    (STAGE(2), 2, "a gradient is NaN or Inf"),  # of whose shards DeepSpeed keeps no names
-    ("pytorch_half_precision --dtype bfloat16", 1, "the gradient of the loss is NaN or Inf"),
-    ("pytorch_half_precision --dtype bfloat16 --master-weights", 1, GRADIENT),
-    ("pytorch_auto_mixed_precision --dtype bfloat16", 1, GRADIENT),
-    ("pytorch_DP", 1, GRADIENT),
-    ("pytorch_DDP", 2, GRADIENT),
-    ("pytorch_DDP_ZeRO --use_zero", 2, GRADIENT),
-    (STAGE(0), 2, GRADIENT),
-    (STAGE(1), 2, "a gradient is NaN or Inf"),
-    (STAGE(3), 2, "a gradient is NaN or Inf"),
-    ("pytorch_DDP_AMP --dtype bfloat16", 2, GRADIENT),
-    ("pytorch_gradient_accumulation", 2, GRADIENT),
-    ("pytorch_comm_hooks", 2, GRADIENT),
-    ("pytorch_activation_checkpointing", 2, GRADIENT),
-    ("pytorch_HSDP", 2, GRADIENT),
-    ("pytorch_FSDP_offload", 2, GRADIENT),
-    ("pytorch_FSDP_by_hand", 2, "a gradient is NaN or Inf"),  # its weights are freed by then
+UNWATCHED = ("LocalSGD", "compile", "checkpoint", "DDP_by_hand", "ZeRO_by_hand")  # no more to see
+NAMED = {  # what --on-nan stop names when a gradient is infinite, where it is another thing
+    "pytorch_half_precision --dtype bfloat16": "the gradient of the loss is NaN or Inf",
+    "pytorch_FSDP_by_hand": "a gradient is NaN or Inf",  # its weights are freed by then
+    # of whose shards DeepSpeed keeps no names:
+    **dict.fromkeys(map(STAGE, (1, 2, 3)), "a gradient is NaN or Inf"),
+}
+SCRIPTS = [
+    (script, case.ranks[0], NAMED.get(script, GRADIENT))
+    for t in TECHNIQUES
+    for case in t.cases
+    if "needs_gpt" not in t.traits and t.name not in UNWATCHED
+    if case == t.cases[0] or t.name in ("half_precision", "DeepSpeed")
+    for script in [f"{t.script} {case.flags}".rstrip()]
 ]
-BRANCHES = [script for script, *_ in SCRIPTS[:4]]  # of the guard: each of the others takes one
+BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", STAGE(2))  # of the guard
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
-EVERY_SCRIPT = cases(SCRIPTS, lambda script, *_: script in BRANCHES[1:])
+EVERY_SCRIPT = cases(SCRIPTS, lambda script, *_: script in BRANCHES)
 THAT_IS_WATCHED = cases(
-    [row for row in SCRIPTS if row[0] not in LEAVES_OUT], lambda script, *_: script in BRANCHES[1:]
+    [row for row in SCRIPTS if row[0] not in LEAVES_OUT], lambda script, *_: script in BRANCHES
 )
 
 
