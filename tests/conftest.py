@@ -17,6 +17,7 @@ import time
 import uuid
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -74,12 +75,15 @@ def environment(**changes):
     return env | changes
 
 
-class Finished:
+class Finished(NamedTuple):
     """What a command left behind: exit code, both streams, seconds."""
 
-    def __init__(self, command, by_hand, code, stdout, stderr, seconds):
-        self.command, self.by_hand, self.code, self.seconds = command, by_hand, code, seconds
-        self.stdout, self.stderr = stdout, stderr
+    command: str | list
+    by_hand: str
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
 
     @property
     def lines(self):
@@ -94,7 +98,8 @@ class Finished:
     def our_warnings(self):
         """Python's warnings that point at a line of ours."""
         scripts = r"(?:pytorch|accelerate|lightning|transformers)_\w+"
-        ours = rf"^\S*\b(?:common|{scripts}|harness/\w+|jobs/\w+)\.py:\d+: .*$"
+        rooms = r"(?:harness|hangs|remote|libraries|jobs)/\w+"
+        ours = rf"^\S*\b(?:common|{scripts}|{rooms})\.py:\d+: .*$"
         return re.findall(ours, self.stderr, re.MULTILINE)
 
     def __str__(self):

@@ -44,6 +44,8 @@ COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compi
 SAVED_ALIKE = ("DP", "DDP", "gradient_accumulation", "activation_checkpointing", "comm_hooks")
 SAVED_ALIKE += ("HSDP", "FSDP_offload", "DDP_by_hand", "FSDP_TP", "DDP_AMP", "float8", "CP")
 ENDED_EARLY = ("SingleGPU", "FSDP", "TP", "PP", "EP", "FSDP_by_hand", "LocalSGD", "checkpoint")
+LOADED_ALIKE = SAVED_ALIKE + ("SingleGPU", "auto_mixed_precision", "torchrun_DDP", "DDP_ZeRO")
+LOADED_ALIKE += ("checkpoint", "Muon", "EP", "ZeRO_by_hand")
 FLOAT16 = [  # which has a GradScaler
     (technique(name), Case("--dtype float16", (n,), frozenset({"rounds"})))
     for name, n in (("auto_mixed_precision", 1), ("DDP_AMP", 2), ("half_precision", 1))
@@ -255,8 +257,9 @@ def check_theory(one, weights, result, measured):
         sizes = {"sent": sum(sent.values()), "sent_theory": sum(sent_theory.values())}
         measured("shared", **about, **{name: size * numbers for name, size in sizes.items()})
     if sent_theory is not None and "differs" not in one.technique.traits:
-        theory = dict.fromkeys(sent, 0) | sent_theory  # 0: the norms of clipping
-        assert sent == pytest.approx(theory, rel=close, abs=0.05)
+        theory = dict.fromkeys(sent, 0) | sent_theory  # 0: norms of clipping, sums of the loss
+        total = max(sum(theory.values()), 1)
+        assert sent == pytest.approx(theory, rel=close, abs=close * total)
 
 
 def decoder_of(one, weights):
@@ -280,8 +283,7 @@ def test_the_counters_can_fail(run_once):
 
 
 def loads_by_itself(one):
-    names = ("FSDP", "FSDP_by_hand", "half_precision", "TP", "PP", "ND_parallel")
-    return is_first(one) and one.technique.name in names
+    return is_first(one) and one.technique.name not in LOADED_ALIKE
 
 
 @pytest.mark.parametrize("one", tries(loads_by_itself, but=("differs",)))
@@ -401,3 +403,9 @@ def test_resumed_from_its_own_snapshot_it_has_the_same_bits(one, run_once, tmp_p
     finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
     assert "at epoch 1, step 4" in finished.stdout
     same_bits(one, run_once, tmp_path)
+
+
+def test_a_new_row_is_tried_in_all_ways():
+    new = TECHNIQUES[0]._replace(script="pytorch_new", cases=(Case("", (2,)),), traits=frozenset())
+    one = Try(new, new.cases[0], 2)
+    assert all(usual(one) for usual in (is_usual, loads_by_itself, resumes, is_resumed))
