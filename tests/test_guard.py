@@ -49,7 +49,8 @@ def all_finite(output):
     """Of all that a run has left, in snapshots and model.pt."""
     files = [*output.glob("snapshots/*/state.pt"), *output.glob("model.pt")]
     assert files
-    tensors = [t for snapshot in snapshots(output) for t in tensors_of(snapshot).values()]
+    ours = [path.parent for path in output.glob("snapshots/*/tensors")]  # not DeepSpeed's
+    tensors = [tensor for snapshot in ours for tensor in tensors_of(snapshot).values()]
     for file in files:
         found = torch.load(file, weights_only=True)
         tensors += [t for t in torch.utils._pytree.tree_leaves(found) if torch.is_tensor(t)]
