@@ -46,10 +46,12 @@ SAVED_ALIKE += ("HSDP", "FSDP_offload", "DDP_by_hand", "FSDP_TP", "DDP_AMP", "fl
 ENDED_EARLY = ("SingleGPU", "FSDP", "TP", "PP", "EP", "FSDP_by_hand", "LocalSGD", "checkpoint")
 LOADED_ALIKE = SAVED_ALIKE + ("SingleGPU", "auto_mixed_precision", "torchrun_DDP", "DDP_ZeRO")
 LOADED_ALIKE += ("checkpoint", "Muon", "EP", "ZeRO_by_hand")
-FLOAT16 = [  # which has a GradScaler
-    (technique(name), Case("--dtype float16", (n,), frozenset({"rounds"})))
-    for name, n in (("auto_mixed_precision", 1), ("DDP_AMP", 2), ("half_precision", 1))
-]
+FLOAT16 = [  # which has a GradScaler, but for pure half
+    (technique(name), Case(f"--dtype float16{more}", (n,), frozenset({"rounds"})))
+    for name, more, n in (
+        ("auto_mixed_precision", "", 1), ("DDP_AMP", "", 2), ("half_precision", " --master-weights", 1)
+    )
+]  # fmt: skip
 
 
 class Try(NamedTuple):
