@@ -46,12 +46,11 @@ SAVED_ALIKE += ("HSDP", "FSDP_offload", "DDP_by_hand", "FSDP_TP", "DDP_AMP", "fl
 ENDED_EARLY = ("SingleGPU", "FSDP", "TP", "PP", "EP", "FSDP_by_hand", "LocalSGD", "checkpoint")
 LOADED_ALIKE = SAVED_ALIKE + ("SingleGPU", "auto_mixed_precision", "torchrun_DDP", "DDP_ZeRO")
 LOADED_ALIKE += ("checkpoint", "Muon", "EP", "ZeRO_by_hand")
-FLOAT16 = [  # which has a GradScaler, but for pure half
-    (technique(name), Case(f"--dtype float16{more}", (n,), frozenset({"rounds"})))
-    for name, more, n in (
-        ("auto_mixed_precision", "", 1), ("DDP_AMP", "", 2), ("half_precision", " --master-weights", 1)
-    )
-]  # fmt: skip
+SCALED = {"auto_mixed_precision": "", "DDP_AMP": "", "half_precision": " --master-weights"}
+FLOAT16 = [  # with a scaled loss
+    (technique(name), Case(f"--dtype float16{more}", technique(name).ranks, frozenset({"rounds"})))
+    for name, more in SCALED.items()
+]
 
 
 class Try(NamedTuple):
