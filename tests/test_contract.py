@@ -48,8 +48,8 @@ LOADED_ALIKE = SAVED_ALIKE + ("SingleGPU", "auto_mixed_precision", "torchrun_DDP
 LOADED_ALIKE += ("checkpoint", "Muon", "EP", "ZeRO_by_hand")
 SCALED = {"auto_mixed_precision": "", "DDP_AMP": "", "half_precision": " --master-weights"}
 FLOAT16 = [  # with a scaled loss
-    (technique(name), Case(f"--dtype float16{more}", technique(name).ranks, frozenset({"rounds"})))
-    for name, more in SCALED.items()
+    (row, row.cases[0]._replace(flags=f"--dtype float16{SCALED[row.name]}"))
+    for row in map(technique, SCALED)
 ]
 
 
