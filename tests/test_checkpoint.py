@@ -1,5 +1,5 @@
 """pytorch_checkpoint.py: what its page says about DCP checkpoints. (That it resumes with the same
-bits: test_contract.py. Killed while it writes: test_injection.py.)"""
+bits: test_contract.py. Killed while it writes: test_faults.py.)"""
 
 import re
 import signal
