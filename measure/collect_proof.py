@@ -42,7 +42,7 @@ def read_measured(paths):
         tables[table] = rows or before[table]
         if rows:
             scripts = {f"{row['script'].split()[0]}.py" for row in rows}
-            below = ["examples/silent/ranks.py"] if table == "silent_examples" else fresh.BELOW
+            below = ["examples/silent/two_ranks.py"] if table == "silent_examples" else fresh.BELOW
             files = fresh.files_of(ROOT, scripts, below)
             measured[table] = {"git_commit": git_commit(), "files": files}
     return about | {"measured": measured} | tables

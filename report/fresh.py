@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-BELOW = ("common.py", "jobs", "harness")  # every script uses them
+BELOW = ("common.py", "jobs", "libraries", "harness")  # every script uses them
 SHOWN = 6  # files; if there are more, the note says how many
 
 
