@@ -3,8 +3,7 @@
 Differs     from pytorch_FSDP.py: DCP saves and resumes, not the harness. Lines tagged "# DCP:".
 Command:    torchrun --nproc_per_node=4 pytorch_checkpoint.py --async-save
             torchrun --nproc_per_node=2 pytorch_checkpoint.py --async-save --resume auto
-Use it      to save and resume a sharded model in your own training loop. Not where the harness's
-            snapshots are enough: they also verify checksums and reject pickles that run code.
+Use it      in your own loop. Not where the harness's snapshots do: they also verify checksums.
 Holds       what pytorch_FSDP.py holds; while --async-save writes, also a copy of its shards.
 Sends       what pytorch_FSDP.py sends; a checkpoint sends buffers, and names and shapes of shards.
 """

@@ -57,7 +57,10 @@ BUDGETS = {
 }
 LESSON, BEYOND_DATA_PARALLELISM, EXAMPLE = 170, 210, 90
 LONGER = {"pytorch_CP": 240, "pytorch_ND_parallel": 280, "lightning_Trainer": 250}
-building = pytest.mark.xfail(strict=False, reason="the rooms are being built")
+# Rooms that are still above their budget. One that meets it fails here until it is taken out.
+ABOVE = ["harness", "hangs", "remote", "jobs", "report", "estimator", "inference", "techniques.py"]
+ABOVE += ["measure", "tests"]
+above = pytest.mark.xfail(strict=True, reason="above its budget")
 
 
 def lines_of(path):
@@ -79,7 +82,6 @@ def imported(path):
     return found & OURS
 
 
-@building
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_arrows_go_down(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
@@ -102,7 +104,6 @@ def test_no_circle_in_a_room():
         assert not knows, f"{room}: {', '.join(knows)} know each other"
 
 
-@building
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_has_one_concern(path):
     """Its first line says which. When it outgrows this, ask which second one has moved in."""
@@ -114,14 +115,14 @@ def test_a_file_has_one_concern(path):
             assert lines < (200 if isinstance(node, ast.ClassDef) else 60), node.name
 
 
-@building
-@pytest.mark.parametrize("room, budget", BUDGETS.items())
-def test_budgets(room, budget):
+@pytest.mark.parametrize(
+    "room", [pytest.param(room, marks=above if room in ABOVE else ()) for room in BUDGETS]
+)
+def test_budgets(room):
     paths = [ROOT / room] if room.endswith(".py") else (ROOT / room).rglob("*.py")
-    assert sum(map(lines_of, paths)) <= budget
+    assert sum(map(lines_of, paths)) <= BUDGETS[room]
 
 
-@building
 @pytest.mark.parametrize("row", LESSONS, ids=lambda row: row.script)
 def test_a_lesson_is_short(row):
     if "no_training" not in row.traits:
