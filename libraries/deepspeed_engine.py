@@ -113,11 +113,30 @@ def resume(run, engine) -> dict:
             fail(f"--resume {path} contains no DeepSpeed checkpoint; give another, or none")
         return True
 
+    clear_padding(engine)
     ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
     run.resume(engine.module, engine.basic_optimizer, ours, read=read, engine=engine)
     watch_steps(run, engine)
     return track_tensors(run, engine)
+
+
+@torch.no_grad()
+def clear_padding(engine) -> None:
+    """Set the padding of stage 3 to zero, in the shards and in their fp32 copy. DeepSpeed pads each
+    parameter to equal shards but does not initialize the padding, which may then contain NaN."""
+    if not hasattr(next(engine.parameters()), "ds_tensor"):
+        return
+    optimizer, rank = engine.optimizer, dist.get_rank()
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for parameters, fp32_copy in groups:
+        end = 0
+        for parameter in parameters:
+            size = parameter.partition_numel()
+            begin, end = end, end + size
+            real = max(0, parameter.ds_numel - rank * size)
+            for shard in (parameter.ds_tensor, fp32_copy[begin:end]):
+                shard[real:].zero_()
 
 
 def watch_steps(run, engine) -> None:

@@ -74,6 +74,11 @@ def test_two_steps_in_fp32(config, n, optimizer, train, measured):
         assert sum(sent.values()) == pytest.approx(sum(row.sends(n, options).values()), rel=0.05)
 
 
+def test_padding_is_not_taken_for_nan(train):
+    """Three ranks pad their shards. Memory that nobody initializes is NaN with --deterministic."""
+    train(script("zero_stage3"), 3, f"{SMALL} --max-steps 2 --deterministic")
+
+
 GPT = "--model gpt-2x4x32 --context 16 --max-steps 2 --clip-grad 0.5"
 ON_GPT = [("zero_stage3", "adamw", 2)]
 ON_GPT += [(f"zero_stage{stage}", *how) for stage in range(4)
