@@ -61,14 +61,14 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors, help from rank 0 only, and comments in ``@FILE``."""
 
     def __init__(self, **options):
-        self.own: list[str] = []  # names of the flags that are in no group: the script's own
+        self.own: dict[str, argparse.Action] = {}  # flags that are in no group: the script's own
         super().__init__(**options)
 
     def add_argument(self, *names: str, **options):
         if "--local-rank" in names:  # the launcher sets it
             options.setdefault("help", argparse.SUPPRESS)
         action = super().add_argument(*names, **options)
-        self.own += [action.dest] if "--local-rank" not in names else []
+        self.own |= {action.dest: action} if "--local-rank" not in names else {}
         return action
 
     def add_flags(self, title: str, shown: bool = True) -> Callable:

@@ -65,10 +65,13 @@ def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None
     Args:
         words: the command line; ``None``: that of this process.
     """
-    values, own = vars(parser.parse_args(words)), {"options": {}, "own": True}
-    known = {field.name for field in dataclasses.fields(kind)} - set(parser.own)
+    values, own = vars(parser.parse_args(words)), {}
+    for name, action in parser.own.items():
+        options = {"action": "store_true"} if action.nargs == 0 else {}
+        own[name] = {"options": options, "own": True}
+    known = {field.name for field in dataclasses.fields(kind)} - own.keys()
     fields = [
-        (name, Any, dataclasses.field(metadata=own if name in parser.own else {}))
+        (name, Any, dataclasses.field(metadata=own.get(name, {})))
         for name in values
         if name not in known
     ]
@@ -102,11 +105,13 @@ def as_words(settings: Any) -> list[str]:
     """The flags that repeat this run from its start, with all defaults."""
     words = []
     for field in flags_of(settings):
-        value = getattr(settings, field.name)
-        is_set = value is not None and value is not False
-        was_given = value in field.metadata["options"].get("choices", [value])  # or a script's own
+        value, options = getattr(settings, field.name), field.metadata["options"]
+        is_switch = options.get("action") == "store_true"
+        is_set = bool(value) if is_switch else value is not None
+        was_given = value in options.get("choices", [value])  # or a script's own
         if is_set and was_given and field.name != "resume":
-            words += [f"--{field.name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            words += [f"--{field.name.replace('_', '-')}"] + ([] if is_switch else [str(said)])
     return words
 
 

@@ -17,6 +17,7 @@ from harness import settings, state
 from harness.settings import as_words, read_flags
 from jobs import images
 from jobs.choice import Settings, resolve
+from libraries import mesh
 
 
 def arguments(*flags, **changes):
@@ -37,6 +38,17 @@ def test_settings_are_frozen_and_know_the_options_of_the_script():
         args.seed = 1
     again = read_flags(parser, Settings, as_words(args))
     assert dataclasses.asdict(again) | {"local_rank": "1"} == dataclasses.asdict(args)
+
+
+@pytest.mark.parametrize("free", [True, False, 2])
+def test_recorded_settings_repeat_the_run(free):
+    """Switches, numbers that equal True, and the flag that takes yes, no or a number."""
+    parser = common.argument_parser("", only_gpt=True)
+    mesh.add_flags(parser, ["ring"])
+    args = read_flags(parser, Settings, ["--compile", "--prefetch", "1", "--tie"])
+    args = dataclasses.replace(args, reshard_after_forward=free)
+    again = read_flags(parser, Settings, as_words(args))
+    assert dataclasses.asdict(again) == dataclasses.asdict(args)
 
 
 def test_what_a_resume_must_match_is_said_at_the_flag():
