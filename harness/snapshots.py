@@ -281,16 +281,26 @@ class SnapshotStore:
         if restarted or self.args.resume == "auto":
             self.fetch()
         own = list_snapshots(self.folder) if restarted else []
-        candidates = [(path, launch_id(), False) for path in own]
-        candidates += asked_for(self.args.resume, self.output_dir) if world().rank == 0 else []
-        for candidate in gather_objects(candidates)[0]:  # those of rank 0
-            if snapshot := read_snapshot(*candidate):
-                return self.check(candidate[0], snapshot)
-        if self.args.resume not in ("auto", "none"):
+        found = self.first_valid([(path, launch_id(), False) for path in own])
+        if not found:  # only now: what --resume names may be deleted by the time of a restart
+            first = world().rank == 0
+            found = self.first_valid(asked_for(self.args.resume, self.output_dir) if first else [])
+        if not found and self.args.resume not in ("auto", "none"):
             fail(
                 f"--resume {self.args.resume} has no valid snapshot; give a folder such as "
                 "snapshots/step-00001000 (a model.pt goes to --weights)"
             )
+        return found
+
+    def first_valid(self, candidates: list[tuple]) -> dict | None:
+        """The content of the first valid snapshot among those that rank 0 gives.
+
+        Args:
+            candidates: arguments of :func:`read_snapshot`, best first.
+        """
+        for candidate in gather_objects(candidates)[0]:
+            if snapshot := read_snapshot(*candidate):
+                return self.check(candidate[0], snapshot)
         return None
 
     def check(self, path: Path, snapshot: dict) -> dict:

@@ -195,6 +195,18 @@ def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
     assert len(result(tmp_path)["train_loss"]) == 20
 
 
+def test_a_restart_does_not_need_the_snapshot_that_resume_names(tmp_path):
+    """It has its own, and has deleted that one by then: the last two are kept."""
+    job = start("pytorch_SingleGPU", flags=f"--output-dir {tmp_path}")
+    run(f"{job} --epochs 1 --max-steps 2")
+    [named] = snapshots(tmp_path)
+    job += f" --epochs 3 --resume {named}"
+    run(job, TORCHELASTIC_RUN_ID="a")
+    assert not named.exists()
+    again = run(job, TORCHELASTIC_RUN_ID="a", TORCHELASTIC_RESTART_COUNT="1")
+    assert "nothing left to do" in again.stdout
+
+
 STOPPED = [("pytorch_torchrun_DDP", 2), ("pytorch_DDP_AMP --dtype bfloat16", 2)]
 STOPPED += [(DEEPSPEED(3), 2), (DEEPSPEED(2), 2)]
 
