@@ -211,8 +211,8 @@ class SnapshotStore:
         folder = self.folder / name
 
         def write_all(part: Path) -> None:
-            for write in writers:  # first: if they communicate, all ranks must call them
-                write(part)
+            for write in writers:  # they communicate: none begins if the one before has failed
+                together(write, part)
             if world().rank == 0:
                 torch.save(state, part / "state.pt")
 

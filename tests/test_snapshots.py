@@ -362,6 +362,7 @@ def test_no_space(script, n, on_save_error, tmp_path):
     [
         pytest.param("pytorch_torchrun_DDP", 0, "state.pt", marks=full),
         ("pytorch_FSDP", 1, "safetensors"),
+        ("pytorch_LocalSGD --sync-every 1", 1, "rank-00001"),
         pytest.param("pytorch_DeepSpeed", 0, "model_states", marks=full),
         ("pytorch_DeepSpeed", 1, "optim_states"),
     ],
