@@ -116,12 +116,16 @@ class StepClock:
         """Begin a phase; outside of a step, as in evaluation, this does nothing."""
         if self.marks is None:
             return
+        self.end_range()
+        self.marks.append((phase, *self.now()))
+        if self.traced and phase in PHASES:
+            self.range = record_function(phase)
+            self.range.__enter__()
+
+    def end_range(self) -> None:
         if self.range:
             self.range.__exit__(None, None, None)
-        self.marks.append((phase, *self.now()))
-        self.range = record_function(phase) if self.traced and phase in PHASES else None
-        if self.range:
-            self.range.__enter__()
+            self.range = None
 
     def now(self) -> tuple:
         """The time, and on a CPU for how long the thread was blocked so far; on a GPU an event in
@@ -159,6 +163,7 @@ class StepClock:
         """Read the peak memory before anything that is not training; the next tick resets it. The
         phases of this step are discarded."""
         self.spoilt = True
+        self.end_range()
         if self.paused:
             return
         self.paused = True
