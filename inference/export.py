@@ -1,4 +1,4 @@
-"""Write a trained model as one ONNX file, a classifier in any precision, and compare it with
+"""Write a trained model as one ONNX file, a classifier in fp32, fp16 or int8, and compare it with
 PyTorch; inference/language.py uses the same for a GPT."""
 
 import contextlib
