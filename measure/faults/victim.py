@@ -205,23 +205,16 @@ if world().rank == 0:
     before(os, "replace", "before rename")
     before(snapshots, "list_snapshots", "after rename")  # looks for older ones then
 else:
-    write_snapshot, together = snapshots.write_snapshot, snapshots.together
-    stages = 0  # of the present snapshot
+    together = snapshots.together
 
-    def write_and_count(*args):
-        global stages
-        stages = 0
-        return write_snapshot(*args)
-
-    def together_and_count(*args, **kwargs):
-        global stages
-        stages += 1
-        happen({2: "during write", 5: "before rename"}.get(stages))
-        results = together(*args, **kwargs)
-        if stages == 5:
+    def together_and_more(task, *args, **kwargs):
+        name = getattr(task, "__name__", "")
+        happen({"write_all": "during write", "seal_and_rename": "before rename"}.get(name))
+        results = together(task, *args, **kwargs)
+        if name == "seal_and_rename":
             happen("after rename")
         return results
 
-    snapshots.write_snapshot, snapshots.together = write_and_count, together_and_count
+    snapshots.together = together_and_more
 
 runpy.run_path(script, run_name="__main__")
