@@ -150,6 +150,8 @@ def is_usual(one):
         return False
     if one.model == "images":  # of which few techniques know anything
         return is_first(one) and one.technique.name in ("torchrun_DDP", "FSDP", "FSDP_by_hand")
+    if one.script == "pytorch_FSDP --dtype bfloat16":  # what it sends shows how it adds
+        return one.model == "gpt"
     return is_first(one) if one.model == "gpt" else one.model == "llama" and not is_first(one)
 
 
