@@ -310,7 +310,7 @@ LESSONS = [
     row("pytorch_DDP_AMP", "torchrun_DDP", FASTER, *DATA, case(BFLOAT16, 2, traits="estimated"),
         traits="rounds"),
     row("pytorch_gradient_accumulation", "torchrun_DDP", FASTER, *DATA,
-        case("--accumulate 4", 2, traits="estimated alone")),
+        case("--accumulate 4", 4, 2, traits="estimated alone")),
     row("pytorch_activation_checkpointing", "torchrun_DDP", FASTER, *DATA,
         case("", 2, 1, traits="estimated alone"), case("--selective", 2)),
     row("pytorch_compile", "torchrun_DDP", FASTER, *DATA,
