@@ -39,6 +39,8 @@ IMAGES = "--model small_resnet --norm group"
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
 TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
 OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie")  # of the single process, too
+# Where embedding and head are on different ranks, or sharded:
+TIED = ("pytorch_TP --sequence-parallel", "pytorch_PP --pipeline-schedule 1f1b")
 COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 # Another script has the same code for saving and resuming:
 SAVED_ALIKE = ("DP", "DDP", "gradient_accumulation", "activation_checkpointing", "comm_hooks")
@@ -152,6 +154,8 @@ def is_usual(one):
         return is_first(one) and one.technique.name in ("torchrun_DDP", "FSDP", "FSDP_by_hand")
     if one.script == "pytorch_FSDP --dtype bfloat16":  # what it sends shows how it adds
         return one.model == "gpt"
+    if one.model == "tied":
+        return one.script in TIED
     return is_first(one) if one.model == "gpt" else one.model == "llama" and not is_first(one)
 
 

@@ -16,7 +16,7 @@ JOB = (
 )
 GRADIENT = "the gradient of conv1.weight is NaN or Inf"
 STAGE = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
-UNWATCHED = ("LocalSGD", "compile", "checkpoint", "DDP_by_hand", "ZeRO_by_hand")  # no more to see
+UNWATCHED = ("compile", "checkpoint", "DDP_by_hand", "ZeRO_by_hand")  # no more to see
 NAMED = {  # what --on-nan stop names when a gradient is infinite, where it is another thing
     "pytorch_half_precision --dtype bfloat16": "the gradient of the loss is NaN or Inf",
     "pytorch_FSDP_by_hand": "a gradient is NaN or Inf",  # its weights are freed by then
