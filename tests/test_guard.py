@@ -31,7 +31,8 @@ SCRIPTS = [
     if case == t.cases[0] or t.name in ("half_precision", "DeepSpeed")
     for script in [f"{t.script} {case.flags}".rstrip()]
 ]
-BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", STAGE(2))  # of the guard
+# Branches of the guard; ranks of Local SGD do not share their gradients.
+BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_LocalSGD", STAGE(2))
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
 EVERY_SCRIPT = cases(SCRIPTS, lambda script, *_: script in BRANCHES)
 THAT_IS_WATCHED = cases(
