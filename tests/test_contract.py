@@ -234,8 +234,9 @@ def check_rounding(one, run_once, weights, result, measured):
     loss, expected_loss = result["eval_loss"][-1], expected_result["eval_loss"][-1]
     if one.model == "images":
         measured("loss", script=one.script, ranks=one.n, value=loss, fp32=expected_loss)
-    assert loss == pytest.approx(expected_loss, rel=0.02)
     dtype = re.search(r"--dtype (\w+)", one.script)
+    scaled = dtype and dtype[1] == "float16"  # a GradScaler skips the first of these few steps
+    assert loss == pytest.approx(expected_loss, rel=0.1 if scaled else 0.02)
     assert result["precision"] == (dtype[1] if dtype else result["precision"])
 
 
