@@ -124,6 +124,8 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=()):
         out = {one.technique.name} | one.technique.traits | one.case.traits
         if of_images or unknown or one.n > 4 or "Muon" in one.script and one.optimizer == "sgd":
             continue
+        if "ulysses" in one.script and one.model == "llama" and one.n == 4:  # six heads of keys
+            continue
         if out & set(but):
             continue
         marks = [] if "full" not in one.case.traits and usual(one) else [pytest.mark.full]
@@ -266,6 +268,7 @@ def check_theory(one, weights, result, measured):
         measured("shared", **about, **{name: size * numbers for name, size in sizes.items()})
     if sent_theory is not None and "differs" not in one.technique.traits:
         theory = dict.fromkeys(sent, 0) | sent_theory  # 0: norms of clipping, sums of the loss
+        sent = dict.fromkeys(theory, 0) | sent  # a single rank sends nothing
         total = max(sum(theory.values()), 1)
         assert sent == pytest.approx(theory, rel=close, abs=close * total)
 
