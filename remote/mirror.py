@@ -56,15 +56,9 @@ class Mirror:
     def url_of(self, name: str) -> str:
         return f"{self.remote.url}/snapshots/{name}"
 
-    # -------------------------------------------------------------------------- what is resumed
-
     def pull(self, archive: Callable[[], None]) -> None:
         """Download the newest valid snapshot of this run, and the file that tells whether the run
-        had ended.
-
-        Args:
-            archive: moves the local files aside; called if they are of another run.
-        """
+        had ended. If the local files are of another run, ``archive`` moves them aside."""
         here = sorted(path.name for path in self.snapshots.glob("step-*"))
         files, run_id = self.remote.list_files(), self.remote.read(RUN_ID)
         if run_id and not (self.id_file.exists() and self.id_file.read_bytes() == run_id):
@@ -104,8 +98,6 @@ class Mirror:
         shutil.rmtree(part)
         return damage
 
-    # -------------------------------------------------------------------------- what is copied
-
     def is_used(self) -> bool:
         """Whether the URL contains a run."""
         files = self.remote.list_files()
@@ -113,11 +105,8 @@ class Mirror:
 
     def begin(self, resumed: str | None) -> None:
         """Give the run an identity, or remove what is newer than the snapshot from which it
-        resumes, and its result. The local files of an earlier run must be archived by now.
-
-        Args:
-            resumed: the snapshot's name; ``None`` if the run starts from scratch.
-        """
+        resumes (``None``: it starts from scratch), and its result. The local files of an earlier
+        run must be archived by now."""
         if resumed:
             for name in by_snapshot(self.remote.list_files()):
                 if name > resumed:

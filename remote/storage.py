@@ -1,11 +1,10 @@
 """Remote storage: list, download and upload what fsspec opens by a URL."""
 
 import contextlib
-import errno
+import multiprocessing
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,11 +20,7 @@ RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded,
 class RemoteError(OSError):
     """An operation on remote storage failed; the message says where and why."""
 
-    def __init__(self, why: str):
-        super().__init__(errno.EIO, why)
-
-    def __str__(self) -> str:
-        return self.strerror
+    strerror = property(str)  # which an error without a number does not have
 
 
 def is_url(place: object) -> bool:
@@ -56,39 +51,27 @@ def find_mistake(url: str) -> str | None:
         shown = f"{protocol}://{rest.rpartition('@')[2]}"
         return f"{shown} contains *, ?, [ or ..; give the name of one file or folder"
     if urlsplit(url).password:
-        return (
-            f"{protocol}://...: a password would be written into result.json; leave it out, and "
-            f"use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
-        )
-    install = "pip install -r requirements-ecosystem.txt"
+        instead = f"use a key, or export FSSPEC_{protocol.upper()}_PASSWORD"
+        return f"{protocol}://...: a password would be written into result.json; {instead}"
     try:
         import fsspec
-    except ImportError as error:
-        return f"{url}: fsspec cannot be imported ({error}); {install}"
-    try:
+
         fsspec.get_filesystem_class(protocol)
     except ValueError:  # an unknown protocol
         return f"{url}: fsspec has no {protocol}://; use a path, s3://, sftp://, ..."
     except ImportError as error:  # which names the package
-        return f"{url}: {error}; {install}"
+        return f"{url}: {error}; pip install -r requirements-ecosystem.txt"
     return None
 
 
 def answer_within(seconds: float, question: Callable):
     """Call a server with a timeout, in a thread that may be left running, because not every library
     has a timeout, and a host lookup has none."""
-    answer = Future()
-
-    def ask():
-        try:
-            answer.set_result(question())
-        except Exception as error:  # any library's
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    if not wait([answer], seconds).done:
-        raise TimeoutError(f"no answer within {seconds} s")
-    return answer.result()
+    try:
+        with ThreadPool(1) as pool:
+            return pool.apply_async(question).get(seconds)
+    except multiprocessing.TimeoutError as error:
+        raise TimeoutError(f"no answer within {seconds} s") from error
 
 
 class Remote:
@@ -99,11 +82,8 @@ class Remote:
 
     @contextlib.contextmanager
     def connection(self, doing: str) -> Iterator:
-        """A file system of fsspec with this URL as its root, opened on first use.
-
-        Args:
-            doing: the operation, for the error message.
-        """
+        """A file system of fsspec with this URL as its root, opened on first use. An error message
+        says what the URL cannot be: ``doing``."""
         try:
             self.fs = self.fs or answer_within(ANSWER, self.connect)
             self.fs.invalidate_cache()
@@ -143,11 +123,8 @@ class Remote:
             return there.cat_file(name)
 
     def download(self, sizes: dict[str, int], target: Path) -> None:
-        """Fetch files into a folder (``""``: into the file ``target``).
-
-        Args:
-            sizes: as :meth:`list_files` has them.
-        """
+        """Fetch files, of the sizes that :meth:`list_files` returns, into a folder (``""``: into
+        the file ``target``)."""
         with self.connection("read") as there:
             for name in sizes:
                 if ".." in name.split("/"):
@@ -170,12 +147,8 @@ class Remote:
 
 
 def fetch_files(remote: Remote, place: Path, again: bool, say: Callable = print) -> None:
-    """Download a file, or a folder recursively.
-
-    Args:
-        again: download all files. Otherwise local files of the same size are kept.
-        say: prints what is downloaded.
-    """
+    """Download a file, or a folder recursively. Local files of the same size are kept, unless they
+    are to be downloaded ``again``. ``say`` prints what is downloaded."""
     sizes = remote.list_files()
     if not sizes:
         raise RemoteError(f"{remote.url} cannot be read (no such file or folder)")
@@ -190,6 +163,6 @@ def fetch_files(remote: Remote, place: Path, again: bool, say: Callable = print)
     missing = {n: s for n, s in sizes.items() if n not in here or here[n].stat().st_size != s}
     if missing:
         total = sum(size or 0 for size in missing.values())
-        files = f"{len(missing)} of {len(sizes)} files"
-        say(f"downloading {remote.url} to {place}: {files}, {total:,} bytes")
+        files = f"{len(missing)} of {len(sizes)} files, {total:,} bytes"
+        say(f"downloading {remote.url} to {place}: {files}")
         remote.download(missing, place)

@@ -61,7 +61,6 @@ LONGER = {"pytorch_CP": 240, "pytorch_ND_parallel": 280, "lightning_Trainer": 25
 ABOVE = {
     "harness": 3070,
     "hangs": 560,
-    "remote": 360,
     "libraries": 1020,
     "jobs": 1880,
     "report": 1850,
