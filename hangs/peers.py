@@ -21,14 +21,11 @@ ANSWER = 10  # seconds that a rank has to answer: PyTorch may have to import muc
 
 
 def serve(one_machine: bool, answers: dict[str, Callable]) -> tuple:
-    """Start the thread.
+    """Start the thread. Returns the address for :func:`ask`.
 
     Args:
         one_machine: all ranks share it.
         answers: functions by question; they return plain data.
-
-    Returns:
-        The arguments of :func:`ask`, after the question.
     """
     own = host = "127.0.0.1"
     if not one_machine:
@@ -56,9 +53,12 @@ def serve(one_machine: bool, answers: dict[str, Callable]) -> tuple:
     return host, listener.getsockname()[1], key, socket.gethostname(), os.getpid()
 
 
-def ask(question: str, host: str, port: int, key: str, machine: str, process: int):
-    """A rank's answer, or a string: why there is none. A process that a signal has stopped is
-    continued, so that it answers; the run has failed in any case."""
+def ask(question: str, address: tuple | str):
+    """A rank's answer, or a string: why there is none, or no address. A process that a signal has
+    stopped is continued, so that it answers; the run has failed in any case."""
+    if isinstance(address, str):
+        return address
+    host, port, key, machine, process = address
     try:
         here = machine == socket.gethostname()
         status = psutil.Process(process).status() if here else psutil.STATUS_RUNNING

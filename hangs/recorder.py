@@ -1,71 +1,64 @@
 """What PyTorch records of the collectives of a process: the only file with its private APIs."""
 
 import json
+import linecache
 import pickle
+import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import _weights_only_unpickler
+from torch.distributed import distributed_c10d as c10d
 
 from hangs.diagnosis import describe
 
 LAST = 50  # number of collectives per group to compare
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # 2.11
 
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers, and runs no code."""
-
-    def find_class(self, module: str, name: str):
-        raise pickle.UnpicklingError(f"a record of collectives does not need {module}.{name}")
+def set_timeouts(seconds: float) -> None:
+    """Set the timeout of all groups, as those of a device mesh or a library have their own."""
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # 2.11
+    for group in c10d._world.pg_map:
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 def read_recorder() -> dict:
     """PyTorch's record: ``entries``, one per collective, and ``pg_config``, one per group. It
     includes send and receive only for NCCL."""
-    try:
-        own = torch._C._distributed_c10d
-        read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
-        recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
-    except AttributeError:  # another version of PyTorch
-        recorded = {"version": "", "entries": []}
+    own = torch._C._distributed_c10d
+    read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
+    recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
     recorded["pg_config"] = {  # empty with gloo, but PyTorch's tool needs it
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(dist.get_process_group_ranks(group)),
-        }
-        for group, name in groups_of_process().items()
+        g["pg_name"]: {"name": g["pg_name"], "desc": g["pg_desc"], "ranks": str(g["ranks"])}
+        for g in c10d._get_all_pg_configs()
     }
     return recorded
 
 
-def groups_of_process() -> dict[dist.ProcessGroup, str]:
-    """The process groups of this process, by name."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    return dict(getattr(world, "pg_names", {}))
+def read_file(path: Path) -> dict:
+    """The record in a file, of which no code is run."""
+    with open(path, "rb") as file:
+        return _weights_only_unpickler.load(file)
 
 
 def account_of(
-    recorded: dict,
-    name_places: Callable,
-    place: str = "",
-    message: dict | None = None,
-    why: str = "",
-    stopped: bool = False,
+    recorded: dict, script: Path, at: tuple = ("", None), why: str = "", stopped: bool = False
 ) -> dict:
     """What :func:`diagnose` has to know of a rank.
 
     Args:
-        name_places: see :meth:`Watch.name_places`.
-        place: where the rank is; "": at its last collective.
-        message: see :func:`awaited_message`.
+        script: the file whose lines are named first.
+        at: from :func:`locate`; default: at its last collective.
         why: the collective failed on this rank; "": it was asked.
         stopped: it was stopped by a signal, so it does not wait.
     """
+    place, message = at
     # Groups of other ranks may have the same name.
     key = {name: f"{name} of {g['ranks']}" for name, g in recorded["pg_config"].items()}
     groups = {key[name]: json.loads(g["ranks"]) for name, g in recorded["pg_config"].items()}
@@ -74,11 +67,11 @@ def account_of(
         name = entry["process_group"][0]
         number_of[name] += 1
         if number_of[name] <= LAST:
-            frames = [(Path(f["filename"]), f["line"]) for f in entry.get("frames", [])[::-1]]
-            at = name_places(frames)
-            place = place or at
-            call = call_of(entry, at, place) | {"group": key.get(name, name)}
-            if why and at == place and not any(call["open"] for call in calls):
+            frames = ((f["filename"], f["line"]) for f in entry.get("frames", []))
+            line = name_places(script, frames)
+            place = place or line
+            call = call_of(entry, line, place) | {"group": key.get(name, name)}
+            if why and line == place and not any(call["open"] for call in calls):
                 call["open"] = True  # it has failed, which gloo records as completed
             calls.append(call)
     waits = not stopped and bool(why or message or any(call["open"] for call in calls))
@@ -86,23 +79,41 @@ def account_of(
     return about | {"calls": calls, "groups": groups}
 
 
-def call_of(entry: dict, at: str, place: str) -> dict:
+def locate(script: Path, frames: list[tuple[FrameType, int]]) -> tuple[str, dict | None]:
+    """Where a thread is with these frames, the innermost first; and the message it waits for."""
+    places = ((frame.f_code.co_filename, line) for frame, line in frames)
+    return name_places(script, places), awaited_message(frames)
+
+
+def name_places(script: Path, places: Iterable[tuple[str, int]]) -> str:
+    """Of lines from the innermost to the outermost: the first of the script, and the first outside
+    of libraries."""
+    places = [(Path(file), line) for file, line in places if not file.startswith(LIBRARIES)]
+    ours = [p for p in places if p[0].is_file() and p[0].parent != Path(__file__).parent]
+    of_script = [p for p in ours if p[0].absolute() == script]
+    return ", in ".join(
+        f"{path.name}:{line} {linecache.getline(str(path), line).partition('  #')[0].strip()}"
+        for path, line in dict.fromkeys([*of_script[:1], *ours[:1]])
+    )
+
+
+def call_of(entry: dict, line: str, place: str) -> dict:
     """The relevant fields of an entry. A call is open if the rank is still in the line that made
     it, and it has not completed."""
     kind = entry["profiling_name"].partition(":")[2].lstrip("_")
     dtypes = entry.get("input_dtypes") or [""]
     return {
-        "number": entry["collective_seq_id"], "kind": kind, "place": at,
+        "number": entry["collective_seq_id"], "kind": kind, "place": line,
         "what": describe(kind, entry["input_sizes"], dtypes[0]), "time": entry["time_created_ns"],
-        "open": not entry["retired"] and at == place, "alone": entry["is_p2p"],
+        "open": not entry["retired"] and line == place, "alone": entry["is_p2p"],
     }  # fmt: skip
 
 
-def awaited_message(frames: list) -> dict | None:
+def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
     """The send or receive that waits at these lines, which gloo does not record."""
-    if not frames or "torch/distributed" not in frames[-1][0].f_code.co_filename:
+    if "torch/distributed" not in frames[0][0].f_code.co_filename:
         return None  # it is computing
-    for frame, _ in reversed(frames):
+    for frame, _ in frames:
         kind, given = frame.f_code.co_name, frame.f_locals
         if kind in ("send", "recv") and "tensor" in given:
             end = "dst" if kind == "send" else "src"

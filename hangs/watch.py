@@ -8,43 +8,32 @@ to a folder, and one of them prints a diagnosis.
 import atexit
 import contextlib
 import ctypes
-import linecache
 import os
 import pickle
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
-from hangs import recorder
 from hangs.diagnosis import diagnose
 from hangs.peers import ANSWER, ask, serve
+from hangs.recorder import account_of, locate, read_file, read_recorder, set_timeouts
 
 WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
 WORDS += ("Broken pipe",)  # in errors of gloo, NCCL and the store: another rank is late or gone
 PREFIX, REPORT = "rank_", "report.txt"  # file names; PyTorch's own tool expects the first
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 LINGER = 2  # seconds that a rank has to end by itself, once the diagnosis is printed
-
-Frames = list[tuple[FrameType, int]]  # with line numbers, from the outermost to the innermost
 
 
 class Watch:
-    """Collects and reports what every rank of a hanging run is doing.
-
-    Args:
-        script: the file whose lines are reported first.
-        folder: for the records.
-        one_machine: all ranks share it.
-    """
+    """Collects and reports what every rank of a hanging run is doing; see :func:`prepare`."""
 
     def __init__(self, script: Path, folder: Path, rank: int, one_machine: bool):
         self.script, self.folder, self.rank, self.one_machine = script, folder, rank, one_machine
@@ -65,41 +54,30 @@ class Watch:
     def start(self) -> None:
         """Answer the other ranks. If the last run in this folder could not report why it ended,
         rank 0 does. All ranks call it."""
-        answers = {
-            "claim": lambda: self.claimed.acquire(blocking=False),  # whether it is the first
-            "where": lambda: self.describe(main_frames(), ""),
-            "end": self.end,
-        }
-        own = None
+        claim = partial(self.claimed.acquire, blocking=False)  # whether it is the first
+        answers = {"claim": claim, "where": self.describe, "end": self.end}
         try:
             own = serve(self.one_machine, answers)
         except OSError as error:
-            print(f"rank {self.rank} cannot be asked where it hangs: {error}", file=sys.stderr)
+            own = f"it cannot be asked: {error}"
         peers = [None] * dist.get_world_size()
         dist.all_gather_object(peers, own)
         self.peers = peers
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCONT"):
             signal.signal(signal.SIGCONT, self.after_stop)
         if self.rank == 0:
-            self.explain_last_run()
+            with contextlib.suppress(Exception):  # of missing and foreign files
+                self.explain_last_run()
 
     def explain_last_run(self) -> None:
         """NCCL's watchdog may have written the records before it ended the process."""
-        files = {path.name[len(PREFIX) :]: path for path in self.folder.glob(f"{PREFIX}*")}
-        said = self.folder / REPORT
-        try:
-            newest = max(path.stat().st_mtime for path in files.values())
-            if said.exists() and said.stat().st_mtime > newest:
-                return
-            accounts = {}
-            for rank, path in files.items():
-                with open(path, "rb") as file:
-                    recorded = recorder.PlainUnpickler(file).load()
-                accounts[int(rank)] = recorder.account_of(recorded, self.name_places)
-            report = self.write_report(accounts, {}, len(files))
-            print(f"the last run hung: {report}", flush=True)
-        except Exception:  # missing or foreign files must not prevent training
-            return
+        newest = max(self.folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        if newest.name != REPORT:
+            accounts = {
+                int(path.name.removeprefix(PREFIX)): account_of(read_file(path), self.script)
+                for path in self.folder.glob(f"{PREFIX}*")
+            }
+            print(f"the last run hung: {self.write_report(accounts)}", flush=True)
 
     def after_exception(self, kind, error, trace) -> None:
         frames, cause = list(traceback.walk_tb(trace)), error
@@ -108,7 +86,7 @@ class Watch:
             frames += traceback.walk_tb(cause.__traceback__) if cause else []
         hung = cause and dist.is_initialized()
         if hung:
-            self.describe(frames, "waits")  # before another rank asks
+            self.describe("waits", frames[::-1])  # before another rank asks
         sys.__excepthook__(kind, error, trace)
         if hung:
             self.report()
@@ -116,27 +94,24 @@ class Watch:
     def before_abort(self, signum: int) -> None:
         """Called by the thread that aborts the process, which ends when this returns."""
         if os.getpid() == self.process and dist.is_initialized():
-            self.describe(main_frames(), "aborts")
+            self.describe("aborts")
             self.report()
 
     def after_stop(self, signum: int, frame: FrameType) -> None:
         """Called first when a process that a signal had stopped is continued: see :func:`ask`."""
-        self.stopped_at, self.continued = self.locate(outermost_first(frame)), time.time()
+        self.stopped_at = locate(self.script, list(traceback.walk_stack(frame)))
+        self.continued = time.time()
 
-    def ask(self, question: str) -> dict:
-        """The answers of all ranks, including this one."""
+    def ask(self, question: str) -> list:
+        """The answers of all ranks, including this one; strings say why there is none."""
         with ThreadPoolExecutor(64) as pool:
-            found = pool.map(lambda own: own and ask(question, *own), self.peers)
-            return {rank: "it cannot be asked" if a is None else a for rank, a in enumerate(found)}
+            return list(pool.map(partial(ask, question), self.peers))
 
     def report(self) -> None:
         """Ask all ranks, and print the diagnosis unless another rank does."""
-        first = next((a for a in self.ask("claim").values() if isinstance(a, bool)), False)
+        first = next((a for a in self.ask("claim") if isinstance(a, bool)), False)
         if first:  # to ask the lowest rank that can answer
-            answers = self.ask("where")
-            silent = {rank: why for rank, why in answers.items() if isinstance(why, str)}
-            accounts = {rank: answers[rank] for rank in answers.keys() - silent.keys()}
-            report = self.write_report(accounts, silent, len(answers))
+            report = self.write_report(dict(enumerate(self.ask("where"))))
             print(f"{self.script.stem}: error: {report}", file=sys.stderr, flush=True)
             self.over.set()
             self.ask("end")
@@ -147,47 +122,32 @@ class Watch:
         """The diagnosis is printed. The launcher would end a rank that does not wait only later."""
         if not self.over.is_set():
             self.over.set()
-            timer = threading.Timer(LINGER, os._exit, [1])
-            timer.daemon = True
-            timer.start()
+            time.sleep(LINGER)
+            os._exit(1)
 
-    def describe(self, frames: Frames, why: str) -> dict:
-        """Write this rank's record; its account for :func:`diagnose`. The first call counts."""
+    def describe(self, why: str = "", frames: list | None = None) -> dict:
+        """Write this rank's record; its account of ``why`` and ``frames`` (default: those of the
+        main thread), see :func:`account_of`. The first call counts."""
         with self.describing:
             if self.account:
                 return self.account
-            recorded = recorder.read_recorder()
+            record = read_recorder()
             with contextlib.suppress(OSError):  # such as a full disk
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / f"{PREFIX}{self.rank}").write_bytes(pickle.dumps(recorded))
-            stopped = time.time() - self.continued < ANSWER
-            at = self.stopped_at if stopped else self.locate(frames)
-            if stopped:
-                entries, until = recorded["entries"], self.continued * 1e9
-                recorded["entries"] = [e for e in entries if e["time_created_ns"] < until]
-            account = recorder.account_of(recorded, self.name_places, *at, why, stopped)
-            self.account = account
-            return account
+                path = self.folder / f"{PREFIX}{self.rank}"
+                path.write_bytes(pickle.dumps(record, protocol=2))  # read_file() knows no other
+            if stopped := time.time() - self.continued < ANSWER:
+                at, until = self.stopped_at, self.continued * 1e9
+                record["entries"] = [e for e in record["entries"] if e["time_created_ns"] < until]
+            else:
+                main = sys._current_frames()[threading.main_thread().ident]
+                at = locate(self.script, frames or list(traceback.walk_stack(main)))
+            self.account = account_of(record, self.script, at, why, stopped)
+            return self.account
 
-    def locate(self, frames: Frames) -> tuple[str, dict | None]:
-        """The line, and the message that it waits for."""
-        places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-        return self.name_places(places), recorder.awaited_message(frames)
-
-    def name_places(self, places: list[tuple[Path, int]]) -> str:
-        """The line of the script, and the innermost line outside of libraries."""
-        ours = [p for p in places if p[0].is_file() and not str(p[0]).startswith(LIBRARIES)]
-        ours = [p for p in ours if p[0].parent != Path(__file__).parent]
-        of_script = [p for p in ours if p[0].absolute() == self.script]
-        named = dict.fromkeys([*of_script[-1:], *ours[-1:]])
-        return ", in ".join(
-            f"{path.name}:{line} {linecache.getline(str(path), line).partition('  #')[0].strip()}"
-            for path, line in named
-        )
-
-    def write_report(self, accounts: dict, silent: dict, size: int) -> str:
-        """Write the diagnosis of the ranks' accounts, and remove files of an earlier run."""
-        first, *others = diagnose(accounts, silent, size)
+    def write_report(self, answers: dict) -> str:
+        """Write the diagnosis of the ranks' answers, and remove files of an earlier run."""
+        first, *others = diagnose(answers)
         report = "\n  ".join([f"{first}; recorded in {self.folder}", *others])
         with contextlib.suppress(OSError):
             for path in self.folder.glob(f"{PREFIX}*"):
@@ -222,15 +182,6 @@ def listen(timeout: float) -> None:
         timeout: in seconds.
     """
     if watch and dist.is_initialized():
-        for group in recorder.groups_of_process():
-            recorder.set_timeout(timedelta(seconds=timeout), group)
+        set_timeouts(timeout)
         if not watch.peers:
             watch.start()
-
-
-def main_frames() -> Frames:
-    return outermost_first(sys._current_frames()[threading.main_thread().ident])
-
-
-def outermost_first(frame: FrameType) -> Frames:
-    return list(traceback.walk_stack(frame))[::-1]

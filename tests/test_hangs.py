@@ -47,7 +47,7 @@ hangs.prepare(folder / "script.py", folder, rank=0, size=2, one_machine=True)
 hangs.listen(timeout=5)
 watch = hangs.watch.watch
 type(watch).account = property(lambda self: None, lambda self, account: None)  # reads each time
-asks = "while isinstance(peers.ask('where', *{}), dict): print('asked', flush=True)"
+asks = "while isinstance(peers.ask('where', {}), dict): print('asked', flush=True)"
 asks = "from hangs import peers\\n" + asks.format(watch.peers[0])
 asker = subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE)
 asker.stdout.read(20)
@@ -80,7 +80,7 @@ def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
     for rank, last in ((0, 8), (1, 7)):
         entries = [entry(n, "all_reduce", [[512]], 60 + n, n < 8) for n in range(1, last + 1)]
         dump = {"version": "2.10", "entries": entries, "pg_config": groups}
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
     command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1"
     command += f" --model small_resnet --output-dir {tmp_path}"
     said = succeed(command, forked=True).stdout
@@ -95,7 +95,7 @@ def test_what_is_no_record_is_left_alone(tmp_path):
     """A file that would run code, and one that is cut off."""
     folder = tmp_path / "flight_recorder"
     folder.mkdir()
-    (folder / "rank_0").write_bytes(pickle.dumps(attack(tmp_path / "attacked")))
+    (folder / "rank_0").write_bytes(pickle.dumps(attack(tmp_path / "attacked"), protocol=2))
     (folder / "rank_1").write_bytes(b"\x80\x04")
     command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1"
     said = succeed(f"{command} --model small_resnet --output-dir {tmp_path}", forked=True).stdout

@@ -60,7 +60,7 @@ LONGER = {"pytorch_CP": 240, "pytorch_ND_parallel": 280, "lightning_Trainer": 25
 # Rooms that are still above their budget, and may not grow: their lines now, in rounded numbers.
 ABOVE = {
     "harness": 3070,
-    "hangs": 560,
+    "hangs": 510,
     "libraries": 1020,
     "jobs": 1880,
     "report": 1850,
