@@ -214,11 +214,9 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         norms = 8 * (d.norms + d.last_norm) / pp * others(tp)
         found["tp"] = Counter(allgather=each, reduce_scatter=each, allreduce=norms)
     exchanged = {
-        "ring": {"send": (6 + again) * d.kv},
-        "pytorch": {"send": (6 + again) * d.kv},
         "allgather": {"allgather": (2 + again) * d.kv, "reduce_scatter": 2 * d.kv},
         "ulysses": {"alltoall": (4 + again) * (1 + d.kv) / cp},
-    }[o.get("attention", "ring")]
+    }.get(o.get("attention"), {"send": (6 + again) * d.kv})  # the others pass them around a ring
     each = layers * hidden / tp * (cp - 1)
     found["cp"] = Counter({kind: times * each for kind, times in exchanged.items()})
     cuts = {"interleaved": 2 * pp - 1, "zbv": 2 * pp - 2, "dualpipev": 2 * pp - 2}
