@@ -8,7 +8,7 @@ that the load of the machine affects all of them. The last line always gives bot
 
 loop   alternates the script's steps with those of a bare loop: same model, optimizer and DDP
        options, on tensors that are already on the device, without loader, crops, losses, progress
-       bar or TensorBoard. A ratio of 1.00 means no overhead. Also written to results/overhead.json.
+       bar or TensorBoard. A ratio of 1.00 means no overhead.
 marks  compares steps with and without the breakdown (harness/clock.py), and measures how long the
        breakdown's own calls take.
 saves  alternates synchronous and asynchronous checkpoints of DCP: how long the call takes, from
@@ -87,7 +87,6 @@ def compare_with_bare_loop() -> str:
     common.Run.batches = interleaved
     runpy.run_path(sys.argv[0], run_name="__main__")
     seconds = {"script": script_seconds[WARMUP_STEPS:], "bare": bare_seconds[WARMUP_STEPS:]}
-    write_result("overhead", seconds=seconds)
     script, bare = map(statistics.median, seconds.values())
     return (
         f"median of {len(bare_seconds) - WARMUP_STEPS} steps: script {script * 1e3:.1f} ms, "

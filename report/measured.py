@@ -1,16 +1,15 @@
-"""Tables of what tests and the programs of measure/ measured, and where which scripts have run."""
+"""Tables of what tests and the programs of measure/ measured."""
 
 import re
 import statistics
 import textwrap
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from report.blocks import Column, column, digits, draw, field, footer, machine_line, size_name
-from report.results import Unusable, devices_of, load, of_all, runs_of
+from report.results import Unusable, load
 from report.suites import KEPT, KEPT_ZH
-from techniques import LESSONS, TECHNIQUES
+from techniques import LESSONS
 
 # --------------------------------------------------------------------------------- of the tests
 
@@ -218,19 +217,6 @@ def saves_block(root: Path) -> str:
     ) + footer(root, found, "saves.json", f"`{found['command']}`", on_cpu=True)
 
 
-def overhead_block(root: Path) -> str:
-    """Steps of a script and of a bare loop, in turns in one process."""
-    found = load(root / "results" / "overhead.json", ("seconds",))
-    seconds, names = found["seconds"], {"bare": "bare loop", "script": "`pytorch_SingleGPU.py`"}
-    median = {loop: statistics.median(each) for loop, each in seconds.items()}
-    return draw(
-        names, column("loop", "训练循环", names.get),
-        column("steps", "步数", lambda loop: len(seconds[loop])),
-        column("median step ms", "每步毫秒（中位数）", lambda loop: 1e3 * median[loop], ".1f"),
-        column("of the bare loop", "相对裸循环", lambda loop: median["bare"] / median[loop], ".3f"),
-    ) + footer(root, found, "overhead.json", f"`{found['command']}`", on_cpu=True)
-
-
 def losses_blocks(root: Path) -> dict[str, str]:
     """Losses of a technique and of the one that it replaces, for three seeds each."""
 
@@ -334,36 +320,4 @@ def inference_block(root: Path, found: dict) -> str:
     packages = {"versions": {"torch": ", ".join([versions["torch"], *onnx])}}
     about = f"{found['model']}, {found['image_size']}×{found['image_size']}; {where}"
     return inference_table(found) + footer(root, found | packages, "inference.json", first=about)
-
-
-def hardware_table(suites: dict[str, dict], inference: dict) -> str:
-    """Which workloads were run on which hardware, according to the suites' results."""
-    places = {f"training on {where}": [] for where in ("a CPU", "one GPU", "several GPUs")}
-    for found in suites.values():
-        for run in runs_of(found["rows"]):
-            where = "several GPUs" if devices_of(run) > 1 else "one GPU"
-            where = "a CPU" if run["device"] == "cpu" else where
-            places[f"training on {where}"].append((run["technique"], found))
-    places |= {"inference on a CPU": [], "inference on a GPU": []}
-    places[f"inference on a {'CPU' if inference['device'] == 'cpu' else 'GPU'}"] = [("", inference)]
-
-    def scripts(what: str) -> str:
-        names = {technique for technique, _ in places[what] if technique.startswith("pytorch_")}
-        return f"{len(names)} / {len(TECHNIQUES)}" if what.startswith("training") else ""
-
-    def hardware(what: str) -> str:
-        if not places[what]:
-            return "not run yet"
-        machine = places[what][0][1]["hardware"]
-        if what.endswith("CPU"):
-            return machine["cpu"]
-        return ", ".join(f"{n} × {name}" for name, n in Counter(machine["gpus"]).items())
-
-    def of_result(*keys: str) -> Callable:
-        return lambda what: (of_all([found for _, found in places[what][:1]], *keys) or [None])[0]
-
-    return draw(
-        places, column("what", "内容", str), column("scripts", "脚本数", scripts),
-        column("hardware", "硬件", hardware), column("torch", "", of_result("versions", "torch")),
-        column("date", "日期", of_result("date")))
 # fmt: on

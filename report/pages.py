@@ -93,8 +93,7 @@ def make_blocks(root: Path, results: dict[str, dict], estimate: dict) -> dict[st
     proof, inference = load(folder / "proof.json"), load(folder / "inference.json")
     blocks = measured.proof_blocks(root, proof) | measured.losses_blocks(root)
     blocks["inference"] = measured.inference_block(root, inference)
-    blocks["hardware"] = measured.hardware_table(results, inference)
-    for name in ("hangs", "bubble", "saves", "overhead"):
+    for name in ("hangs", "bubble", "saves"):
         blocks[name] = getattr(measured, f"{name}_block")(root)
     for name in ("faults", "faults_checkpoint", "faults_copies", "corrupt"):
         what = "damage" if name == "corrupt" else "fault"

@@ -45,26 +45,6 @@ def test_tables_tell_ranks_from_gpus():
     assert "| 1 (4) |" in front and "| 3.00 |" in front
 
 
-def test_what_was_run_on_which_hardware():
-    found = read_suite(ROOT, "cpu")
-    inference = json.loads((ROOT / "results/inference.json").read_text())
-    drawn = measured.hardware_table({"cpu": found}, inference)
-    cpu, all_scripts = found["hardware"]["cpu"], len(TECHNIQUES)
-    assert re.search(rf"\| training on a CPU \| 12 / {all_scripts} \| {re.escape(cpu)} \|", drawn)
-    assert f"| training on one GPU | 0 / {all_scripts} | not run yet |" in drawn
-    rows = {row["name"]: row for row in found["rows"]}
-    gpu = {"rows": [on_gpus(rows["DP"], 1, 4)], "hardware": {"gpus": ["A100"] * 4}}
-    gpu |= {"versions": {"torch": "2.15.0"}, "date": "2027-01-01"}
-    drawn = measured.hardware_table({"gpu": gpu}, inference | {"device": "A100"} | gpu)
-    assert f"| training on a CPU | 0 / {all_scripts} | not run yet |" in drawn
-    assert (
-        f"| training on several GPUs | 1 / {all_scripts} | 4 × A100 | 2.15.0 | 2027-01-01 |"
-        in drawn
-    )
-    assert "| inference on a GPU |  | 4 × A100 |" in drawn
-    assert f"| 在多个 GPU 上训练 | 1 / {all_scripts} |" in pages.translate(drawn)
-
-
 @pytest.mark.parametrize("row", TECHNIQUES[1:], ids=lambda row: row.name)
 def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(row):
     lines = pages.technique_lines((ROOT / f"{row.script}.py").read_text(), row.shows)
