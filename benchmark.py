@@ -280,7 +280,7 @@ def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> d
         "hardware": hardware() | {"power_limits": power_limits()},
         "versions": all_versions(), "git_commit": git_commit(),
     }  # fmt: skip
-    if found := load(partial, ("schema", "rows")):
+    if found := load(partial):
         same = ("suite", "job", "jobs", "hardware", "versions", "git_commit")
         changed = [key for key in same if found.get(key) != about[key]]
         if changed:

@@ -227,8 +227,14 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
         cells = [f"{100 * least:.0f}–{100 * most:.0f}" for least, most in row.values()]
         print(f"{name:24}" + "".join(f"{cell:>9}" for cell in cells))
     if args.plot:
-        unit = f"% of a step that waits ({describe(args, flags)})"
-        draw.draw(args.plot, {"unit": unit, "values": shares}, "shares")
+        lines, unit = {}, f"% of a step that waits ({describe(args, flags)})"
+        for name, row in shares.items():
+            least, most = (
+                [100 * share for share in each] for each in zip(*row.values(), strict=True)
+            )
+            lines[name] = {"-": (RANKS, most), "--": (RANKS, least)}
+        key = {"--": "with the best overlap"}
+        draw.draw(args.plot, draw.percent_by_ranks(unit, lines, RANKS, key))
 
 
 # ------------------------------------------------------------------------------ the largest batch

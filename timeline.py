@@ -38,7 +38,7 @@ def main():
     except Unusable as error:
         fail(str(error))
     check_writable(output.parent, f"--output {output}")
-    draw.draw(output, {"ranks": ranks, "words": {}}, "timeline")
+    draw.draw(output, {"ranks": ranks, "words": {}})
     print(f"drawn: {output}")
 
 

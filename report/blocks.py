@@ -40,35 +40,18 @@ def draw(rows: Iterable, *columns: Column) -> str:
     heads = [c.title(rows) if callable(c.title) else c.title for c in columns]
     cells = [[(c.value(row), c.form) for c in columns] for row in rows]
     lines = [["" if v is None else f"{v:{form}}" for v, form in line] for line in cells]
-    lines = [heads, ["---"] * len(heads), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
 
 
-def footer(
-    root: Path,
-    found: dict,
-    file: str,
-    *words: str,
-    first: str = "",
-    on_cpu: bool | None = None,
-    commands: Iterable[str] | None = None,
-) -> str:
-    """The line below a table: machine, version, what was run, file, and what has changed since.
-
-    Args:
-        found: the result.
-        file: in results/.
-        words: after the version; ``first``: before it.
-        on_cpu: whether to name the machine's CPU or its GPUs; neither by default.
-        commands: see :func:`fresh.note`.
-    """
-    about = [] if on_cpu is None else [machine_line(found["hardware"], on_cpu)]
-    about += [first] if first else []
-    about += [f"torch {found['versions']['torch']}", *words, f"[results/{file}](results/{file})"]
-    return f"\n\n{'; '.join(about)}{fresh.note(root, found, commands)}"
+def footer(root: Path, found: dict, file: str, *before: str, after: str = "", commands=None) -> str:
+    """The line below a table: machine and what was run (``before``), version, repeats (``after``),
+    the file in results/, and what of the measured code has changed since (:func:`fresh.note`)."""
+    parts = [*before, f"torch {found['versions']['torch']}", after]
+    parts = [*filter(None, parts), f"[results/{file}](results/{file})"]
+    return f"\n\n{'; '.join(parts)}{fresh.note(root, found, commands)}"
 
 
-def machine_line(machine: dict, on_cpu: bool) -> str:
+def machine_line(machine: dict, on_cpu: bool = True) -> str:
     if on_cpu:
         return ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]])
     return ", ".join(machine["gpus"] + machine.get("power_limits", []))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 BELOW = ("common.py", "jobs", "libraries", "harness")  # every script uses them
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SHOWN = 6  # files; if there are more, the note says how many
 
 
@@ -30,30 +31,25 @@ def files_of(root: Path, commands: Iterable[str], below: Iterable[str] = BELOW) 
         files = [path] if path.is_file() else path.rglob("*.py") if name in below else []
         for file in files:
             if file.suffix in (".py", ".json", ".yml"):
-                found[file.relative_to(root).as_posix()] = hash_of(file.read_bytes(), file.suffix)
+                found[file.relative_to(root).as_posix()] = hash_file(file)
     return dict(sorted(found.items()))
 
 
-def note(
-    root: Path,
-    found: dict,
-    commands: Iterable[str] | None = None,
-    below: Iterable[str] = BELOW,
-) -> str:
+def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
     """The note on changed code for the line below a table; empty if nothing has changed. Files that
     are new do not count: they matter only if an old file uses them, which has changed then.
 
     Args:
         found: a result, with its ``files`` and the ``git_commit`` that it was measured at.
-        commands: that are in the table. Only files that they name count, and those ``below``.
+        commands: that are in the table. Only files that they name count, and those :data:`BELOW`.
             Default: all files of the result.
     """
-    named = {*below, *(word for line in commands or () for word in shlex.split(line))}
+    named = {*BELOW, *(word for line in commands or () for word in shlex.split(line))}
     changed = [
         path
         for path, before in found.get("files", {}).items()
         if commands is None or {path, path.split("/")[0]} & named
-        if hash_now(root / path) != before
+        if not (root / path).is_file() or hash_file(root / path) != before
     ]
     said = "; measured on uncommitted changes" if "-" in (found.get("git_commit") or "") else ""
     if len(changed) > SHOWN:
@@ -61,8 +57,8 @@ def note(
     return f"{said}; since then changed: {', '.join(changed)}" if changed else said
 
 
-def hash_now(path: Path) -> str | None:
-    return hash_of(path.read_bytes(), path.suffix) if path.is_file() else None
+def hash_file(path: Path) -> str:
+    return hash_of(path.read_bytes(), path.suffix)
 
 
 @functools.cache
@@ -70,12 +66,11 @@ def hash_of(source: bytes, suffix: str) -> str:
     """The hash of a file's code; of its lines, if it is not Python."""
     code: Any = source.splitlines()
     if suffix == ".py":
-        tree = ast.parse(source)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                if ast.get_docstring(node, clean=False) is not None:
-                    node.body = node.body[1:]
-        code = outline(tree)
+        code = ast.parse(source)
+        for node in ast.walk(code):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+        code = outline(code)
     return short_hash(code)
 
 

@@ -1,5 +1,6 @@
-"""Tables of what tests and the programs of measure/ measured."""
+"""Tables of what tests, the programs of measure/ and model_inference.py measured."""
 
+import itertools
 import re
 import statistics
 import textwrap
@@ -7,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from report.blocks import Column, column, digits, draw, field, footer, machine_line, size_name
-from report.results import Unusable, load
-from report.suites import KEPT, KEPT_ZH
+from report.results import Unusable
+from report.suites import KEPT, KEPT_ZH, spread
 from techniques import LESSONS
 
 # --------------------------------------------------------------------------------- of the tests
@@ -18,42 +19,54 @@ def without_prefix(script: str) -> str:
     return f"`{script.removeprefix('pytorch_')}`"
 
 
-def by_script(rows: list[dict]) -> list[tuple[str, list[dict]]]:
-    """The rows grouped by script, in the order of the course."""
-    order, groups = [row.script for row in LESSONS], {}
-    for row in rows:
-        groups.setdefault(row["script"], []).append(row)
-    return sorted(groups.items(), key=lambda pair: (order.index(pair[0].split()[0]), pair[0]))
-
-
 def in_order(rows: list[dict]) -> list[dict]:
-    return [row for _, group in by_script(rows) for row in group]
+    """In the order of the course."""
+    order = [row.script for row in LESSONS]
+    return sorted(rows, key=lambda row: (order.index(row["script"].split()[0]), row["script"]))
+
+
+def by_script(rows: list[dict]) -> list[list[dict]]:
+    """The rows of each script, in the order of the course."""
+    groups = itertools.groupby(in_order(rows), lambda row: row["script"])
+    return [[*group] for _, group in groups]
+
+
+def worst_first(rows: list[dict]) -> list[dict]:
+    return sorted(rows, key=lambda row: -row["value"])
 
 
 def worst(title: str, chinese: str, optimizer: str) -> Column:
     """A column of the largest relative difference of any tensor, over all world sizes."""
 
-    def value(group: tuple) -> str | None:
-        values = [row["value"] for row in group[1] if row["optimizer"] == optimizer]
+    def value(rows: list[dict]) -> str | None:
+        values = [row["value"] for row in rows if row["optimizer"] == optimizer]
         return f"{max(values):.0e}" if values else None
 
     return column(title, chinese, value)
 
 
-def kept_parts(group: tuple, ranks: int) -> str:
+def of_ranks(value: Callable, *numbers: int) -> list[Column]:
+    """A column for each number of ranks."""
+    return [
+        column(f"{n} rank{'s' * (n > 1)}", f"{n} 进程", lambda rows, n=n: value(rows, n))
+        for n in numbers
+    ]
+
+
+def kept_parts(rows: list[dict], ranks: int) -> str:
     """parameters + gradients + optimizer (+ others), for SGD (AdamW)."""
-    at = {row["optimizer"]: row["kept"] for row in group[1] if row["ranks"] == ranks}
-    found = dict(at.get("sgd", at.get("adamw", {})))
-    parts = [digits(found.pop(kind)) for kind in ("parameters", "gradients") if found]
+    at = {row["optimizer"]: row["kept"] for row in rows if row["ranks"] == ranks}
+    sizes = {**at.get("adamw", {}), **at.get("sgd", {})}
+    parts = [digits(sizes.pop(kind)) for kind in ("parameters", "gradients") if sizes]
     own = [digits(at["sgd"]["optimizer"])] if "sgd" in at else []
     own += [f"({digits(at['adamw']['optimizer'])})"] if "adamw" in at else []
-    found.pop("optimizer", None)
-    others = [f"{digits(found[k])} {k.replace('_', ' ')}" for k in sorted(found) if found[k]]
+    sizes.pop("optimizer", None)
+    others = [f"{digits(sizes[k])} {k.replace('_', ' ')}" for k in sorted(sizes) if sizes[k]]
     return " + ".join([*parts, " ".join(own), *others])
 
 
-def sent_parts(group: tuple, ranks: int) -> str:
-    sent = {row["ranks"]: sorted(row["sent"].items()) for row in group[1]}.get(ranks, ())
+def sent_parts(rows: list[dict], ranks: int) -> str:
+    sent = {row["ranks"]: sorted(row["sent"].items()) for row in rows}.get(ranks, ())
     return ", ".join(f"{digits(n)} {with_hyphen(kind)}" for kind, n in sent if digits(n) != "0")
 
 
@@ -61,102 +74,64 @@ def with_hyphen(kind: str) -> str:
     return kind.replace("_", "-")
 
 
-def of_ranks(value: Callable, *numbers: int) -> list[Column]:
-    """A column for each number of ranks."""
-    return [
-        column(f"{n} rank{'s' * (n > 1)}", f"{n} 进程", lambda group, n=n: value(group, n))
-        for n in numbers
-    ]
+def sent_by_optimizer(row: dict) -> str:
+    theory = f" ({row['sent_theory']:.2f})" if "sent_theory" in row else ""
+    return f"{row['sent']:.2f}{theory}"
 
 
 # fmt: off
-GROUP = column("script", "脚本", lambda group: without_prefix(group[0]))
+GROUP = column("script", "脚本", lambda rows: without_prefix(rows[0]["script"]))
 SCRIPT = column("script", "脚本", lambda row: without_prefix(row["script"]))
-RANKS = column("ranks", "进程数", lambda row: str(row["ranks"]))
+RANKS = field("ranks", "ranks", "进程数")
 MISTAKE = field("mistake", "mistake", "错误")
-
-
-def parity_table(rows: list[dict]) -> str:
-    return draw(
-        by_script(rows), GROUP,
-        column("ranks", "进程数",
-               lambda group: ", ".join(map(str, sorted({row["ranks"] for row in group[1]})))),
-        worst("SGD with momentum", "带动量的 SGD", "sgd"), worst("AdamW", "", "adamw"))
-
-
-parity_gpt_table = parity_shared_table = parity_table  # of the language model
-
-
-def bytes_table(rows: list[dict]) -> str:
-    return draw(by_script(rows), GROUP, *of_ranks(kept_parts, 1, 2, 4))
-
-
-def sent_table(rows: list[dict]) -> str:
-    return draw(by_script(rows), GROUP, *of_ranks(sent_parts, 2, 4))
-
-
-def loss_table(rows: list[dict]) -> str:
-    return draw(
-        in_order(rows), SCRIPT, RANKS, field("fp32", "loss in fp32", "fp32 损失", ".4f"),
+PARITY = by_script, [
+    GROUP,
+    column("ranks", "进程数",
+           lambda rows: ", ".join(map(str, sorted({row["ranks"] for row in rows})))),
+    worst("SGD with momentum", "带动量的 SGD", "sgd"), worst("AdamW", "", "adamw"),
+]
+PROOF = {  # tables of results/proof.json: the order of the rows, and the columns
+    "parity": PARITY, "parity_gpt": PARITY, "parity_shared": PARITY,
+    "bytes": (by_script, [GROUP, *of_ranks(kept_parts, 1, 2, 4)]),
+    "sent": (by_script, [GROUP, *of_ranks(sent_parts, 2, 4)]),
+    "loss": (in_order, [
+        SCRIPT, RANKS, field("fp32", "loss in fp32", "fp32 损失", ".4f"),
         field("value", "its loss", "它的损失", ".4f"),
-        column("difference", "差", lambda row: row["value"] / row["fp32"] - 1, "+.2%"))
-
-
-def shared_table(rows: list[dict]) -> str:
-    """State bytes and communication per rank, measured, with theory in brackets."""
-    return draw(
-        in_order(sorted(rows, key=lambda row: row["ranks"])), SCRIPT, RANKS,
+        column("difference", "差", lambda row: row["value"] / row["fp32"] - 1, "+.2%"),
+    ]),
+    "shared": (lambda rows: in_order(sorted(rows, key=lambda row: row["ranks"])), [
+        SCRIPT, RANKS,
         column(KEPT, KEPT_ZH, lambda row: f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"),
         column("sent kB (theory)", "发送 kB（理论）",
                lambda row: f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"),
-        column("in", "方式", lambda row: ", ".join(map(with_hyphen, sorted(row["how"])))))
-
-
-def optimizers_table(rows: list[dict]) -> str:
-    """Communication and FLOPs of the optimizer step, against theory."""
-
-    def sent(row: dict) -> str:
-        theory = f" ({row['sent_theory']:.2f})" if "sent_theory" in row else ""
-        return f"{row['sent']:.2f}{theory}"
-
-    return draw(
-        sorted(rows, key=lambda row: (row["ranks"], -row["sent"])),
+        column("in", "方式", lambda row: ", ".join(map(with_hyphen, sorted(row["how"])))),
+    ]),
+    "silent": (worst_first, [MISTAKE, SCRIPT, field("value", "off by", "偏差", ".2f")]),
+    "silent_examples": (worst_first, [
+        MISTAKE, field("effect", "effect", "后果"), field("value", "off by", "偏差", ".2g"),
+        field("of", "measured on", "所测的量"),
+        column("run", "运行", lambda row: f"`{row['script']}.py`"),
+    ]),
+    "optimizers": (lambda rows: sorted(rows, key=lambda row: (row["ranks"], -row["sent"])), [
         column("script", "脚本", lambda row: f"`{row['script']}`"), RANKS,
-        column("sent per matrix element (theory)", "每个矩阵元素的通信量（理论）", sent),
+        column("sent per matrix element (theory)", "每个矩阵元素的通信量（理论）",
+               sent_by_optimizer),
         field("calls", "collectives", "集合通信次数"),
-        field("flops", "FLOPs x N", "FLOPs × N", ".2f"))
-
-
-def worst_first(rows: list[dict]) -> list[dict]:
-    return sorted(rows, key=lambda row: -row["value"])
-
-
-def silent_table(rows: list[dict]) -> str:
-    """Silent mistakes in model parallelism, with the error of the weights after twelve steps."""
-    return draw(worst_first(rows), MISTAKE, SCRIPT, field("value", "off by", "偏差", ".2f"))
-
-
-def silent_examples_table(rows: list[dict]) -> str:
-    """Silent mistakes in any training loop, with their errors."""
-    return draw(
-        worst_first(rows), MISTAKE, field("effect", "effect", "后果"),
-        field("value", "off by", "偏差", ".2g"), field("of", "measured on", "所测的量"),
-        column("run", "运行", lambda row: f"`{row['script']}.py`"))
-
-
-PROOF = {  # tables of results/proof.json
-    "parity": parity_table, "parity_gpt": parity_table, "parity_shared": parity_table,
-    "bytes": bytes_table, "sent": sent_table, "loss": loss_table, "shared": shared_table,
-    "silent": silent_table, "silent_examples": silent_examples_table,
-    "optimizers": optimizers_table,
+        field("flops", "FLOPs x N", "FLOPs × N", ".2f"),
+    ]),
 }
+
+
+def proof_table(name: str, rows: list[dict]) -> str:
+    order, columns = PROOF[name]
+    return draw(order(rows), *columns)
 
 
 def proof_blocks(root: Path, proof: dict) -> dict[str, str]:
     return {
-        name: table(proof[name])
+        name: proof_table(name, proof[name])
         + footer(root, proof["measured"][name] | {"versions": proof["versions"]}, "proof.json")
-        for name, table in PROOF.items()
+        for name in PROOF
     }
 
 
@@ -170,9 +145,8 @@ HANGS = {  # what rank 1 does, in measure/faults/hang.py
 }
 
 
-def hangs_block(root: Path) -> str:
+def hangs_block(root: Path, found: dict) -> str:
     """The printed diagnosis, and the scripts whose rank, collective and line it named."""
-    found = load(root / "results" / "hangs.json", ("rows",))
     groups = {fault: [row for row in found["rows"] if row["fault"] == fault] for fault in HANGS}
     return draw(
         groups, column("rank 1", "进程 1", HANGS.get),
@@ -184,48 +158,37 @@ def hangs_block(root: Path) -> str:
     ) + footer(root, found, "hangs.json")
 
 
-def bubble_block(root: Path) -> str:
+def bubble_block(root: Path, found: dict) -> str:
     """The bubble: the share of a step in which a rank is idle."""
-    found = load(root / "results" / "bubble.json", ("rows",))
     return draw(
         found["rows"], column("schedule", "调度", lambda row: f"`{row['schedule']}`"),
         field("microbatches", "micro-batches", "微批次"),
         field("formula", "formula", "公式", ".1%"), field("order", "order", "顺序", ".1%"),
         field("core", "compute alone", "只算计算", ".1%"), field("clock", "clock", "时钟", ".1%"),
-    ) + footer(root, found, "bubble.json", on_cpu=True)
+    ) + footer(root, found, "bubble.json", machine_line(found["hardware"]))
 
 
-def saves_block(root: Path) -> str:
+def saves_block(root: Path, found: dict) -> str:
     """How long a checkpoint blocks training, synchronous or asynchronous."""
-    found = load(root / "results" / "saves.json", ("seconds",))
-    seconds = found["seconds"]
-    whole = {"save": seconds["save"], "async_save": found["whole_after"]}
-    median = {kind: statistics.median(each) for kind, each in seconds.items()}
-
-    def held(kind: str) -> str:
-        low, mid, high = (1e3 * f(seconds[kind]) for f in (min, statistics.median, max))
-        return f"{mid:,.0f} ({low:,.0f}–{high:,.0f})"
-
+    waits = {kind: [1e3 * s for s in seconds] for kind, seconds in found["seconds"].items()}
+    median = {kind: statistics.median(each) for kind, each in waits.items()}
+    whole = {"save": median["save"], "async_save": 1e3 * statistics.median(found["whole_after"])}
     return draw(
-        seconds, column("call", "调用", "`{}`".format),
-        column("saves", "保存次数", lambda kind: len(seconds[kind])),
-        column("step waits ms (min–max)", "训练步等待毫秒（最小–最大）", held),
+        waits, column("call", "调用", "`{}`".format),
+        column("saves", "保存次数", lambda kind: len(waits[kind])),
+        column("step waits ms (min–max)", "训练步等待毫秒（最小–最大）",
+               lambda kind: spread(waits[kind], ",.0f")),
         column("relative to `save`", "相对 `save`",
-               lambda kind: median[kind] / statistics.median(whole["save"]), ".0%"),
-        column("complete after ms", "写完所需毫秒",
-               lambda kind: 1e3 * statistics.median(whole[kind]), ",.0f"),
-    ) + footer(root, found, "saves.json", f"`{found['command']}`", on_cpu=True)
+               lambda kind: median[kind] / median["save"], ".0%"),
+        column("complete after ms", "写完所需毫秒", whole.get, ",.0f"),
+    ) + footer(root, found, "saves.json", machine_line(found["hardware"]),
+               after=f"`{found['command']}`")
 
 
-def losses_blocks(root: Path) -> dict[str, str]:
+def losses_blocks(root: Path, found: dict) -> dict[str, str]:
     """Losses of a technique and of the one that it replaces, for three seeds each."""
-
-    def label(row: dict) -> str:
-        script, _, flags = row["script"].partition(".py")
-        return without_prefix(script + flags)
-
     columns = (
-        column("script", "脚本", label),
+        column("script", "脚本", lambda row: without_prefix(row["script"].replace(".py", "", 1))),
         column("evaluation loss (mean)", "评估损失（平均）",
                lambda row: statistics.mean(row["losses"]), ".4f"),
         column("of each seed", "各随机种子",
@@ -233,8 +196,8 @@ def losses_blocks(root: Path) -> dict[str, str]:
     )
     return {
         f"losses-{name}": draw(one["rows"], *columns)
-        + footer(root, one, "losses.json", first=f"`{one['flags']}`")
-        for name, one in load(root / "results" / "losses.json").items()
+        + footer(root, one, "losses.json", f"`{one['flags']}`")
+        for name, one in found.items()
     }
 
 
@@ -245,10 +208,9 @@ OUTCOMES = {  # of trials, with their Chinese names
 TRIAL = re.compile(r"trial +\d+: (\w+) .*?(clean|wrong|hung|fallback|silent|failed)\b")
 
 
-def outcomes_table(path: Path, what: str) -> str:
+def outcomes_block(path: Path) -> str:
     """Trials by kind and outcome, from the output of measure/faults/*.py, with its last line."""
-    if not path.is_file():
-        return "not measured yet"
+    what = "damage" if path.stem == "corrupt" else "fault"
     command, where, *trials, summary = path.read_text().splitlines()
     command = command.removeprefix("$ ")
     found = [TRIAL.match(line) for line in trials]
@@ -268,8 +230,6 @@ def outcomes_table(path: Path, what: str) -> str:
 
 def sweep_block(root: Path, found: dict) -> str:
     """A row for each collective: latency and bandwidth."""
-    if not found:
-        return "not measured yet: `python benchmark.py --suite collectives`"
     operations = found["operations"]
     drawn = draw(
         operations, column("collective", "集合通信", "`{}`".format),
@@ -280,11 +240,11 @@ def sweep_block(root: Path, found: dict) -> str:
                lambda name: operations[name]["rows"][-1]["bus"] / 1e9, ".2f"))
     largest = size_name(list(operations.values())[-1]["rows"][-1]["bytes"])
     about = f"{found['backend']}, {found['ranks']} ranks, messages up to {largest}"
-    on_cpu = found["backend"] == "gloo"
-    return drawn + footer(root, found, "collectives.json", first=about, on_cpu=on_cpu)
+    machine = machine_line(found["hardware"], found["backend"] == "gloo")
+    return drawn + footer(root, found, "collectives.json", machine, about)
 
 
-# ------------------------------------------------------------------- of model_inference.py
+# ------------------------------------------------------------------------ of model_inference.py
 
 
 def inference_table(found: dict) -> str:
@@ -300,17 +260,19 @@ def inference_table(found: dict) -> str:
         p50, p95 = now["latency_ms"]["p50"], now["latency_ms"]["p95"]
         return f"{now['images_per_second']:,.1f} ({p50:.1f}, {p95:.1f})"
 
-    def memory(group: dict) -> float:
-        memory = next(iter(group.values()))["peak_memory_gib"]
-        return memory["device"] or memory["process"]
+    def first(key: tuple) -> dict:
+        return next(iter(rows[key].values()))
+
+    def memory(key: tuple) -> float:
+        return first(key)["peak_memory_gib"]["device"] or first(key)["peak_memory_gib"]["process"]
 
     return draw(
         rows, column("runtime", "运行时", lambda key: key[0]),
         column("precision", "精度", lambda key: key[1]),
         *(column(f"batch {n}", f"批 {n}", lambda key, n=n: speed(rows[key], n)) for n in sizes),
-        column("memory GiB", "内存 GiB", lambda key: memory(rows[key]), ".2f"),
-        column("first call s", "首次调用 s",
-               lambda key: next(iter(rows[key].values()))["first_call_s"], ".2f"))
+        column("memory GiB", "内存 GiB", memory, ".2f"),
+        column("first call s", "首次调用 s", lambda key: first(key)["first_call_s"], ".2f"))
+# fmt: on
 
 
 def inference_block(root: Path, found: dict) -> str:
@@ -318,6 +280,11 @@ def inference_block(root: Path, found: dict) -> str:
     versions, where = found["versions"], machine_line(found["hardware"], found["device"] == "cpu")
     onnx = [f"{name} {versions[name]}" for name in versions if name.startswith("onnx")]
     packages = {"versions": {"torch": ", ".join([versions["torch"], *onnx])}}
-    about = f"{found['model']}, {found['image_size']}×{found['image_size']}; {where}"
-    return inference_table(found) + footer(root, found | packages, "inference.json", first=about)
-# fmt: on
+    about = f"{found['model']}, {found['image_size']}×{found['image_size']}"
+    return inference_table(found) + footer(root, found | packages, "inference.json", about, where)
+
+
+BLOCKS = {  # of the files in results/ with one table
+    "hangs": hangs_block, "bubble": bubble_block, "saves": saves_block,
+    "collectives": sweep_block, "inference": inference_block,
+}  # fmt: skip

@@ -4,7 +4,6 @@ Every page has two files, NAME.md and NAME.zh-CN.md; every table is on one page.
 """
 
 import ast
-import os
 import re
 import textwrap
 from collections.abc import Iterable
@@ -13,12 +12,13 @@ from pathlib import Path
 from report import draw, measured, predictions, suites
 from report.blocks import TITLES, column
 from report.blocks import draw as table
-from report.results import ROOT, Unusable, load, read_suite, read_words, size_of
+from report.results import ROOT, Unusable, load, read_result, read_words, size_of
 from techniques import BEYOND, COURSE, HOOD, LESSONS, TECHNIQUES, Technique
 
-# The rendered suites.
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "peers", "gpu", "reviews", "parallel")
-SUITES += ("local_sgd", "ecosystem")
+SUITES += ("local_sgd", "ecosystem")  # with tables of their own
+RESULTS = (*SUITES, *measured.BLOCKS, "scaling", "estimate", "proof", "losses")
+OUTCOMES = ("faults", "faults_checkpoint", "faults_copies", "corrupt")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 # Chinese translations: whole cells, and phrases in notes.
 CELLS, PHRASES = (read_words()[kind] for kind in ("cells", "phrases"))
@@ -30,24 +30,19 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     Raises:
         Unusable: a result or a page is invalid, and nothing can be rendered.
     """
-    results = {name: read_suite(root, name) for name in (*SUITES, "scaling")}
-    sweep, estimate = read_sweep(root), predictions.read(root)
-    shown = draw.plot_data(results) | draw.bandwidths(sweep)
-    shown |= predictions.scaling_plot(estimate, results["scaling"])
-    drawn = {root / "results" / f"{name}.svg": data for name, data in shown.items()}
-    shown = draw.memory_pictures(results["gpt"]) | draw.timelines(root)
-    drawn |= {root / "docs" / f"{name}.svg": data for name, data in shown.items()}
+    results = {name: read_result(root, name) for name in RESULTS}
+    plots = draw.plots(results) | predictions.plots(results)
+    drawn = {root / "results" / f"{name}.svg": data for name, data in plots.items()}
+    pictures = draw.memory_pictures(results["gpt"]) | draw.timelines(root)
+    drawn |= {root / "docs" / f"{name}.svg": data for name, data in pictures.items()}
     drawn = {p: data for p, data in drawn.items() if draw.digest_of(p) != draw.digest(data)}
-    blocks = make_blocks(root, results, estimate) | {
-        "collectives": measured.sweep_block(root, sweep)
-    }
-    changed = {root / "mkdocs.yml": fill_navigation(read_page(root / "mkdocs.yml"))}
+    blocks = make_blocks(root, results)
+    changed = {root / "mkdocs.yml": fill_navigation((root / "mkdocs.yml").read_text())}
     for chinese in (False, True):
         texts = blocks | list_blocks(root, chinese)
         missing = dict.fromkeys(texts)
         for path in list_pages(root, chinese):
-            up = "../" * (len(path.relative_to(root).parts) - 1)
-            changed[path] = fill(path, read_page(path), texts, missing, up, chinese)
+            changed[path] = fill(root, path, texts, missing, chinese)
         if missing:
             pages = "README.zh-CN.md and docs/*.zh-CN.md" if chinese else "README.md and docs/*.md"
             raise Unusable(f"{pages} have no place <!-- {next(iter(missing))} --> ... <!-- end -->")
@@ -57,18 +52,9 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
 def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
     """Write what :func:`find_changes` found."""
     for path, text in changed.items():
-        temporary = path.with_name(f".{path.name}.part")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        path.write_text(text)
     for path, data in drawn.items():
         draw.draw(path, data)
-
-
-def read_sweep(root: Path) -> dict:
-    """What ``--suite collectives`` measured; see :func:`report.results.load`."""
-    keys = ("operations", "command", "hardware", "versions", "git_commit")
-    again = "measure it again: python benchmark.py --suite collectives"
-    return load(root / "results" / "collectives.json", keys, again)
 
 
 def list_pages(root: Path, chinese: bool) -> list[Path]:
@@ -77,48 +63,37 @@ def list_pages(root: Path, chinese: bool) -> list[Path]:
     return [path.with_suffix(".zh-CN.md") for path in pages] if chinese else pages
 
 
-def read_page(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read ({error.strerror})") from None
-
-
 # ----------------------------------------------------------------------------------------- blocks
 
 
-def make_blocks(root: Path, results: dict[str, dict], estimate: dict) -> dict[str, str]:
+def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     """All tables, by the name of their block."""
-    folder = root / "results"
-    proof, inference = load(folder / "proof.json"), load(folder / "inference.json")
-    blocks = measured.proof_blocks(root, proof) | measured.losses_blocks(root)
-    blocks["inference"] = measured.inference_block(root, inference)
-    for name in ("hangs", "bubble", "saves"):
-        blocks[name] = getattr(measured, f"{name}_block")(root)
-    for name in ("faults", "faults_checkpoint", "faults_copies", "corrupt"):
-        what = "damage" if name == "corrupt" else "fault"
-        table = measured.outcomes_table(folder / f"{name}.txt", what)
-        blocks[name.replace("_", "-")] = table
+    blocks = measured.proof_blocks(root, results["proof"])
+    blocks |= measured.losses_blocks(root, results["losses"])
+    blocks |= {name: block(root, results[name]) for name, block in measured.BLOCKS.items()}
+    for name in OUTCOMES:
+        path = root / "results" / f"{name}.txt"
+        blocks[name.replace("_", "-")] = measured.outcomes_block(path)
     for name in SUITES:
-        predicted = estimate.get("suites", {}).get(name, {})
-        blocks |= suite_blocks(root, name, results[name], proof, predicted)
-    blocks |= predictions.blocks(root, estimate, results)
+        blocks |= suite_blocks(root, name, results)
+    blocks |= predictions.blocks(root, results)
     rows = [row for row in TECHNIQUES if row.parent]
     return blocks | {row.name: technique_block(root, row, results) for row in rows}
 
 
-def suite_blocks(root: Path, name: str, found: dict, proof: dict, predicted: dict) -> dict:
+def suite_blocks(root: Path, name: str, results: dict[str, dict]) -> dict[str, str]:
     """A suite's tables, each with what has changed since its rows were measured."""
-    suite = load(root / "config" / f"suite_{name}.json")
-    tables = [row["table"] for row in found["rows"]]
-    drawn = {table: table in tables and suites.suite_table(root, found, table)
-             for table in suite["tables"]}  # fmt: skip
+    suite, found = load(root / "config" / f"suite_{name}.json"), results[name]
+    blocks = dict.fromkeys(suite["tables"], "")
+    for block in {row["table"] for row in found["rows"]}:
+        blocks[block] = suites.suite_table(root, found, block)
     if "front" in suite:
-        text = tables and suites.front_table(root, found, proof, suite["front"], predicted)
-        drawn["front" if name == "cpu" else f"front-{name}"] = text
-    if not any(drawn.values()):
-        drawn[suite["tables"][0]] = f"not measured yet: `python benchmark.py --suite {name}`"
-    return {table: text or "" for table, text in drawn.items()}
+        blocks[f"front-{name}"] = found["rows"] and suites.front_table(
+            root, found, results["proof"], suite["front"], results["estimate"]["suites"][name]
+        )
+    if not found["rows"]:
+        blocks[suite["tables"][0]] = f"not measured yet: `python benchmark.py --suite {name}`"
+    return blocks
 
 
 def technique_block(root: Path, row: Technique, results: dict[str, dict]) -> str:
@@ -206,13 +181,13 @@ def fill_navigation(text: str) -> str:
 # ----------------------------------------------------------------------------------------- a page
 
 
-def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: bool) -> str:
+def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> str:
     """The text of a page with all its tables updated.
 
     Args:
         missing: the blocks that are on no page so far; those of this page are removed.
-        up: relative path from this page to the repository's root.
     """
+    up = "../" * (len(path.relative_to(root).parts) - 1)
 
     def block(match: re.Match) -> str:
         name = match[1]
@@ -223,7 +198,10 @@ def fill(path: Path, text: str, blocks: dict, missing: dict, up: str, chinese: b
         lines = re.sub(r"\]\((results|docs)/", rf"]({up}\1/", lines)
         return f"<!-- {name} -->\n" + (f"\n{lines}\n\n" if lines else "") + "<!-- end -->"
 
-    text, found = BLOCK.subn(block, text)
+    try:
+        text, found = BLOCK.subn(block, path.read_text())
+    except FileNotFoundError:
+        raise Unusable(f"{path} is missing") from None
     if found != text.count("<!-- end -->"):
         raise Unusable(f"{path}: <!-- end --> without a beginning")
     return text

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from report.blocks import column, draw, field, footer, gib
-from report.results import load, middle, of_all
+from report.draw import percent_by_ranks
+from report.results import middle
 from report.suites import measured_where
 
-AGAIN = "python benchmark.py --suite estimate"
 OURS = {  # rows of the suite gpu that are published techniques, where the names differ
     "auto_mixed_precision": "auto_mixed_precision --dtype float16",
     "half_precision": "half_precision --dtype float16",
@@ -16,35 +16,20 @@ OURS = {  # rows of the suite gpu that are published techniques, where the names
 }
 
 
-def read(root: Path) -> dict:
-    """``results/estimate.json``; see :func:`report.results.load`."""
-    keys = ("published", "suites", "messages", "git_commit", "versions")
-    return load(root / "results" / "estimate.json", keys, f"measure it again: {AGAIN}")
-
-
-def blocks(root: Path, found: dict, results: dict) -> dict[str, str]:
+def blocks(root: Path, results: dict) -> dict[str, str]:
     """The tables, by the name of their block."""
-    drawn = dict.fromkeys(("estimate", "scaling"), f"not measured yet: `{AGAIN}`")
-    if not found:
-        return drawn
-    published = published_table(found, results["gpu"])
-    drawn["estimate"] = published + footer(root, found, "estimate.json")
-    drawn["scaling"] = "not measured yet: `python benchmark.py --suite scaling`"
-    if rows := results["scaling"]["rows"]:
-        where = measured_where(root, results["scaling"], rows)
-        drawn["scaling"] = scaling_table(found, results["scaling"]) + where
-    return drawn
+    found, scaled = results["estimate"], results["scaling"]
+    where = measured_where(root, scaled, scaled["rows"])
+    published = published_table(found, results["gpu"]) + footer(root, found, "estimate.json")
+    return {"estimate": published, "scaling": scaling_table(found, scaled) + where}
 
 
 def published_table(found: dict, gpu: dict) -> str:
     """Published and predicted figures, and for our own workload predicted and measured ones."""
-    measured = {row["name"]: row["runs"] for row in gpu["rows"]}
+    runs = {row["name"]: row["runs"] for row in gpu["rows"]}
 
     def ours(row: dict) -> str:
         return OURS.get(row["name"], row["name"])
-
-    def runs_of(row: dict) -> list[dict]:
-        return measured.get(ours(row), [])
 
     # fmt: off
     return draw(
@@ -56,7 +41,7 @@ def published_table(found: dict, gpu: dict) -> str:
         column("predicted for ours, GiB", "对我们任务的预测 GiB",
                lambda row: gib(found["suites"]["gpu"].get(ours(row)))),
         column("measured, GiB", "实测 GiB",
-               lambda row: middle(of_all(runs_of(row), "peak_memory_gib", "allocated")), ".2f"),
+               lambda row: middle(runs.get(ours(row), []), "peak_memory_gib", "allocated"), ".2f"),
     )
     # fmt: on
 
@@ -67,7 +52,7 @@ def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
     for row in scaled["rows"]:
         name, _, ranks = row["name"].rpartition(" x")
         if row["runs"] and name in steps:
-            steps[name][int(ranks)] = middle(of_all(row["runs"], "step_ms", "p50"))
+            steps[name][int(ranks)] = middle(row["runs"], "step_ms", "p50")
     return {name: took for name, took in steps.items() if 1 in took}
 
 
@@ -90,17 +75,14 @@ def scaling_table(found: dict, scaled: dict) -> str:
     # fmt: on
 
 
-def scaling_plot(found: dict, scaled: dict) -> dict[str, dict]:
+def plots(results: dict) -> dict[str, dict]:
     """Speed per rank relative to one rank: measured, and predicted up to 1,024 ranks."""
-    if not found or not scaled["rows"]:
-        return {}
-    values = {}
+    found, scaled, lines = results["estimate"], results["scaling"], {}
     for name, took in steps_of(found, scaled).items():
-        model = {1: 1.0}
-        for ranks, seconds in found["messages"][name].items():
-            model[int(ranks)] = round(took[1] / (took[1] + 1e3 * seconds), 3)
-        measured = {ranks: round(took[1] / step, 3) for ranks, step in took.items()}
-        values[name] = {"measured": measured, "model": model}
+        messages = {1: 0.0} | {int(n): seconds for n, seconds in found["messages"][name].items()}
+        predicted = [100 * took[1] / (took[1] + 1e3 * seconds) for seconds in messages.values()]
+        measured = [100 * took[1] / step for step in took.values()]
+        lines[name] = {"-": ([*messages], predicted), "o": ([*took], measured)}
     run = next(run for row in scaled["rows"] for run in row["runs"])
-    job = f"{run['model']} at {run['image_size']}, {run['device']}, gloo"
-    return {"scaling": {"unit": f"% of one rank's speed ({job})", "values": values}}
+    unit = f"% of one rank's speed ({run['model']} at {run['image_size']}, {run['device']}, gloo)"
+    return {"scaling": percent_by_ranks(unit, lines, [*messages], {"o": "measured"})}

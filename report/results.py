@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,34 +14,26 @@ class Unusable(Exception):
     """A file that cannot be rendered or updated; the message names the file and the reason."""
 
 
-def load(path: Path, keys: Iterable[str] = (), again: str = "measure it again") -> dict:
+def load(path: Path) -> dict:
     """A result; empty if there is none.
 
-    Args:
-        keys: that it has to have.
-        again: how to make it, for the error message.
-
     Raises:
-        Unusable: it is damaged, lacks a key, or has another schema.
+        Unusable: it is damaged or has another schema.
     """
     try:
         found = json.loads(path.read_text())
-        missing = [key for key in keys if key not in found]
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise Unusable(f"{path} cannot be used ({why}); {again}") from None
-    if missing:
-        raise Unusable(f"{path} has no {missing[0]}; {again}")
+    except ValueError as error:
+        raise Unusable(f"{path} is damaged ({error}); measure it again") from None
     if found.get("schema", SCHEMA) != SCHEMA:
-        raise Unusable(f"{path} has schema {found['schema']} instead of {SCHEMA}; {again}")
+        raise Unusable(f"{path} has schema {found['schema']}, not {SCHEMA}; measure it again")
     return found
 
 
-def read_suite(root: Path, name: str) -> dict:
-    """The results of a suite; without rows if there are none. See :func:`load`."""
-    return load(root / "results" / f"{name}.json", ("schema", "rows")) or {"rows": []}
+def read_result(root: Path, name: str) -> dict:
+    """What is in results/; a suite that was not measured has no rows."""
+    return load(root / "results" / f"{name}.json") or {"rows": []}
 
 
 @functools.cache
@@ -55,17 +46,11 @@ def runs_of(rows: list[dict]) -> list[dict]:
     return [run for row in rows for run in row["runs"]]
 
 
-def of_all(runs: list[dict], *keys: str) -> list:
-    """A value of each run; ``None`` if it was not measured."""
+def middle(runs: list[dict], *keys: str) -> float | None:
+    """The median of a figure over the runs that measured it; ``keys`` lead to it."""
     values = runs
     for key in keys:
-        values = [value and value.get(key) for value in values]
-    return values
-
-
-def middle(values: list) -> float | None:
-    """The median of the available values."""
-    values = [value for value in values if value is not None]
+        values = [value[key] for value in values if value.get(key) is not None]
     return statistics.median(values) if values else None
 
 
@@ -85,11 +70,6 @@ def size_of(run: dict) -> str:
     if "context" in run:
         return f"context {run['context']}"
     return f"{run['image_size']}×{run['image_size']}"
-
-
-def devices_of(run: dict) -> int:
-    """Number of devices of all ranks: DP uses all GPUs from one process. Older results lack it."""
-    return run.get("devices", run["world_size"])
 
 
 def name_of(row: dict) -> str:

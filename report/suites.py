@@ -6,27 +6,14 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from report.blocks import Column, column, digits, draw, footer, gib
-from report.results import (
-    ROOT,
-    Unusable,
-    devices_of,
-    middle,
-    name_of,
-    of_all,
-    runs_of,
-    speeds_of,
-    unit_of,
-)
+from report.blocks import Column, column, digits, draw, footer, gib, machine_line
+from report.results import ROOT, Unusable, middle, name_of, runs_of, speeds_of, unit_of
 from techniques import LIBRARIES, decoder, technique
 
-# The figures of memory to show, and in brackets: on a GPU, on a CPU with --profile-memory, and on a
-# CPU without it.
-MEMORY = {
-    "reserved": ("allocated", "reserved"),
-    "allocated": ("process", "allocated"),
-    "process": ("process",),
-}
+# The memory to show, of the first kind that was measured: on a GPU, on a CPU with --profile-memory,
+# and without it. The kind itself is in brackets if there is another to show before it.
+MEMORY = {"reserved": ["allocated", "reserved"], "allocated": ["process", "allocated"]}
+MEMORY |= {"process": ["process"]}
 KEPT, KEPT_ZH = "state B/param (theory)", "每参数字节（理论）"
 BARE, BARE_ZH = "of the bare loop", "相对裸循环"
 GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers, width
@@ -35,23 +22,24 @@ GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers
 
 
 def kind_of_memory(rows: list[dict]) -> str:
-    """The kind of ``MEMORY`` that these rows measured."""
-    found = [run["peak_memory_gib"] for run in runs_of(rows)]
-    known = {kind for memory in found for kind, size in memory.items() if size is not None}
-    return next((kind for kind in MEMORY if kind in known), "process")
+    """The kind of :data:`MEMORY` that these rows measured."""
+    runs = runs_of(rows)
+    kinds = (kind for kind in MEMORY if middle(runs, "peak_memory_gib", kind) is not None)
+    return next(kinds, "process")
 
 
 def memory(row: dict) -> str:
     kinds = MEMORY[kind_of_memory([row])]
-    first, *more = [f"{middle(of_all(row['runs'], 'peak_memory_gib', kind)):.2f}" for kind in kinds]
-    return f"{first} ({more[0]})" if more else first
+    sizes = [f"{middle(row['runs'], 'peak_memory_gib', kind):.2f}" for kind in kinds]
+    return " ".join([sizes[0], *(f"({size})" for size in sizes[1:])])
 
 
-def spread(values: list[float]) -> str:
-    """Median, minimum and maximum, with as many digits as three repeats justify."""
+def spread(values: list[float], form: str = "") -> str:
+    """Median, minimum and maximum, by default with as many digits as three repeats justify."""
     mid = statistics.median(values)
-    low, mid, high = (f"{v:,.{0 if mid >= 100 else 1}f}" for v in (min(values), mid, max(values)))
-    return mid if len(values) == 1 else f"{mid} ({low}–{high})"
+    form = form or (",.0f" if mid >= 100 else ",.1f")
+    around = f" ({min(values):{form}}–{max(values):{form}})" if len(values) > 1 else ""
+    return f"{mid:{form}}{around}"
 
 
 def speed(row: dict) -> str:
@@ -61,18 +49,17 @@ def speed(row: dict) -> str:
 
 
 def ranks(row: dict) -> str:
-    """Number of ranks, and in brackets the number of GPUs if one rank uses several."""
+    """Number of ranks, and in brackets the number of GPUs if one rank uses several, as with DP."""
     if not row["runs"]:
         return (re.findall(r" x(\d+)$", row["name"]) or [""])[0]
-    size, devices = row["runs"][0]["world_size"], devices_of(row["runs"][0])
+    size, devices = (row["runs"][0][key] for key in ("world_size", "devices"))
     return str(size) if devices == size else f"{size} ({devices})"
 
 
 def precision(row: dict) -> str:
-    """The precision, with a note on TF32. (Older results have one flag for both kinds.)"""
+    """The precision, with a note on TF32."""
     run = row["runs"][0]
-    kinds = run["tf32"].values() if isinstance(run["tf32"], dict) else [run["tf32"]]
-    return f"{run['precision']} (TF32)" if any(kinds) else run["precision"]
+    return f"{run['precision']} (TF32)" if any(run["tf32"].values()) else run["precision"]
 
 
 def decoder_of(run: dict):
@@ -93,13 +80,11 @@ def kept(run: dict, number: Callable = "{:.2f}".format) -> str | None:
     brackets; a peer has neither."""
     if not run["state_bytes"]:
         return None
-    row, model = technique(run["technique"]), decoder_of(run)
-    measured = number(sum(run["state_bytes"].values()) / run["parameters"])
-    if "needs_gpt" in row.traits and not model:
-        return measured
+    model, each = decoder_of(run), sum(run["state_bytes"].values()) / run["parameters"]
     options = run["options"] | {"optimizer": run["optimizer"], "decoder": model}
-    each = sum(row.keeps(run["world_size"], options).values())
-    return f"{measured} ({number(each * (model.whole / run['parameters'] if model else 1))})"
+    theory = sum(technique(run["technique"]).keeps(run["world_size"], options).values())
+    theory *= model.whole / run["parameters"] if model else 1
+    return f"{number(each)} ({number(theory)})"
 
 
 def title(row: dict) -> str:
@@ -111,12 +96,8 @@ def title_or_why(row: dict) -> str:
     return title(row) + ("" if row["runs"] else f" ({speed(row)})")
 
 
-def link(row: dict) -> str:
-    return f"[`{name_of(row)}`](docs/techniques/{name_of(row).split()[0]}.md)"
-
-
 def steps(row: dict) -> str:
-    p50, p95 = (middle(of_all(row["runs"], "step_ms", p)) for p in ("p50", "p95"))
+    p50, p95 = (middle(row["runs"], "step_ms", p) for p in ("p50", "p95"))
     return f"{p50:.0f} ({p95:.0f})"
 
 
@@ -131,7 +112,7 @@ def measured(title: str | Callable, chinese: str | dict, value: Callable, form="
 
 def median(name: str, chinese: str, *keys: str, form: str) -> Column:
     """A column with the median of a figure of all runs."""
-    return measured(name, chinese, lambda row: middle(of_all(row["runs"], *keys)), form)
+    return column(name, chinese, lambda row: middle(row["runs"], *keys), form)
 
 
 # ---------------------------------------------------------------------------------------- columns
@@ -177,8 +158,7 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
     text = bool(runs) and unit_of(runs[0]) == "tokens/s"  # without a meaningful epoch
     known = {"timed" if times else "untimed", "text" if text else "no_text"}
     known |= {"gpu"} if any(run["device"] != "cpu" for run in runs) else set()
-    if any(of_run is not None for of_run in of_all(runs, "weights_difference")):
-        known.add("weights")
+    known |= {"weights"} if middle(runs, "weights_difference") is not None else set()
     return draw(rows, *(column for needs, column in COLUMNS if set(needs.split()) <= known))
 
 
@@ -193,11 +173,15 @@ def suite_table(root: Path, found: dict, table: str) -> str:
 
 def measured_where(root: Path, found: dict, rows: list[dict]) -> str:
     """The line below a table of a suite."""
-    one = found["repeats"] == 1
-    times = "1 run of each" if one else f"{found['repeats']} runs of each, median (least–most)"
-    on_cpu = all(run["device"] == "cpu" for run in runs_of(found["rows"]))
-    commands = [run["command"] for run in runs_of(rows)]
-    return footer(root, found, f"{found['suite']}.json", times, commands=commands, on_cpu=on_cpu)
+    several = f"{found['repeats']} runs of each, median (least–most)"
+    machine = machine_line(
+        found["hardware"], all(run["device"] == "cpu" for run in runs_of(found["rows"]))
+    )
+    return footer(
+        root, found, f"{found['suite']}.json", machine,
+        after="1 run of each" if found["repeats"] == 1 else several,
+        commands=[run["command"] for run in runs_of(rows)],
+    )  # fmt: skip
 
 
 def front_table(root: Path, found: dict, proof: dict, names: list[str], predicted: dict) -> str:
@@ -210,21 +194,23 @@ def front_table(root: Path, found: dict, proof: dict, names: list[str], predicte
         names: of the rows to show.
         predicted: predicted bytes on a GPU, by name of the row.
     """
-    missing = {"runs": [], "failed": "not measured yet"}
     known = {row["name"]: row for row in found["rows"]}
+    missing = {"runs": [], "failed": "not measured yet"}
     rows = [known.get(name, missing | {"name": name}) for name in names]
     unit = unit_of(runs_of(found["rows"])[0])
     # fmt: off
-    columns = [
-        column("technique", "技术", link), RANKS,
+    return draw(
+        rows,
+        column("technique", "技术",
+               lambda row: f"[`{name_of(row)}`](docs/techniques/{name_of(row).split()[0]}.md)"),
+        RANKS,
         measured("difference from one process", "与单进程之差",
                  lambda row: against_one_process(f"pytorch_{name_of(row)}", proof, unit)),
         measured("predicted on a GPU", "GPU 上的预测值",
                  lambda row: gib(predicted.get(row["name"]))),
         PEAK, SPEED, measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0], digits)),
-    ]
+    ) + measured_where(root, found, rows)
     # fmt: on
-    return draw(rows, *columns) + measured_where(root, found, [r for r in rows if r["runs"]])
 
 
 def against_one_process(script: str, proof: dict, unit: str) -> str:
@@ -301,8 +287,8 @@ def ecosystem_table(rows: list[dict]) -> str:
         return relative_speed(runs[ours], runs[theirs])
 
     def bytes_of(name: str) -> str | None:
-        own = runs.get((name, 2), runs.get((name, 1), [{}]))[0]
-        return kept(own, digits) if own.get("state_bytes") else None
+        own = runs.get((name, 2), runs.get((name, 1)))
+        return own and kept(own[0], digits)
 
     # fmt: off
     return draw(
@@ -314,10 +300,8 @@ def ecosystem_table(rows: list[dict]) -> str:
                lambda name: count_new(raw[name], name) or None),
         column(f"{BARE}, 1 rank", f"{BARE_ZH}，1 进程",
                lambda name: share((name, 1), ("peer: bare", 1))),
-        column("of the raw script, 1 rank", "相对原生脚本，1 进程",
-               lambda name: share((name, 1), (raw[name], 1))),
-        column("of the raw script, 2 ranks", "相对原生脚本，2 进程",
-               lambda name: share((name, 2), (raw[name], 2))),
+        *(column(f"of the raw script, {n} rank{'s' * (n > 1)}", f"相对原生脚本，{n} 进程",
+                 lambda name, n=n: share((name, n), (raw[name], n))) for n in (1, 2)),
         column(KEPT, KEPT_ZH, bytes_of),
     )
     # fmt: on

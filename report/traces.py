@@ -35,7 +35,7 @@ def read_traces(folder: Path) -> list[Rank]:
         Unusable: there is no trace, or one cannot be read or lacks the rows.
     """
     found = []
-    for rows in read_ranks(list_traces(folder)):
+    for rows in read_ranks(folder):
         kinds = {kind: [] for kind in KINDS}
         for row in rows:
             begin, size = row["ts"] / 1e3, row.get("args", {}).get("bytes")
@@ -44,22 +44,21 @@ def read_traces(folder: Path) -> list[Rank]:
     return found
 
 
-def list_traces(folder: Path) -> list[Path]:
-    """The files of the ranks, in order."""
-    again = "train with --trace N and give the folder trace of its --output-dir"
-    if not folder.is_dir():
-        raise Unusable(f"{folder} is no folder; {again}")
+def read_ranks(folder: Path) -> list[list[dict]]:
+    """The events of the rows of all ranks, sorted by start, in microseconds from the first."""
     files = {path.name.partition(".")[0]: path for path in folder.glob("rank*.json.gz")}
-    if not files:
-        raise Unusable(f"{folder} has no traces (rank0.pt.trace.json.gz, ...); {again}")
-    missing = [f"rank{i}" for i in range(len(files)) if f"rank{i}" not in files]
-    if missing:
-        raise Unusable(f"{folder} has {len(files)} traces, but none of {missing[0]}; {again}")
-    return [files[f"rank{i}"] for i in range(len(files))]
+    for i in range(len(files) or 1):
+        if f"rank{i}" not in files:
+            again = "train with --trace N and give the folder trace of its --output-dir"
+            raise Unusable(f"{folder} has {len(files)} traces, but none of rank{i}; {again}")
+    ranks = [read_rows(files[f"rank{i}"]) for i in range(len(files))]
+    first = min(row["ts"] for rows in ranks for row in rows)
+    ranks = [[row | {"ts": row["ts"] - first} for row in rows] for rows in ranks]
+    return [sorted(rows, key=lambda row: row["ts"]) for rows in ranks]
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The events of the rows, in microseconds of the machine's clock."""
+    """The events of the rows of a file, in microseconds of the machine's clock."""
     again = "train with --trace once more"
     try:
         trace = json.loads(gzip.decompress(path.read_bytes()))
@@ -73,28 +72,18 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def read_ranks(paths: list[Path]) -> list[list[dict]]:
-    """The rows of all ranks, sorted by start, in microseconds from the first."""
-    ranks = [read_rows(path) for path in paths]
-    first = min(row["ts"] for rows in ranks for row in rows)
-    ranks = [[row | {"ts": row["ts"] - first} for row in rows] for rows in ranks]
-    return [sorted(rows, key=lambda row: row["ts"]) for rows in ranks]
-
-
 def slim(source: Path, target: Path) -> None:
     """Copy only these rows of traces, and close gaps in compute that are too short to see."""
     target.mkdir(parents=True, exist_ok=True)
-    paths = list_traces(source)
-    for path, rows in zip(paths, read_ranks(paths), strict=True):
+    for i, rows in enumerate(read_ranks(source)):
         kept, last = [], {}  # the last row of a kind
         for row in rows:
             kind, begin, end = row["cat"], row["ts"], row["ts"] + row["dur"]
             before = last.get(kind) if kind in ("compute", "overlap") else None
             if before and begin - before["ts"] - before["dur"] < UNSEEN:
                 before["dur"] = round(end - before["ts"], 1)
-                continue
-            last[kind] = row | {"ts": round(begin, 1), "dur": round(end - begin, 1)}
-            kept.append(last[kind])
+            else:
+                last[kind] = row | {"ts": round(begin, 1), "dur": round(end - begin, 1)}
+                kept.append(last[kind])
         text = json.dumps({"traceEvents": kept}, separators=(",", ":"))
-        name = f"{path.name.partition('.')[0]}.json.gz"
-        (target / name).write_bytes(gzip.compress(text.encode(), mtime=0))
+        (target / f"rank{i}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -324,8 +324,8 @@ def test_a_suite_of_text(checkout):
     assert measured["peak_memory_gib"] == memory and 0 < memory["allocated"] < memory["process"]
     assert "| peak GiB (allocated) |" in finished.stdout
     assert [step for step, _ in measured["curve"]] == [2, 4]
-    drawn = draw.curves(found["rows"])
-    assert list(drawn["values"]["SingleGPU"]) == ["128", "256"]
+    tokens, _ = draw.loss_by_tokens(found["rows"])["lines"]["SingleGPU"]["-"]
+    assert tokens == pytest.approx([128e-6, 256e-6])
 
 
 # ------------------------------------------------------------------------------ all that there is

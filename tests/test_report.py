@@ -13,7 +13,7 @@ import benchmark
 from harness import trace_rows
 from measure import everything
 from report import draw, fresh, measured, pages, predictions, suites, traces
-from report.results import Unusable, read_suite
+from report.results import Unusable, read_result
 from techniques import TECHNIQUES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,7 +32,7 @@ def on_gpus(row, ranks, devices):
 
 
 def test_tables_tell_ranks_from_gpus():
-    found = read_suite(ROOT, "cpu")
+    found = read_result(ROOT, "cpu")
     rows = {row["name"]: row for row in found["rows"]}
     old = suites.techniques_table([rows["DP"]])  # without the key
     assert "| ranks |" in old and "| `DP` | 1 | float32 |" in old
@@ -145,10 +145,10 @@ def test_predictions_beside_measurements():
     ]
     table = predictions.scaling_table(found, {"rows": rows})
     assert table.endswith("| `FSDP` | 100 | 150 | 160 | 0.94 |")
-    [plot] = predictions.scaling_plot(found, {"rows": rows}).values()
-    lines = plot["values"]["FSDP"]
-    assert lines["measured"] == {1: 1.0, 2: 0.625}
-    assert lines["model"] == {1: 1.0, 2: 0.667, 1024: 0.25}
+    [plot] = predictions.plots({"estimate": found, "scaling": {"rows": rows}}).values()
+    lines = plot["lines"]["FSDP"]
+    assert lines["o"] == ([1, 2], [100, 62.5])
+    assert lines["-"] == ([1, 2, 1024], [100, pytest.approx(66.67, abs=0.01), 25])
 
 
 def test_relative_speeds_have_a_range():
@@ -256,28 +256,28 @@ def test_the_table_of_a_sweep():
 
 
 def test_the_plot_of_a_sweep(tmp_path):
-    data = draw.bandwidths(small_sweep())["collectives"]
-    assert data["unit"] == "bus bandwidth, GB/s (2 ranks, gloo)"
-    lines = data["values"]["all_gather"]
-    assert lines["measured"] == {"4096": 0.0203, "65536": 0.282, "1048576": 1.45}
-    assert lines["fitted"] == lines["measured"], "it is of the same formula"
+    data = draw.bandwidths(small_sweep())
+    sizes, measured = data["lines"]["all_gather"]["o-"]
+    assert sizes == [4096, 65536, 2**20]
+    assert measured == pytest.approx([0.0203, 0.282, 1.45], rel=0.01)
+    fitted = data["lines"]["all_gather"]["--"]
+    assert fitted == (sizes, pytest.approx(measured)), "it is of the same formula"
     path = tmp_path / "collectives.svg"
     draw.draw(path, data)
     texts = {text.text for text in ElementTree.parse(path).iter(f"{SVG}text")}
-    assert {"4 KiB", "64 KiB", "1 MiB", "all_gather", "broadcast", data["unit"]} <= texts
+    assert {"4 KiB", "64 KiB", "1 MiB", "all_gather", "broadcast"} <= texts
+    assert "bus bandwidth, GB/s (2 ranks, gloo)" in texts
     assert draw.digest_of(path) == draw.digest(data)
 
 
-def test_a_sweep_that_is_not_there_or_says_too_little(tmp_path):
-    assert pages.read_sweep(tmp_path) == {} and draw.bandwidths({}) == {}
-    missing = "not measured yet: `python benchmark.py --suite collectives`"
-    assert measured.sweep_block(tmp_path, {}) == missing
+def test_a_damaged_result_has_to_be_measured_again(tmp_path):
     path = tmp_path / "results/collectives.json"
     path.parent.mkdir()
-    for text in (json.dumps({"ranks": 2, "operations": {}}), "{", "[]"):
+    assert read_result(tmp_path, "collectives") == {"rows": []}
+    for text in (json.dumps({"schema": 99}), "{"):
         path.write_text(text)
         with pytest.raises(Unusable, match="collectives.json .*; measure it again"):
-            pages.read_sweep(tmp_path)
+            read_result(tmp_path, "collectives")
 
 
 def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
@@ -388,7 +388,7 @@ def test_ranks_are_drawn_on_one_clock(tmp_path):
     write(tmp_path / "rank1.pt.trace.json.gz", GPU + trace_rows.make_rows(GPU, 1), base=1_100_000)
     ranks = traces.read_traces(tmp_path)
     assert [rank["phases"][0].begin for rank in ranks] == [0, pytest.approx(0.1)]
-    draw.draw(tmp_path / "x.svg", {"ranks": ranks, "words": {}}, "timeline")
+    draw.draw(tmp_path / "x.svg", {"ranks": ranks, "words": {}})
     texts = [text.text for text in ElementTree.parse(tmp_path / "x.svg").iter(f"{SVG}text")]
     assert texts.count("all_reduce 1.95 KiB") == 2 and texts.count("rank 1") == 1
     assert texts.count("backward") == 3, "two bars, and the legend"

@@ -117,6 +117,6 @@ def proof(root: Path, name: str, chinese: bool) -> list[str]:
     for table, words in PROOF.items():
         rows = [row for row in found[table] if row["script"].split()[0] == f"pytorch_{name}"]
         if rows and (table != "optimizers" or name == "Muon"):  # FSDP's are there to compare with
-            drawn = measured.PROOF[table](rows)
+            drawn = measured.proof_table(table, rows)
             parts += [f"{words[chinese]}:", translate(drawn) if chinese else drawn]
     return parts
