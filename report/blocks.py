@@ -6,18 +6,10 @@ from typing import NamedTuple
 
 from report import fresh
 
-TITLES: dict[str, str] = {}  # of all columns: Chinese, by the English ones
+TITLES: dict[str, str] = {}  # of what was drawn: Chinese, by the English ones
 
 
 class Column(NamedTuple):
-    """Made by :func:`column`."""
-
-    title: str | Callable
-    value: Callable
-    form: str
-
-
-def column(title: str | Callable, chinese: str | dict, value: Callable, form: str = "") -> Column:
     """A column of a table: the one place to edit for a new one.
 
     Args:
@@ -26,18 +18,23 @@ def column(title: str | Callable, chinese: str | dict, value: Callable, form: st
         value: a function of a row; for ``None`` the cell is empty.
         form: of the cell, as in f-strings.
     """
-    TITLES.update(chinese if isinstance(chinese, dict) else {title: chinese} if chinese else {})
-    return Column(title, value, form)
+
+    title: str | Callable
+    chinese: str | dict
+    value: Callable
+    form: str = ""
 
 
 def field(name: str, title: str, chinese: str, form: str = "") -> Column:
     """A column of what a row has by this name."""
-    return column(title, chinese, lambda row: row[name], form)
+    return Column(title, chinese, lambda row: row[name], form)
 
 
 def draw(rows: Iterable, *columns: Column) -> str:
     rows = list(rows)
     heads = [c.title(rows) if callable(c.title) else c.title for c in columns]
+    for head, chinese in zip(heads, (c.chinese for c in columns), strict=True):
+        TITLES[head] = chinese[head] if isinstance(chinese, dict) else chinese or head
     cells = [[(c.value(row), c.form) for c in columns] for row in rows]
     lines = [["" if v is None else f"{v:{form}}" for v, form in line] for line in cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])

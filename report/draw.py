@@ -1,7 +1,6 @@
 """All pictures, as SVG by matplotlib: plots of the results, the README's picture of memory, and the
 timelines of traces. A picture has the digest of its data, which says whether it is out of date."""
 
-import contextlib
 import hashlib
 import io
 import itertools
@@ -11,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from report.blocks import size_name
-from report.results import name_of, read_words
+from report.results import WORDS, name_of
 from report.traces import Bar, Rank, read_traces
 from techniques import technique
 
@@ -20,14 +19,11 @@ COLOURS = ["#4c8dd6", "#e08a3c", "#54a868", "#c65f63", "#9179c0", "#9c8468", "#d
 INKS = {"light": "#1f2328", "dark": "#f0f6fc"}  # on a page of this theme
 INKED = "text.color axes.labelcolor axes.edgecolor xtick.color ytick.color".split()
 FRONT = {  # rows of the suite gpt in the README's picture, and their names there
-    "SingleGPU": "one process",
-    "torchrun_DDP x4": "DDP",
-    "DDP_ZeRO --use_zero x4": "ZeRO",
-    "HSDP --shard 2 x4": "HSDP",
-    "FSDP x4": "FSDP",
-}
+    "SingleGPU": "one process", "torchrun_DDP x4": "DDP", "DDP_ZeRO --use_zero x4": "ZeRO",
+    "HSDP --shard 2 x4": "HSDP", "FSDP x4": "FSDP",
+}  # fmt: skip
 FRONT_TITLE = "Memory per rank, GiB: GPT with {} M parameters, AdamW, {} ranks"
-LANGUAGES = {"": {}, ".zh-CN": read_words()["pictures"]}  # by the end of a picture's name
+LANGUAGES = {"": {}, ".zh-CN": WORDS["pictures"]}  # by the end of a picture's name
 PHASES = {  # of a step, and their colours
     "data": COLOURS[5], "forward": COLOURS[0], "backward": COLOURS[1],
     "forward and backward": COLOURS[6], "optimizer": COLOURS[2], "rest": COLOURS[7],
@@ -169,10 +165,9 @@ def digest(data: dict) -> str:
 
 def digest_of(path: Path) -> str | None:
     """The digest of a plot's data, as :func:`draw` has written it into the file."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"<dc:description>(\w+)</dc:description>", path.read_text())
-        return found and found[1]
-    return None
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(r"<dc:description>(\w+)</dc:description>", text)
+    return found and found[1]
 
 
 # ------------------------------------------------------------------------------------- drawing
@@ -322,9 +317,7 @@ def cut(spans: list[Bar], bar: Bar, longest: float) -> list[Bar]:
 
 def write(axes, bar: Bar, y: float, longest: float, names: list[str], size: int, **style) -> None:
     """The first of these names that fits into a bar."""
-    room = 1300 / size * (bar.end - bar.begin) / longest  # letters
-    for name in names:
-        if sum(1 if letter.isascii() else 2 for letter in name) < room:
-            middle = {"ha": "center", "va": "center_baseline", "fontsize": size}
-            axes.text((bar.begin + bar.end) / 2, y, name, **middle, **style)
-            return
+    room = 1300 / size * (bar.end - bar.begin) / longest  # letters; of Chinese, half as many
+    fitting = (name for name in names if sum(2 - c.isascii() for c in name) < room)
+    style |= {"ha": "center", "va": "center_baseline", "fontsize": size}
+    axes.text((bar.begin + bar.end) / 2, y, next(fitting, ""), **style)

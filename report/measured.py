@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from report.blocks import Column, column, digits, draw, field, footer, machine_line, size_name
+from report.blocks import Column, digits, draw, field, footer, machine_line, size_name
 from report.results import Unusable
 from report.suites import KEPT, KEPT_ZH, spread
 from techniques import LESSONS
@@ -42,13 +42,13 @@ def worst(title: str, chinese: str, optimizer: str) -> Column:
         values = [row["value"] for row in rows if row["optimizer"] == optimizer]
         return f"{max(values):.0e}" if values else None
 
-    return column(title, chinese, value)
+    return Column(title, chinese, value)
 
 
 def of_ranks(value: Callable, *numbers: int) -> list[Column]:
     """A column for each number of ranks."""
     return [
-        column(f"{n} rank{'s' * (n > 1)}", f"{n} 进程", lambda rows, n=n: value(rows, n))
+        Column(f"{n} rank{'s' * (n > 1)}", f"{n} 进程", lambda rows, n=n: value(rows, n))
         for n in numbers
     ]
 
@@ -80,13 +80,13 @@ def sent_by_optimizer(row: dict) -> str:
 
 
 # fmt: off
-GROUP = column("script", "脚本", lambda rows: without_prefix(rows[0]["script"]))
-SCRIPT = column("script", "脚本", lambda row: without_prefix(row["script"]))
+GROUP = Column("script", "脚本", lambda rows: without_prefix(rows[0]["script"]))
+SCRIPT = Column("script", "脚本", lambda row: without_prefix(row["script"]))
 RANKS = field("ranks", "ranks", "进程数")
 MISTAKE = field("mistake", "mistake", "错误")
 PARITY = by_script, [
     GROUP,
-    column("ranks", "进程数",
+    Column("ranks", "进程数",
            lambda rows: ", ".join(map(str, sorted({row["ranks"] for row in rows})))),
     worst("SGD with momentum", "带动量的 SGD", "sgd"), worst("AdamW", "", "adamw"),
 ]
@@ -97,24 +97,24 @@ PROOF = {  # tables of results/proof.json: the order of the rows, and the column
     "loss": (in_order, [
         SCRIPT, RANKS, field("fp32", "loss in fp32", "fp32 损失", ".4f"),
         field("value", "its loss", "它的损失", ".4f"),
-        column("difference", "差", lambda row: row["value"] / row["fp32"] - 1, "+.2%"),
+        Column("difference", "差", lambda row: row["value"] / row["fp32"] - 1, "+.2%"),
     ]),
     "shared": (lambda rows: in_order(sorted(rows, key=lambda row: row["ranks"])), [
         SCRIPT, RANKS,
-        column(KEPT, KEPT_ZH, lambda row: f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"),
-        column("sent kB (theory)", "发送 kB（理论）",
+        Column(KEPT, KEPT_ZH, lambda row: f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"),
+        Column("sent kB (theory)", "发送 kB（理论）",
                lambda row: f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"),
-        column("in", "方式", lambda row: ", ".join(map(with_hyphen, sorted(row["how"])))),
+        Column("in", "方式", lambda row: ", ".join(map(with_hyphen, sorted(row["how"])))),
     ]),
     "silent": (worst_first, [MISTAKE, SCRIPT, field("value", "off by", "偏差", ".2f")]),
     "silent_examples": (worst_first, [
         MISTAKE, field("effect", "effect", "后果"), field("value", "off by", "偏差", ".2g"),
         field("of", "measured on", "所测的量"),
-        column("run", "运行", lambda row: f"`{row['script']}.py`"),
+        Column("run", "运行", lambda row: f"`{row['script']}.py`"),
     ]),
     "optimizers": (lambda rows: sorted(rows, key=lambda row: (row["ranks"], -row["sent"])), [
-        column("script", "脚本", lambda row: f"`{row['script']}`"), RANKS,
-        column("sent per matrix element (theory)", "每个矩阵元素的通信量（理论）",
+        Column("script", "脚本", lambda row: f"`{row['script']}`"), RANKS,
+        Column("sent per matrix element (theory)", "每个矩阵元素的通信量（理论）",
                sent_by_optimizer),
         field("calls", "collectives", "集合通信次数"),
         field("flops", "FLOPs x N", "FLOPs × N", ".2f"),
@@ -149,10 +149,10 @@ def hangs_block(root: Path, found: dict) -> str:
     """The printed diagnosis, and the scripts whose rank, collective and line it named."""
     groups = {fault: [row for row in found["rows"] if row["fault"] == fault] for fault in HANGS}
     return draw(
-        groups, column("rank 1", "进程 1", HANGS.get),
-        column("first line, of DDP", "第一行（DDP）",
+        groups, Column("rank 1", "进程 1", HANGS.get),
+        Column("first line, of DDP", "第一行（DDP）",
                lambda f: f"`{groups[f][0]['lines'][0].partition('; recorded in')[0]}`"),
-        column("named in", "能指出的脚本",
+        Column("named in", "能指出的脚本",
                lambda f: ", ".join(row["script"].removeprefix("pytorch_") for row in groups[f]
                                    if not row["missed"])),
     ) + footer(root, found, "hangs.json")
@@ -161,7 +161,7 @@ def hangs_block(root: Path, found: dict) -> str:
 def bubble_block(root: Path, found: dict) -> str:
     """The bubble: the share of a step in which a rank is idle."""
     return draw(
-        found["rows"], column("schedule", "调度", lambda row: f"`{row['schedule']}`"),
+        found["rows"], Column("schedule", "调度", lambda row: f"`{row['schedule']}`"),
         field("microbatches", "micro-batches", "微批次"),
         field("formula", "formula", "公式", ".1%"), field("order", "order", "顺序", ".1%"),
         field("core", "compute alone", "只算计算", ".1%"), field("clock", "clock", "时钟", ".1%"),
@@ -174,13 +174,13 @@ def saves_block(root: Path, found: dict) -> str:
     median = {kind: statistics.median(each) for kind, each in waits.items()}
     whole = {"save": median["save"], "async_save": 1e3 * statistics.median(found["whole_after"])}
     return draw(
-        waits, column("call", "调用", "`{}`".format),
-        column("saves", "保存次数", lambda kind: len(waits[kind])),
-        column("step waits ms (min–max)", "训练步等待毫秒（最小–最大）",
+        waits, Column("call", "调用", "`{}`".format),
+        Column("saves", "保存次数", lambda kind: len(waits[kind])),
+        Column("step waits ms (min–max)", "训练步等待毫秒（最小–最大）",
                lambda kind: spread(waits[kind], ",.0f")),
-        column("relative to `save`", "相对 `save`",
+        Column("relative to `save`", "相对 `save`",
                lambda kind: median[kind] / median["save"], ".0%"),
-        column("complete after ms", "写完所需毫秒", whole.get, ",.0f"),
+        Column("complete after ms", "写完所需毫秒", whole.get, ",.0f"),
     ) + footer(root, found, "saves.json", machine_line(found["hardware"]),
                after=f"`{found['command']}`")
 
@@ -188,10 +188,10 @@ def saves_block(root: Path, found: dict) -> str:
 def losses_blocks(root: Path, found: dict) -> dict[str, str]:
     """Losses of a technique and of the one that it replaces, for three seeds each."""
     columns = (
-        column("script", "脚本", lambda row: without_prefix(row["script"].replace(".py", "", 1))),
-        column("evaluation loss (mean)", "评估损失（平均）",
+        Column("script", "脚本", lambda row: without_prefix(row["script"].replace(".py", "", 1))),
+        Column("evaluation loss (mean)", "评估损失（平均）",
                lambda row: statistics.mean(row["losses"]), ".4f"),
-        column("of each seed", "各随机种子",
+        Column("of each seed", "各随机种子",
                lambda row: ", ".join(f"{loss:.4f}" for loss in row["losses"])),
     )
     return {
@@ -219,9 +219,9 @@ def outcomes_block(path: Path) -> str:
     ends = {kind: [m[2] for m in found if m[1] == kind] for kind in sorted({m[1] for m in found})}
     ends["all"] = [match[2] for match in found]
     table = draw(
-        ends, column(what, {"fault": "故障", "damage": "损坏"}[what], str),
-        column("trials", "次数", lambda kind: len(ends[kind])),
-        *(column(name, chinese, lambda kind, name=name: ends[kind].count(name))
+        ends, Column(what, {"fault": "故障", "damage": "损坏"}[what], str),
+        Column("trials", "次数", lambda kind: len(ends[kind])),
+        *(Column(name, chinese, lambda kind, name=name: ends[kind].count(name))
           for name, chinese in OUTCOMES[what].items()))
     link = f"[results/{path.name}](results/{path.name})"
     run, where = (textwrap.shorten(text, 360, placeholder=" …") for text in (command, where))
@@ -232,11 +232,11 @@ def sweep_block(root: Path, found: dict) -> str:
     """A row for each collective: latency and bandwidth."""
     operations = found["operations"]
     drawn = draw(
-        operations, column("collective", "集合通信", "`{}`".format),
-        column("latency µs", "延迟 µs", lambda name: 1e6 * operations[name]["latency"], ",.0f"),
-        column("bandwidth GB/s (fitted)", "带宽 GB/s（拟合）",
+        operations, Column("collective", "集合通信", "`{}`".format),
+        Column("latency µs", "延迟 µs", lambda name: 1e6 * operations[name]["latency"], ",.0f"),
+        Column("bandwidth GB/s (fitted)", "带宽 GB/s（拟合）",
                lambda name: operations[name]["bandwidth"] / 1e9, ".2f"),
-        column("bus GB/s (largest message)", "总线带宽 GB/s（最大的消息）",
+        Column("bus GB/s (largest message)", "总线带宽 GB/s（最大的消息）",
                lambda name: operations[name]["rows"][-1]["bus"] / 1e9, ".2f"))
     largest = size_name(list(operations.values())[-1]["rows"][-1]["bytes"])
     about = f"{found['backend']}, {found['ranks']} ranks, messages up to {largest}"
@@ -267,11 +267,11 @@ def inference_table(found: dict) -> str:
         return first(key)["peak_memory_gib"]["device"] or first(key)["peak_memory_gib"]["process"]
 
     return draw(
-        rows, column("runtime", "运行时", lambda key: key[0]),
-        column("precision", "精度", lambda key: key[1]),
-        *(column(f"batch {n}", f"批 {n}", lambda key, n=n: speed(rows[key], n)) for n in sizes),
-        column("memory GiB", "内存 GiB", memory, ".2f"),
-        column("first call s", "首次调用 s", lambda key: first(key)["first_call_s"], ".2f"))
+        rows, Column("runtime", "运行时", lambda key: key[0]),
+        Column("precision", "精度", lambda key: key[1]),
+        *(Column(f"batch {n}", f"批 {n}", lambda key, n=n: speed(rows[key], n)) for n in sizes),
+        Column("memory GiB", "内存 GiB", memory, ".2f"),
+        Column("first call s", "首次调用 s", lambda key: first(key)["first_call_s"], ".2f"))
 # fmt: on
 
 

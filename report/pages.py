@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from report import draw, measured, predictions, suites
-from report.blocks import TITLES, column
+from report.blocks import TITLES, Column
 from report.blocks import draw as table
-from report.results import ROOT, Unusable, load, read_result, read_words, size_of
+from report.results import ROOT, WORDS, Unusable, load, read_result, size_of
 from techniques import BEYOND, COURSE, HOOD, LESSONS, TECHNIQUES, Technique
 
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "peers", "gpu", "reviews", "parallel")
@@ -20,8 +20,6 @@ SUITES += ("local_sgd", "ecosystem")  # with tables of their own
 RESULTS = (*SUITES, *measured.BLOCKS, "scaling", "estimate", "proof", "losses")
 OUTCOMES = ("faults", "faults_checkpoint", "faults_copies", "corrupt")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
-# Chinese translations: whole cells, and phrases in notes.
-CELLS, PHRASES = (read_words()[kind] for kind in ("cells", "phrases"))
 
 
 def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
@@ -132,11 +130,11 @@ def technique_lines(source: str, names: Iterable[str]) -> list[str]:
 def list_blocks(root: Path, chinese: bool) -> dict[str, str]:
     """The lists of README and docs/techniques/, in the order of the course."""
     begins = {row.course: row for row in reversed(LESSONS)}
-    chapter = column("chapter", "章", lambda row: row.course if begins[row.course] is row else "")
-    script = column("script", "脚本", lambda row: link_to(root, row, f"{row.script}.py"))
-    parent = column("parent", "父脚本", lambda row: row.parent and f"`{row.parent}`")
-    name = column("technique", "技术", lambda row: link_to(root, row, row.name))
-    about = column("what it adds", "增加了什么", lambda row: about_of(root, row, chinese))
+    chapter = Column("chapter", "章", lambda row: row.course if begins[row.course] is row else "")
+    script = Column("script", "脚本", lambda row: link_to(root, row, f"{row.script}.py"))
+    parent = Column("parent", "父脚本", lambda row: row.parent and f"`{row.parent}`")
+    name = Column("technique", "技术", lambda row: link_to(root, row, row.name))
+    about = Column("what it adds", "增加了什么", lambda row: about_of(root, row, chinese))
     pages = [row for row in LESSONS if page_of(root, row).is_file()]
     return {
         "course": table(LESSONS, chapter, script, parent, about),
@@ -209,13 +207,13 @@ def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> 
 
 def translate(lines: str) -> str:
     """Translate a table to Chinese: headers, notes, and cells that are not names."""
-    lines, words = lines.splitlines(), CELLS | TITLES
+    lines, words = lines.splitlines(), WORDS["cells"] | TITLES
     for i, line in enumerate(lines):
         if line.startswith("| "):
             cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]
             lines[i] = "| " + " | ".join(cells) + " |"
         if "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):
-            for english, chinese in PHRASES.items():
+            for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
             lines[i] = re.sub(r"(\]\(docs/techniques/\w+)\.md", r"\1.zh-CN.md", lines[i])
     return "\n".join(lines)

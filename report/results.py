@@ -1,6 +1,5 @@
 """Read what benchmark.py left in results/, and combine the figures of several runs."""
 
-import functools
 import json
 import re
 import statistics
@@ -8,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1  # of the files in results/ that a suite leaves
+# Chinese, by the English words: of whole cells, of phrases in notes, and of pictures.
+WORDS = json.loads(Path(__file__).with_name("chinese.json").read_text())
 
 
 class Unusable(Exception):
@@ -34,12 +35,6 @@ def load(path: Path) -> dict:
 def read_result(root: Path, name: str) -> dict:
     """What is in results/; a suite that was not measured has no rows."""
     return load(root / "results" / f"{name}.json") or {"rows": []}
-
-
-@functools.cache
-def read_words() -> dict[str, dict[str, str]]:
-    """The Chinese translations for tables and pictures, by the English words."""
-    return json.loads(Path(__file__).with_name("chinese.json").read_text())
 
 
 def runs_of(rows: list[dict]) -> list[dict]:

@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from report.blocks import Column, column, digits, draw, footer, gib, machine_line
+from report.blocks import Column, digits, draw, footer, gib, machine_line
 from report.results import ROOT, Unusable, middle, name_of, runs_of, speeds_of, unit_of
 from techniques import LIBRARIES, decoder, technique
 
-# The memory to show, of the first kind that was measured: on a GPU, on a CPU with --profile-memory,
-# and without it. The kind itself is in brackets if there is another to show before it.
-MEMORY = {"reserved": ["allocated", "reserved"], "allocated": ["process", "allocated"]}
-MEMORY |= {"process": ["process"]}
+# The memory to show, by the kind that was measured: on a GPU, on a CPU with --profile-memory, and
+# without it. What the kind says in addition is in brackets.
+MEMORY = {"reserved": ("allocated", "reserved"), "allocated": ("process", "allocated")}
 KEPT, KEPT_ZH = "state B/param (theory)", "每参数字节（理论）"
 BARE, BARE_ZH = "of the bare loop", "相对裸循环"
 GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers, width
@@ -22,16 +21,16 @@ GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers
 
 
 def kind_of_memory(rows: list[dict]) -> str:
-    """The kind of :data:`MEMORY` that these rows measured."""
+    """The kind of :data:`MEMORY` that these rows measured, or only that of the process."""
     runs = runs_of(rows)
     kinds = (kind for kind in MEMORY if middle(runs, "peak_memory_gib", kind) is not None)
     return next(kinds, "process")
 
 
 def memory(row: dict) -> str:
-    kinds = MEMORY[kind_of_memory([row])]
-    sizes = [f"{middle(row['runs'], 'peak_memory_gib', kind):.2f}" for kind in kinds]
-    return " ".join([sizes[0], *(f"({size})" for size in sizes[1:])])
+    kinds = MEMORY.get(kind_of_memory([row]), ["process"])
+    first, *more = (f"{middle(row['runs'], 'peak_memory_gib', kind):.2f}" for kind in kinds)
+    return f"{first} ({more[0]})" if more else first
 
 
 def spread(values: list[float], form: str = "") -> str:
@@ -97,22 +96,17 @@ def title_or_why(row: dict) -> str:
 
 
 def steps(row: dict) -> str:
-    p50, p95 = (middle(row["runs"], "step_ms", p) for p in ("p50", "p95"))
-    return f"{p50:.0f} ({p95:.0f})"
-
-
-def epoch(row: dict) -> float:
-    return row["runs"][0]["train_samples"] / statistics.median(speeds_of(row["runs"]))
+    return "{:.0f} ({:.0f})".format(*(middle(row["runs"], "step_ms", p) for p in ("p50", "p95")))
 
 
 def measured(title: str | Callable, chinese: str | dict, value: Callable, form="") -> Column:
     """A column that is empty for a row without runs."""
-    return column(title, chinese, lambda row: value(row) if row["runs"] else None, form)
+    return Column(title, chinese, lambda row: value(row) if row["runs"] else None, form)
 
 
 def median(name: str, chinese: str, *keys: str, form: str) -> Column:
     """A column with the median of a figure of all runs."""
-    return column(name, chinese, lambda row: middle(row["runs"], *keys), form)
+    return Column(name, chinese, lambda row: middle(row["runs"], *keys), form)
 
 
 # ---------------------------------------------------------------------------------------- columns
@@ -122,23 +116,26 @@ SPEEDS = {"images": "图像", "tokens": "token", "reviews": "影评"}
 SPEEDS = {f"{name}/s (min–max)": f"{chinese}/秒（最小–最大）" for name, chinese in SPEEDS.items()}
 PEAKS = {"peak GiB": "峰值内存 GiB", "peak GiB (allocated)": "峰值内存 GiB（已分配）"}
 PEAKS |= {"peak GiB (reserved)": "峰值显存 GiB（保留）"}
-RANKS = column(lambda rows: "ranks (GPUs)" if any(" (" in ranks(row) for row in rows) else "ranks",
+RANKS = Column(lambda rows: "ranks (GPUs)" if any(" (" in ranks(row) for row in rows) else "ranks",
                {"ranks": "进程数", "ranks (GPUs)": "进程数（GPU）"}, ranks)
-SPEED = column(lambda rows: f"{unit_of(next(iter(runs_of(rows)), {}))} (min–max)", SPEEDS, speed)
+SPEED = Column(lambda rows: f"{unit_of(next(iter(runs_of(rows)), {}))} (min–max)", SPEEDS, speed)
 PEAK = measured(lambda rows: "peak GiB" if (kind := kind_of_memory(rows)) == "process"
                 else f"peak GiB ({kind})", PEAKS, memory)
 STATE = measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0]))
 
 # The columns of a technique's rows: for which suites and runs each is there; its titles and cells.
 COLUMNS: list[tuple[str, Column]] = [
-    ("timed", column("technique", "技术", title)),
-    ("untimed", column("technique", "技术", title_or_why)),
+    ("timed", Column("technique", "技术", title)),
+    ("untimed", Column("technique", "技术", title_or_why)),
     ("", RANKS),
     ("", measured("precision", "精度", precision)),
     ("timed", SPEED),
     ("timed", measured("step ms (p95)", "每步毫秒（p95）", steps)),
     ("timed text", median("first step s", "首步秒数", "first_step_seconds", form=",.1f")),
-    ("timed no_text", measured("epoch s", "每轮秒数", epoch, ",.1f")),
+    ("timed no_text", measured(
+        "epoch s", "每轮秒数",
+        lambda row: row["runs"][0]["train_samples"] / statistics.median(speeds_of(row["runs"])),
+        ",.1f")),
     ("", PEAK),
     ("gpu", median("GPU %", "", "gpu", "utilization_percent", form=".0f")),
     ("", STATE),
@@ -173,27 +170,16 @@ def suite_table(root: Path, found: dict, table: str) -> str:
 
 def measured_where(root: Path, found: dict, rows: list[dict]) -> str:
     """The line below a table of a suite."""
-    several = f"{found['repeats']} runs of each, median (least–most)"
-    machine = machine_line(
-        found["hardware"], all(run["device"] == "cpu" for run in runs_of(found["rows"]))
-    )
-    return footer(
-        root, found, f"{found['suite']}.json", machine,
-        after="1 run of each" if found["repeats"] == 1 else several,
-        commands=[run["command"] for run in runs_of(rows)],
-    )  # fmt: skip
+    n, on_cpu = found["repeats"], {run["device"] for run in runs_of(found["rows"])} == {"cpu"}
+    times = "1 run of each" if n == 1 else f"{n} runs of each, median (least–most)"
+    commands = [run["command"] for run in runs_of(rows)]
+    machine = machine_line(found["hardware"], on_cpu)
+    return footer(root, found, f"{found['suite']}.json", machine, after=times, commands=commands)
 
 
 def front_table(root: Path, found: dict, proof: dict, names: list[str], predicted: dict) -> str:
-    """One row per technique, with links to docs/techniques/: time, memory, and the difference from
-    a single process, as measured by the tests.
-
-    Args:
-        found: a suite's results.
-        proof: measurements of the tests.
-        names: of the rows to show.
-        predicted: predicted bytes on a GPU, by name of the row.
-    """
+    """A row of a suite's results for each of these names, with links to docs/techniques/: time,
+    memory, its prediction in bytes, and the difference from a single process in the proof."""
     known = {row["name"]: row for row in found["rows"]}
     missing = {"runs": [], "failed": "not measured yet"}
     rows = [known.get(name, missing | {"name": name}) for name in names]
@@ -201,7 +187,7 @@ def front_table(root: Path, found: dict, proof: dict, names: list[str], predicte
     # fmt: off
     return draw(
         rows,
-        column("technique", "技术",
+        Column("technique", "技术",
                lambda row: f"[`{name_of(row)}`](docs/techniques/{name_of(row).split()[0]}.md)"),
         RANKS,
         measured("difference from one process", "与单进程之差",
@@ -223,17 +209,12 @@ def against_one_process(script: str, proof: dict, unit: str) -> str:
     return f"loss {max(losses, key=abs):+.2%}" if losses and unit == "images/s" else ""
 
 
-def relative(title: str, chinese: str, units: list[dict], same: Callable) -> Column:
-    """A column of the speed relative to the reference row of its group.
-
-    Args:
-        units: reference rows.
-        same: a function of a row: its group.
-    """
-    of_group = {same(unit): unit["runs"] for unit in units if unit["runs"]}
+def relative(title: str, chinese: str, units: list[dict], group: Callable) -> Column:
+    """A column of the speed relative to that of the row among ``units`` with the same ``group``."""
+    of_group = {group(unit): unit["runs"] for unit in units if unit["runs"]}
 
     def share(row: dict) -> str | None:
-        reference = of_group.get(same(row))
+        reference = of_group.get(group(row))
         return reference and relative_speed(row["runs"], reference)
 
     return measured(title, chinese, share)
@@ -253,7 +234,7 @@ def peers_table(rows: list[dict]) -> str:
     """Training loops on the same workload, relative to the bare one of the same precision."""
     units = [row for row in rows if row["name"].startswith("bare loop")]
     share = relative(BARE, BARE_ZH, units, lambda row: row["runs"] and precision(row))
-    return draw(rows, column("loop", "训练循环", lambda row: row["name"]), SPEED, share, PEAK)
+    return draw(rows, Column("loop", "训练循环", lambda row: row["name"]), SPEED, share, PEAK)
 
 
 def amp_table(rows: list[dict]) -> str:
@@ -262,7 +243,7 @@ def amp_table(rows: list[dict]) -> str:
     name, kind = (lambda row, i=i: name_of(row).split(", ")[i] for i in (0, 1))
     units = [row for row in rows if kind(row) == "fp32"]
     share = relative("of fp32", "相对 fp32", units, lambda row: (name(row), ranks(row)))
-    named = column("technique", "技术", name), column("precision", "精度", kind)
+    named = Column("technique", "技术", name), Column("precision", "精度", kind)
     return draw(rows, *named, RANKS, SPEED, share, PEAK)
 
 
@@ -292,17 +273,17 @@ def ecosystem_table(rows: list[dict]) -> str:
 
     # fmt: off
     return draw(
-        raw, column("script", "脚本", "`{}`".format),
-        column("lines", "行数", lambda name: len(code_of(name))),
-        column("not in SingleGPU", "SingleGPU 没有的行",
+        raw, Column("script", "脚本", "`{}`".format),
+        Column("lines", "行数", lambda name: len(code_of(name))),
+        Column("not in SingleGPU", "SingleGPU 没有的行",
                lambda name: count_new("pytorch_SingleGPU", name) or None),
-        column("not in the raw script", "原生脚本没有的行",
+        Column("not in the raw script", "原生脚本没有的行",
                lambda name: count_new(raw[name], name) or None),
-        column(f"{BARE}, 1 rank", f"{BARE_ZH}，1 进程",
+        Column(f"{BARE}, 1 rank", f"{BARE_ZH}，1 进程",
                lambda name: share((name, 1), ("peer: bare", 1))),
-        *(column(f"of the raw script, {n} rank{'s' * (n > 1)}", f"相对原生脚本，{n} 进程",
+        *(Column(f"of the raw script, {n} rank{'s' * (n > 1)}", f"相对原生脚本，{n} 进程",
                  lambda name, n=n: share((name, n), (raw[name], n))) for n in (1, 2)),
-        column(KEPT, KEPT_ZH, bytes_of),
+        Column(KEPT, KEPT_ZH, bytes_of),
     )
     # fmt: on
 

@@ -63,7 +63,7 @@ ABOVE = {
     "hangs": 510,
     "libraries": 1020,
     "jobs": 1880,
-    "report": 1850,
+    "report": 1520,
     "estimator": 1940,
     "inference": 930,
     "techniques.py": 400,

@@ -125,18 +125,11 @@ def test_no_page_says_that_code_has_changed_if_none_has():
         assert not re.search("; since then|此后改动过", path.read_text()), path
 
 
-def test_predictions_beside_measurements():
-    """Of a step of two ranks and of memory; a GPU's column fills when there is one."""
-    found = {
-        "published": [{"name": "DP", "gpus": 4, "published_gb": 3.08, "predicted": 3_012_000_000}],
-        "suites": {"gpu": {"DP": 2 * 2**30}},
-        "messages": {"FSDP": {"2": 0.05, "1024": 0.3}},
-    }
-    row = "| `DP` | 4 | 3.08 | 3.01 | 0.978 | 2.00 |"
-    assert predictions.published_table(found, {"rows": []}).endswith(f"{row}  |")
-    memory = {"peak_memory_gib": {"allocated": 2.125}}
-    gpu = {"rows": [{"name": "DP", "runs": [memory]}]}
-    assert predictions.published_table(found, gpu).endswith(f"{row} 2.12 |")
+def test_predictions_beside_published_and_measured_figures():
+    """Of memory, and of a step of two ranks."""
+    published = {"name": "DP", "gpus": 4, "published_gb": 3.08, "predicted": 3_012_000_000}
+    found = {"published": [published], "messages": {"FSDP": {"2": 0.05, "1024": 0.3}}}
+    assert predictions.published_table(found).endswith("| `DP` | 4 | 3.08 | 3.01 | 0.978 |")
     run = {"model": "resnet18", "image_size": 32, "device": "cpu"}
     steps = {1: [100, 90, 120], 2: [160, 170, 150]}
     rows = [

@@ -3,7 +3,7 @@
 from html import escape
 
 from report.draw import COLOURS
-from report.results import read_words
+from report.results import WORDS
 
 KINDS = {  # kinds of LiveBytes, in stacking order, and their names in the legend
     "parameters": "parameters",
@@ -25,7 +25,7 @@ def svg(series: dict, highest: float, chinese: bool) -> str:
         series: see :func:`make_data.series_of`.
         highest: bytes at the upper end of the axis, the same for all pictures to compare.
     """
-    words = read_words()["pictures"] if chinese else {}
+    words = WORDS["pictures"] if chinese else {}
     sums = totals(series)
     points, top = len(sums), max(highest, *sums)
 
@@ -76,7 +76,7 @@ def peak(series: dict) -> int:
 
 
 def legend(kinds: list[str], chinese: bool) -> str:
-    words = read_words()["pictures"] if chinese else {}
+    words = WORDS["pictures"] if chinese else {}
     names = {kind: words.get(name, name) for kind, name in KINDS.items() if kind in kinds}
     marks = [
         f'<span><i style="background:{TONES[kind]}"></i>{name}</span>'
