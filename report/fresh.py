@@ -25,13 +25,13 @@ def files_of(root: Path, commands: Iterable[str], below: Iterable[str] = BELOW) 
         below: files and folders that count in addition.
     """
     named = {word for command in commands for word in shlex.split(command)}
-    found = {}
-    for name in sorted({*below, *named}):
-        path = root / name
-        files = [path] if path.is_file() else path.rglob("*.py") if name in below else []
-        for file in files:
-            if file.suffix in (".py", ".json", ".yml"):
-                found[file.relative_to(root).as_posix()] = hash_file(file)
+    paths = {root / name for name in {*below, *named}}
+    paths |= {path for name in below for path in (root / name).rglob("*.py")}
+    found = {
+        path.relative_to(root).as_posix(): hash_file(path)
+        for path in paths
+        if path.is_file() and path.suffix in (".py", ".json", ".yml")
+    }
     return dict(sorted(found.items()))
 
 

@@ -209,21 +209,10 @@ def against_one_process(script: str, proof: dict, unit: str) -> str:
     return f"loss {max(losses, key=abs):+.2%}" if losses and unit == "images/s" else ""
 
 
-def relative(title: str, chinese: str, units: list[dict], group: Callable) -> Column:
-    """A column of the speed relative to that of the row among ``units`` with the same ``group``."""
-    of_group = {group(unit): unit["runs"] for unit in units if unit["runs"]}
-
-    def share(row: dict) -> str | None:
-        reference = of_group.get(group(row))
-        return reference and relative_speed(row["runs"], reference)
-
-    return measured(title, chinese, share)
-
-
-def relative_speed(runs: list[dict], reference: list[dict]) -> str:
-    """The ratio of the medians, and its range over the rounds."""
-    if runs is reference:
-        return "1.00"
+def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None:
+    """The ratio of the medians, and its range over the rounds; ``None`` without a reference."""
+    if not reference or runs is reference:
+        return reference and "1.00"
     ours, theirs = speeds_of(runs), speeds_of(reference)
     ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
     around = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
@@ -232,19 +221,26 @@ def relative_speed(runs: list[dict], reference: list[dict]) -> str:
 
 def peers_table(rows: list[dict]) -> str:
     """Training loops on the same workload, relative to the bare one of the same precision."""
-    units = [row for row in rows if row["name"].startswith("bare loop")]
-    share = relative(BARE, BARE_ZH, units, lambda row: row["runs"] and precision(row))
-    return draw(rows, Column("loop", "训练循环", lambda row: row["name"]), SPEED, share, PEAK)
+    bare = [row for row in rows if row["runs"] and row["name"].startswith("bare loop")]
+    bare = {precision(row): row["runs"] for row in bare}
+    return draw(
+        rows, Column("loop", "训练循环", lambda row: row["name"]), SPEED,
+        measured(BARE, BARE_ZH, lambda row: relative_speed(row["runs"], bare.get(precision(row)))),
+        PEAK,
+    )  # fmt: skip
 
 
 def amp_table(rows: list[dict]) -> str:
     """One model in SingleGPU, DP and DDP, each in fp32, with autocast and with a GradScaler, as in
     the rows' names. Speed is also relative to the same technique in fp32."""
     name, kind = (lambda row, i=i: name_of(row).split(", ")[i] for i in (0, 1))
-    units = [row for row in rows if kind(row) == "fp32"]
-    share = relative("of fp32", "相对 fp32", units, lambda row: (name(row), ranks(row)))
-    named = Column("technique", "技术", name), Column("precision", "精度", kind)
-    return draw(rows, *named, RANKS, SPEED, share, PEAK)
+    fp32 = {(name(row), ranks(row)): row["runs"] for row in rows if kind(row) == "fp32"}
+    return draw(
+        rows, Column("technique", "技术", name), Column("precision", "精度", kind), RANKS, SPEED,
+        measured("of fp32", "相对 fp32",
+                 lambda row: relative_speed(row["runs"], fp32.get((name(row), ranks(row))))),
+        PEAK,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------- the libraries' scripts and ours
@@ -259,13 +255,14 @@ def ecosystem_table(rows: list[dict]) -> str:
     raw = {one.script: f"pytorch_{one.parent}" for one in LIBRARIES}
     raw = {"pytorch_SingleGPU": "pytorch_SingleGPU"} | {p: p for p in raw.values()} | raw
 
-    def share(ours: tuple[str, int], theirs: tuple[str, int]) -> str | None:
-        if ours == theirs or not {ours, theirs} <= set(runs):
+    def share(name: str, n: int, reference: str) -> str | None:
+        ours, theirs = runs.get((name, n)), runs.get((reference, n))
+        if not ours or not theirs or ours is theirs:
             return None
-        threads = [runs[key][0]["threads"] for key in (ours, theirs)]
+        threads = [run[0]["threads"] for run in (ours, theirs)]
         if len(set(threads)) > 1:  # no comparison
-            raise Unusable(f"{ours} had {threads[0]} threads, {theirs} {threads[1]}")
-        return relative_speed(runs[ours], runs[theirs])
+            raise Unusable(f"{name} had {threads[0]} threads, {reference} {threads[1]}")
+        return relative_speed(ours, theirs)
 
     def bytes_of(name: str) -> str | None:
         own = runs.get((name, 2), runs.get((name, 1)))
@@ -280,9 +277,9 @@ def ecosystem_table(rows: list[dict]) -> str:
         Column("not in the raw script", "原生脚本没有的行",
                lambda name: count_new(raw[name], name) or None),
         Column(f"{BARE}, 1 rank", f"{BARE_ZH}，1 进程",
-               lambda name: share((name, 1), ("peer: bare", 1))),
+               lambda name: share(name, 1, "peer: bare")),
         *(Column(f"of the raw script, {n} rank{'s' * (n > 1)}", f"相对原生脚本，{n} 进程",
-                 lambda name, n=n: share((name, n), (raw[name], n))) for n in (1, 2)),
+                 lambda name, n=n: share(name, n, raw[name])) for n in (1, 2)),
         Column(KEPT, KEPT_ZH, bytes_of),
     )
     # fmt: on
@@ -297,6 +294,5 @@ def code_of(script: str) -> list[str]:
 
 def count_new(parent: str, script: str) -> int:
     """Number of lines of a script that its parent does not have."""
-    old, new = code_of(parent), code_of(script)
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    return len(new) - sum(block.size for block in matcher.get_matching_blocks())
+    diff = difflib.unified_diff(code_of(parent), code_of(script), n=0)
+    return sum(line.startswith("+") and line != "+++ \n" for line in diff)
