@@ -34,7 +34,7 @@ def on_gpus(row, ranks, devices):
 def test_tables_tell_ranks_from_gpus():
     found = read_result(ROOT, "cpu")
     rows = {row["name"]: row for row in found["rows"]}
-    old = suites.techniques_table([rows["DP"]])  # without the key
+    old = suites.techniques_table([rows["DP"]])
     assert "| ranks |" in old and "| `DP` | 1 | float32 |" in old
     new = [on_gpus(rows["DP"], 1, 4), on_gpus(rows["torchrun_DDP x4"], 4, 4)]
     drawn = suites.techniques_table(new)
