@@ -40,9 +40,8 @@ from harness.world import (
     world,
 )
 from jobs import choice
-from jobs.choice import Settings, init_weights
+from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
 from jobs.classifiers import batch_norms, blocks_of
-from jobs.decoder import check_tensor_parallel, size_of
 from jobs.images import UnreadableImage
 from remote.storage import local_folder
 

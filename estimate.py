@@ -271,7 +271,7 @@ def size_of(flags: list[str]):
     parser = make_parser("")
     choice.add_all_flags(parser)
     args, _ = parser.parse_known_args(flags)
-    return (decoder.size_of(args), args) if decoder.is_decoder(args.model) else (None, args)
+    return (decoder.size_of(args), args) if choice.is_decoder(args.model) else (None, args)
 
 
 def layers_of(flags: list[str]) -> int:
@@ -334,7 +334,7 @@ def main() -> None:
 def predict_all(args, flags: list[str]) -> None:
     from estimator import techniques
     from estimator.own_model import OwnModel, load_function
-    from jobs.decoder import is_decoder
+    from jobs.choice import is_decoder
 
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.recommend:

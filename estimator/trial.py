@@ -51,14 +51,14 @@ class Job:
         self.n_classes, self.own, self.order = classes, own, order
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
-        from jobs import decoder
+        from jobs import choice
 
-        self.args, self.is_gpt = args, decoder.is_decoder(args.model)
+        self.args, self.is_gpt = args, choice.is_decoder(args.model)
         reviews = args.context is not None and not self.is_gpt
         # Shakespeare's characters; good and bad; CIFAR-10's
         n = self.n_classes or (65 if self.is_gpt else 2 if reviews else 10)
         if self.is_gpt and not self.n_classes:
-            n = decoder.size_of(args).vocabulary or n
+            n = choice.size_of(args).vocabulary or n
         self.classes = [chr(33 + i) for i in range(n)]
         return self, self
 

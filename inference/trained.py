@@ -9,8 +9,7 @@ from typing import Any
 from common import argument_parser
 from harness.cli import fail
 from harness.settings import fill
-from jobs.choice import Settings
-from jobs.decoder import is_decoder
+from jobs.choice import Settings, is_decoder
 
 # Settings of the run that define the weights and the test data
 NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]

@@ -1,9 +1,11 @@
 """The settings of a training task, and which task they select: a GPT or a Llama learns from text,
 an encoder from reviews, any other model from images.
 
-All tasks have the same functions, so their callers need not know which one it is.
+All tasks have the same functions, so their callers need not know which one it is. The modules of a
+task are imported when a run needs them.
 """
 
+import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -12,22 +14,13 @@ from typing import NamedTuple, NoReturn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-import jobs.classifiers
-import jobs.decoder
-import jobs.encoder
-import jobs.images
-import jobs.reviews
-import jobs.text
-from harness.cli import ArgumentParser, fail, place, positive
+from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
-from jobs.experts import Experts
-from jobs.images import ImageOptions
-from jobs.text import TextOptions
-from libraries import hub
 from remote.storage import trim_url
 
-GPTS = jobs.decoder.NAMES
+FAMILIES = "gpt", "llama"  # of decoders: their classes are in jobs/decoder.py
+GPTS = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
 ONLY_GPT = {  # help texts of a script that trains nothing else
     "model": f"{GPTS} (default: gpt-mini on a GPU, gpt-nano on a CPU)",
     "dataset": "auto (default): Shakespeare, if present or downloadable, else synthetic; "
@@ -38,12 +31,14 @@ ONLY_GPT = {  # help texts of a script that trains nothing else
 }
 
 
+# fmt: off
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Data and model."""
 
     TITLE = "task"
-    # fmt: off
     model: str | None = flag(None, metavar="NAME", identity=True,
         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); or "
         f"{GPTS}; for reviews: distilbert, or encoder-LxHxD")
@@ -62,30 +57,91 @@ class Choice:
         help="initial weights: a model.pt; for a Llama also a folder with config.json and "
         "*.safetensors; for images also imagenet; for reviews also a folder or a name on "
         "huggingface.co (default: %(default)s)")
-    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """The flags for images."""
+
+    TITLE = "image options"
+    norm: str | None = flag(None, choices=["batch", "group", "sync"], identity=True,
+        help="normalization layers: the model's BatchNorm (default), GroupNorm or SyncBatchNorm")
+    image_size: int | None = flag(None, type=positive, metavar="PIXELS", identity=True,
+        help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The flags for models of text: decoders, and in part encoders."""
+
+    TITLE = "language-model options"
+    context: int | None = flag(None, type=positive, metavar="N", identity=True,
+        help="tokens per sequence (default: the model's maximum; at most 2048 "
+        "with a folder as --weights)")
+    tokenizer: str | None = flag(None, choices=["chars", "bytes", "hub"], identity=True,
+        help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
+        "(default: hub if it has one, else chars)")
+    kv_heads: int | None = flag(None, type=positive, metavar="N", identity=True,
+        help="llama-LxHxD: heads of keys and values (default: H)")
+    mlp_width: int | None = flag(None, type=positive, metavar="N", identity=True,
+        help="llama-LxHxD: width within the MLP (default: 8/3 D)")
+    dropout: float | None = flag(None, type=number(float, 0, 1), metavar="P",
+        help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
+    tie: bool | None = flag(None, action="store_true", identity=True,
+        help="tie the embedding's and the head's weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The flags for a mixture of experts."""
+
+    TITLE = "mixture of experts"
+    experts: int | None = flag(None, type=positive, metavar="E", identity=True,
+        help="experts in each block, instead of one MLP (default: none)")
+    top_k: int | None = flag(None, type=positive, metavar="K", identity=True,
+        help="experts per token (default: 1)")
+    balance: float | None = flag(None, type=number(float, 0), metavar="X", identity=True,
+        help="weight of the load-balancing loss (default: 0.01)")
+
+
+# fmt: on
 
 
 class Task(NamedTuple):
     """What the settings select.
 
     Args:
-        data: a module with ``resolve``, ``describe`` and ``make_datasets``.
-        models: a module with ``make_model``, ``parameter_groups`` and the checks of a model.
+        data_module, models_module: names of modules in jobs/.
         datasets: choices of ``--dataset``.
         flags: names of the flags that it has and other tasks may not have.
     """
 
-    data: ModuleType
-    models: ModuleType
+    data_module: str
+    models_module: str
     datasets: list[str]
     flags: set[str]
+
+    @property
+    def data(self) -> ModuleType:
+        """Has ``resolve``, ``describe`` and ``make_datasets``."""
+        return importlib.import_module(f"jobs.{self.data_module}")
+
+    @property
+    def models(self) -> ModuleType:
+        """Has ``make_model``, ``parameter_groups`` and the checks of a model."""
+        return importlib.import_module(f"jobs.{self.models_module}")
 
 
 OF_IMAGES = {field.name for field in flags_of(ImageOptions)}
 OF_TEXT = {field.name for subject in (TextOptions, Experts) for field in flags_of(subject)}
-IMAGES = Task(jobs.images, jobs.classifiers, ["auto", "cifar10", "folder", "synthetic"], OF_IMAGES)
-TEXT = Task(jobs.text, jobs.decoder, ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
-REVIEWS = Task(jobs.reviews, jobs.encoder, ["auto", "reviews"], jobs.reviews.FLAGS)
+IMAGES = Task("images", "classifiers", ["auto", "cifar10", "folder", "synthetic"], OF_IMAGES)
+TEXT = Task("text", "decoder", ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
+REVIEWS = Task("reviews", "encoder", ["auto", "reviews"], {"context", "dropout"})
+
+
+def is_decoder(name: str | None) -> bool:
+    """Whether ``--model`` names a decoder, even a misspelled one."""
+    return any(family in (name or "") for family in FAMILIES)
 
 
 # The fields of the last base come first.
@@ -100,7 +156,7 @@ class Settings(
         model = self.model or ""
         if self.dataset == "reviews" or model.startswith("encoder") or model == "distilbert":
             return REVIEWS
-        return TEXT if jobs.decoder.is_decoder(model) else IMAGES
+        return TEXT if is_decoder(model) else IMAGES
 
 
 def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool = False) -> None:
@@ -133,15 +189,46 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
     set_model_state_dict(model, weights, options=options)
 
 
+def size_of(args):
+    """The shape of a decoder: see :func:`jobs.decoder.size_of`."""
+    return args.task.models.size_of(args)
+
+
+def check_tensor_parallel(args, ranks: int, flag: str) -> None:
+    """Check that the ranks divide the heads, the MLP, and with ``--sequence-parallel`` the
+    positions.
+
+    Args:
+        flag: that sets the number of ranks, for the error message.
+    """
+    size = size_of(args)
+    if size.kv_heads % ranks:
+        why = f"{size.kv_heads} heads are not divisible by {flag}"
+        fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
+    if size.mlp_width % ranks:
+        fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
+    if args.sequence_parallel and args.context % ranks:
+        fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
+
+
 def check_is_gpt(args) -> None:
     if args.task is not TEXT:
         why = f"{this_script()}.py supports only decoders"
         fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
 
 
+def starts_from_folder(args) -> bool:
+    """Whether ``--weights`` is a Llama's folder."""
+    if args.weights in ("none", "imagenet"):
+        return False
+    from libraries import hub
+
+    return hub.is_folder(args.weights)
+
+
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    if args.model in (None, "gpt") and args.dataset != "reviews" and hub.is_folder(args.weights):
+    if args.model in (None, "gpt") and args.dataset != "reviews" and starts_from_folder(args):
         args = replace(args, model="llama")
     ours = args.task
     for name in sorted((OF_IMAGES | OF_TEXT) - ours.flags):
@@ -153,8 +240,8 @@ def resolve(args):
         fail(f"--dataset {args.dataset} is not for {model}; {use}")
     args = ours.data.resolve(args)
     named = args.weights in ("none", "imagenet") or "://" in args.weights
-    named |= ours is REVIEWS and jobs.reviews.has_pretrained(args)
-    named |= ours is TEXT and hub.is_folder(args.weights)
+    named |= ours is REVIEWS and ours.data.has_pretrained(args)
+    named |= ours is TEXT and starts_from_folder(args)
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():

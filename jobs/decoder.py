@@ -22,12 +22,6 @@ from libraries import hub
 
 FAMILIES = {"gpt": (Size, gpt.SIZES), "llama": (LlamaSize, llama.SIZES)}  # a model: a file, a row
 SIZES = {name: size for _, sizes in FAMILIES.values() for name, size in sizes.items()}
-NAMES = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
-
-
-def is_decoder(name: str | None) -> bool:
-    """Whether ``--model`` names a decoder, even a misspelled one."""
-    return any(family in (name or "") for family in FAMILIES)
 
 
 def size_of(args) -> Size:
@@ -62,23 +56,6 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
         why = f"width {size.width} is not divisible by {size.heads} heads"
         fail(f"--model {name}: {why}; use a multiple")
     return size.complete(name, kv_heads, mlp_width)
-
-
-def check_tensor_parallel(args, ranks: int, flag: str) -> None:
-    """Check that the ranks divide the heads, the MLP, and with ``--sequence-parallel`` the
-    positions.
-
-    Args:
-        flag: that sets the number of ranks, for the error message.
-    """
-    size = size_of(args)
-    if size.kv_heads % ranks:
-        why = f"{size.kv_heads} heads are not divisible by {flag}"
-        fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
-    if size.mlp_width % ranks:
-        fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
-    if args.sequence_parallel and args.context % ranks:
-        fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
 
 
 def check_model_name(name: str) -> None:

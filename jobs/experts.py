@@ -1,29 +1,13 @@
 """A mixture of experts: several MLPs, and a router that sends each token to one or a few."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.cli import fail, number, positive
-from harness.settings import fill, flag
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The flags for a mixture of experts."""
-
-    TITLE = "mixture of experts"
-    # fmt: off
-    experts: int | None = flag(None, type=positive, metavar="E", identity=True,
-        help="experts in each block, instead of one MLP (default: none)")
-    top_k: int | None = flag(None, type=positive, metavar="K", identity=True,
-        help="experts per token (default: 1)")
-    balance: float | None = flag(None, type=number(float, 0), metavar="X", identity=True,
-        help="weight of the load-balancing loss (default: 0.01)")
-    # fmt: on
+from harness.cli import fail
+from harness.settings import fill
 
 
 def resolve(args):

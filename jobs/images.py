@@ -1,7 +1,6 @@
 """Images: CIFAR-10, folders of files, a synthetic set; crops, flips and normalization."""
 
 import contextlib
-import dataclasses
 import functools
 import tarfile
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.cli import fail, positive
+from harness.cli import fail
 from harness.data import TaskData, Unreadable, how_many
-from harness.settings import fill, flag
+from harness.settings import fill
 from harness.urls import fetch_input
 from harness.world import print0, world
 from libraries.download import fetch
@@ -29,19 +28,6 @@ DEFAULTS = {
     "cuda": {"model": "resnet50", "image_size": 224},
     "cpu": {"model": "resnet18", "image_size": 32, "train_samples": 2048, "eval_samples": 1000},
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageOptions:
-    """The flags for images."""
-
-    TITLE = "image options"
-    # fmt: off
-    norm: str | None = flag(None, choices=["batch", "group", "sync"], identity=True,
-        help="normalization layers: the model's BatchNorm (default), GroupNorm or SyncBatchNorm")
-    image_size: int | None = flag(None, type=positive, metavar="PIXELS", identity=True,
-        help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
-    # fmt: on
 
 
 def resolve(args):

@@ -17,7 +17,6 @@ from libraries import hub
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]
 VOCABULARY = 8000  # number of tokens of a trained tokenizer
-FLAGS = {"context", "dropout"}  # of the flags for text
 
 
 def resolve(args):

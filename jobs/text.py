@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.cli import fail, number, positive
+from harness.cli import fail
 from harness.data import TaskData, how_many
-from harness.settings import fill, flag
+from harness.settings import fill
 from harness.urls import fetch_input
 from harness.world import print0
 from jobs import decoder, experts, gpt
@@ -21,29 +21,6 @@ from libraries.download import fetch
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """The flags for models of text: decoders, and in part encoders."""
-
-    TITLE = "language-model options"
-    # fmt: off
-    context: int | None = flag(None, type=positive, metavar="N", identity=True,
-        help="tokens per sequence (default: the model's maximum; at most 2048 "
-        "with a folder as --weights)")
-    tokenizer: str | None = flag(None, choices=["chars", "bytes", "hub"], identity=True,
-        help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
-        "(default: hub if it has one, else chars)")
-    kv_heads: int | None = flag(None, type=positive, metavar="N", identity=True,
-        help="llama-LxHxD: heads of keys and values (default: H)")
-    mlp_width: int | None = flag(None, type=positive, metavar="N", identity=True,
-        help="llama-LxHxD: width within the MLP (default: 8/3 D)")
-    dropout: float | None = flag(None, type=number(float, 0, 1), metavar="P",
-        help="dropout probability (default: gpt-mini 0.2, gpt2 0.1, others 0)")
-    tie: bool | None = flag(None, action="store_true", identity=True,
-        help="tie the embedding's and the head's weights")
-    # fmt: on
 
 
 def resolve(args):
