@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 import hangs
 from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
-from harness.data import TaskData
+from harness.data import TaskData, Unreadable
 from harness.measure import device_name, whole
 from harness.run import Run, stop_if_asked, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
@@ -42,7 +42,6 @@ from harness.world import (
 from jobs import choice
 from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
 from jobs.classifiers import batch_norms, blocks_of
-from jobs.images import UnreadableImage
 from remote.storage import local_folder
 
 # -------------------------------------------------------------------------------- command line

@@ -215,7 +215,7 @@ def predict(args: Trained) -> int:
             try:
                 images.append(read_image(path, args.image_size))
                 read.append(path)
-            except common.UnreadableImage as error:
+            except common.Unreadable as error:
                 if len(paths) == 1:
                     common.fail(error)
                 unreadable.append(str(path))

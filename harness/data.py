@@ -40,7 +40,7 @@ class TaskData(Dataset):
     def prepare(
         self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
     ) -> tuple[Tensor, Tensor]:
-        """This rank's training batch on its device: inputs and labels.
+        """This rank's training batch on its device, inputs and labels: by default not augmented.
 
         Args:
             batch: from the loader.
@@ -48,7 +48,7 @@ class TaskData(Dataset):
             dtype: of inputs that are not integers; ``None``: the default dtype.
             share: which part of the global batch this is, and the number of parts.
         """
-        raise NotImplementedError
+        return self.prepare_evaluation(batch, device, dtype)
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
         """An evaluation batch on its device, without augmentation."""

@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 import jobs.images
 from harness.cli import fail
+from harness.data import Unreadable
 from harness.world import this_script
 from inference.trained import Trained
-from jobs.images import Images, UnreadableImage, cifar10, folder, open_image, synthetic
+from jobs.images import Images, cifar10, folder, open_image, synthetic
 
 
 def find_images(path: Path) -> list[Path]:
@@ -44,7 +45,7 @@ def resize(images: Tensor, side: int) -> Tensor:
 
 
 def read_image(path: Path, side: int) -> Tensor:
-    """Decode a file to uint8 ``[1, 3, side, side]``; raises :class:`UnreadableImage`."""
+    """Decode a file to uint8 ``[1, 3, side, side]``; raises :class:`Unreadable`."""
     with open_image(path) as image:
         short_side = min(image.size)
     return resize(jobs.images.read_image(path, min(side, short_side))[None], side)
@@ -73,6 +74,6 @@ def batches(
         indices = list(range(start, min(start + batch_size, len(images))))
         try:
             pixels, labels = images.__getitems__(indices)
-        except UnreadableImage as error:
+        except Unreadable as error:
             fail(error)
         yield resize(pixels, side), labels

@@ -4,6 +4,8 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,8 @@ from torch import Tensor, nn
 from harness.cli import fail
 from harness.state import check_weights, load_file
 from harness.urls import fetch_input
-from harness.world import is_first_here, max_over_ranks, world
-
-# torchvision is imported where it is used, as in jobs/images.py.
+from harness.world import world
+from libraries.download import fetch
 
 
 def check_model_name(model: str) -> None:
@@ -118,13 +119,9 @@ def imagenet_weights(args) -> dict[str, Tensor]:
     """torchvision's weights, downloaded by one rank per machine and read by all."""
     import torchvision
 
-    weights, first = None, is_first_here()
-    for my_turn in (first, not first):
-        if my_turn:
-            try:
-                source = torchvision.models.get_model_weights(args.model).DEFAULT
-                weights = source.get_state_dict(progress=first, check_hash=True)
-            except (OSError, RuntimeError) as error:
-                fail(f"--weights imagenet: could not be downloaded ({error}); give a file's path")
-        max_over_ranks([0])  # a barrier
-    return weights
+    weights = torchvision.models.get_model_weights(args.model).DEFAULT
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
+    load = partial(weights.get_state_dict, check_hash=True)
+    if why := fetch(weights.url, file.is_file, load):
+        fail(f"--weights imagenet: could not be downloaded ({why}); give a file's path")
+    return load(progress=False)

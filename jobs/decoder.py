@@ -32,11 +32,6 @@ def size_of(args) -> Size:
     folder = hub.folder_of(args.weights)
     if not (folder / "config.json").is_file():
         fail("--model llama takes its shape from --weights; give a folder with a config.json")
-    return size_of_folder(folder)
-
-
-@functools.cache
-def size_of_folder(folder: Path) -> LlamaSize:
     return LlamaSize(**hub.read_config(folder))
 
 
@@ -98,7 +93,6 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     if args.tie and hasattr(model, "token") and hasattr(model, "head"):
         model.head.weight = model.token.weight  # allocation has separated them
     points = torch.tensor(code_points(args, vocabulary))
-    buffers = [name for name, _ in model.named_buffers()]
     parameters = dict(model.named_parameters())
     if hub.is_folder(args.weights):
         shared = "head.weight" in parameters and args.tie
@@ -111,8 +105,8 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     else:
         for name, parameter in parameters.items():
             set_whole(parameter, draw(args, name, parameter.shape))
-    for name in buffers:
-        set_whole(model.get_buffer(name), points)
+    for buffer in model.buffers():
+        set_whole(buffer, points)
 
 
 def set_whole(tensor: Tensor, whole: Tensor) -> None:

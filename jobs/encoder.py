@@ -79,7 +79,9 @@ def make_model(args, classes: list[str]) -> Encoder:
         if args.context > longest:
             fail(f"--context {args.context}: {args.weights} has {longest} positions; use no more")
     config.num_labels, config.pad_token_id = len(classes), tokenizer.pad_token_id
-    set_dropout(config, args.dropout)
+    for name, value in config.to_dict().items():  # all dropout probabilities
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, args.dropout)
     auto = "AutoModelForSequenceClassification"
     if size is None and torch.get_default_device().type != "meta":  # meta tensors have no data
         options = {"config": config, "dtype": torch.get_default_dtype()}
@@ -96,13 +98,6 @@ def make_model(args, classes: list[str]) -> Encoder:
         if not next(model.parameters()).is_meta:
             model.load_state_dict(weights)
     return model
-
-
-def set_dropout(config, rate: float) -> None:
-    """Set all dropout probabilities of a configuration, whatever their names are."""
-    for name, value in config.to_dict().items():
-        if ("drop" in name) and isinstance(value, float):
-            setattr(config, name, rate)
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:

@@ -51,9 +51,7 @@ class MixtureOfExperts(nn.Module):
             4), which is lowest when the router uses all experts equally.
     """
 
-    def __init__(
-        self, make_expert: Callable[[], nn.Module], experts: int, width: int, top_k=1, balance=0.0
-    ):
+    def __init__(self, make_expert: Callable, experts: int, width: int, top_k=1, balance=0.0):
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleDict({str(i): make_expert() for i in range(experts)})

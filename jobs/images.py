@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,10 +77,6 @@ class Images(TaskData):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
-
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """A batch for the DataLoader: ``[n, 3, side, side]`` and ``[n]``; or, if the images are on
         the GPU, only their indices."""
@@ -90,16 +85,10 @@ class Images(TaskData):
 
     def to_device(self, batch: tuple[Tensor, ...], device) -> tuple[Tensor, Tensor]:
         """A batch of the loader as uint8 images and labels on the device."""
-        batch = [tensor.to(device, non_blocking=True) for tensor in batch]
-        if len(batch) == 1:
-            [index] = batch
-            batch = self.images[index], self.labels[index]
-        images, labels = batch
-        return images, labels
+        first, *labels = (tensor.to(device, non_blocking=True) for tensor in batch)
+        return (first, *labels) if labels else (self.images[first], self.labels[first])
 
-    def prepare(
-        self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
         """Images ``[n, 3, image_size, image_size]``, cropped, flipped and normalized on the device,
         and labels int64 ``[n]``."""
         images, labels = self.to_device(batch, device)
@@ -138,28 +127,19 @@ class ImagesOnDisk(Images):
         return images, self.labels[torch.tensor(indices)]
 
 
-class UnreadableImage(Unreadable):
-    """An image file that cannot be decoded."""
-
-
 @contextlib.contextmanager
 def open_image(path: str) -> Iterator[Image.Image]:
     """Open an image, with its orientation from EXIF applied."""
     try:
         with Image.open(path) as image:
-            if image.mode == "F":
-                raise UnreadableImage(
-                    f"cannot read the image {path} (floating-point pixels of unknown range); "
-                    "save it as an 8-bit or 16-bit image"
-                )
             ImageOps.exif_transpose(image, in_place=True)
             yield image
-    except UnreadableImage:
-        raise
     except Exception as error:  # damaged files raise any of a dozen types
-        raise UnreadableImage(
-            f"cannot read the image {path} ({type(error).__name__}); repair or remove it"
-        ) from error
+        why = f"({type(error).__name__}); repair or remove it"
+        raise Unreadable(f"cannot read the image {path} {why}") from error
+    if image.mode == "F":
+        why = "(floating-point pixels of unknown range); save it as an 8-bit or 16-bit image"
+        raise Unreadable(f"cannot read the image {path} {why}")
 
 
 def read_image(path: str, side: int) -> Tensor:
@@ -197,11 +177,7 @@ def fetch_cifar10(data_dir: Path) -> str | None:
     """Download CIFAR-10 if it is missing; see :func:`libraries.download.fetch`."""
     from torchvision.datasets import CIFAR10
 
-    def download():
-        if hasattr(tarfile, "data_filter"):  # extracts nothing outside of the folder
-            tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
-        CIFAR10(data_dir, download=True)
-
+    download = functools.partial(CIFAR10, data_dir, download=True)
     return fetch(CIFAR10.url, (data_dir / CIFAR10.base_folder).is_dir, download)
 
 
@@ -251,7 +227,7 @@ def folder(args, split: str) -> Images:
         hidden = None if world().rank == 0 else True  # None: shown if there is a terminal
         for i, path in enumerate(tqdm(paths, f"reading {roots[0]}", leave=False, disable=hidden)):
             images[i] = read_image(path, side)
-    except UnreadableImage as error:
+    except Unreadable as error:
         fail(error)
     return Images(images, labels, source.classes, args.image_size)
 

@@ -66,13 +66,8 @@ class Reviews(TaskData):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def prepare(
-        self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's batch: tokens int64 ``[n, context]`` and labels int64 ``[n]``."""
-        return self.prepare_evaluation(batch, device)
-
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
+        """Tokens int64 ``[n, context]`` and labels int64 ``[n]``, in training, too."""
         [index] = batch
         index = index.to(self.tokens.device, non_blocking=True)
         tokens, labels = self.tokens[index], self.labels[index]
@@ -108,16 +103,14 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     used), text. The first line is a header."""
     example = "a line is label, rating and text with a tab between them, such as 1 2.4 'A delight.'"
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         why = f"{path.name} cannot be read ({error.strerror})"
         fail(f"--data-dir {path.parent}: {why}; give the folder that holds train.tsv and test.tsv")
     texts, labels = [], []
     for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line:
-            continue  # after the last line
         try:
-            label, rating, text = line.decode().rstrip("\r").split("\t")
+            label, rating, text = line.decode().split("\t")
             if number == 1 and [label, rating, text] == COLUMNS:
                 continue
             float(rating)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 import urllib.request
 from pathlib import Path
 
@@ -79,9 +78,7 @@ class Text(TaskData):
         """Number of labels: all tokens but the first."""
         return len(self.tokens) - 1
 
-    def prepare(
-        self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
         """This rank's batch of windows, each of which begins at ``i * context`` plus a random
         offset of up to ``context - 1`` tokens: a function of (seed, epoch, step), identical at
         every world size and after a resume, like the crops of images. Tokens and labels are int64
@@ -149,12 +146,9 @@ def load(args) -> tuple[Text, Text, str | None]:
         texts = [made_up(args.seed, split).encode() for split in ("train", "eval")]
     else:
         texts = split_text(read_shakespeare(args) if name == "shakespeare" else read(args))
-    tokens, vocabulary = encode(args, *texts)
-    train_set, eval_set = (
-        cut(args, name, of_split, vocabulary, split)
-        for of_split, split in zip(tokens, ("train", "eval"), strict=True)
-    )
-    return train_set, eval_set, why
+    (first, last), vocabulary = encode(args, *texts)
+    train_set = cut(args, name, first, vocabulary, "train")
+    return train_set, cut(args, name, last, vocabulary, "eval"), why
 
 
 SHAKESPEARE = "tinyshakespeare.txt"
@@ -172,7 +166,7 @@ def fetch_shakespeare(data_dir: Path) -> str | None:
         part = path.with_name(f".{path.name}.part")
         with urllib.request.urlopen(URL, timeout=10) as answer:
             part.write_bytes(answer.read())
-        os.replace(part, path)
+        part.replace(path)
 
     return fetch(URL, path.is_file, download)
 
@@ -239,9 +233,8 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
     least = args.context if split == "train" else 1
     if whole.count_labels() < least:
         which = {"train": "first nine tenths", "eval": "last tenth"}[split]
-        why = f"the {which} have {len(tokens)} tokens"
-        why += f", and --context {args.context} needs {least + 1}"
-        fail(f"--dataset {name}: {why}; give a longer text, or a smaller --context")
+        why = f"have {len(tokens)} tokens, and --context {args.context} needs {least + 1}"
+        fail(f"--dataset {name}: the {which} {why}; give a longer text, or a smaller --context")
     wanted = how_many(args, split, len(whole))
     if args.device == "cpu" and name != "text" and getattr(args, f"{split}_samples") is None:
         wanted = min(wanted, AT_MOST[split])

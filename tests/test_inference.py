@@ -167,7 +167,7 @@ def test_a_picture_is_seen_as_it_was_taken(tmp_path):
         assert torch.equal(read_image(tmp_path / name, 8), plain), name
     Image.fromarray(np.full((40, 50), 40_000, np.uint16)).save(tmp_path / "16bit.png")
     assert read_image(tmp_path / "16bit.png", 8).unique().tolist() == [40_000 // 256]
-    with pytest.raises(jobs.images.UnreadableImage, match="floats.tiff .floating-point pixels"):
+    with pytest.raises(jobs.images.Unreadable, match="floats.tiff .floating-point pixels"):
         read_image(tmp_path / "floats.tiff", 8)
 
 

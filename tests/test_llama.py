@@ -9,7 +9,7 @@ from conftest import cases, launcher, read_run, relative_difference, succeed
 from test_inference import infer
 
 import common
-from jobs import decoder
+from libraries import hub
 
 transformers = pytest.importorskip("transformers")
 JOB = (
@@ -172,6 +172,6 @@ def test_what_is_not_known_is_one_line(name, tmp_path, capsys):
         del config[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit, match="2"):
-        decoder.size_of_folder(tmp_path)
+        hub.read_config(tmp_path)
     [line] = capsys.readouterr().err.splitlines()
     assert "config.json cannot be used" in line and name.replace("scaling", "type") in line
