@@ -32,7 +32,7 @@ class TaskData(Dataset):
         held = [getattr(self, name) for name in self.tensors]
         needed = sum(tensor.nbytes for tensor in held)
         free, _ = torch.cuda.mem_get_info()
-        if not held[0].is_cuda and needed <= free / 10:
+        if not any(tensor.is_cuda for tensor in held) and needed <= free / 10:
             for name, tensor in zip(self.tensors, held, strict=True):
                 setattr(self, name, tensor.cuda())
             TaskData.bytes_on_gpu += needed

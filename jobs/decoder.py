@@ -73,9 +73,8 @@ def make_model(args, vocabulary: list[str]) -> Decoder:
 
 
 def make_shapes(args, vocabulary: list[str]) -> Decoder:
-    options = {"tie": bool(args.tie)}
-    if args.experts:
-        options |= {"experts": args.experts, "top_k": args.top_k, "balance": args.balance}
+    options = {"experts": args.experts, "top_k": args.top_k, "balance": args.balance}
+    options["tie"] = bool(args.tie)
     return size_of(args).make_model(code_points(args, vocabulary), args, **options)
 
 

@@ -37,11 +37,7 @@ class Size:
     on_the_hub = False  # whether libraries/hub.py reads and writes its weights
 
     def complete(self, model: str, kv_heads: int | None, mlp_width: int | None) -> "Size":
-        """The shape with ``--kv-heads`` and ``--mlp-width``, or their defaults.
-
-        Args:
-            model: ``--model``, for error messages.
-        """
+        """The shape with ``--kv-heads`` and ``--mlp-width`` of ``--model``, or their defaults."""
         if kv_heads or mlp_width:
             fail(f"--kv-heads and --mlp-width need a Llama, and --model is {model}; leave them out")
         return dataclasses.replace(self, kv_heads=self.heads, mlp_width=4 * self.width)
@@ -119,11 +115,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm (Radford et al. 2019, section 2.3).
-
-    Args:
-        make_norm: makes a norm of a width.
-    """
+    """Attention and MLP, each after a norm (Radford et al. 2019, section 2.3), which
+    ``make_norm`` makes for a width."""
 
     def __init__(self, width: int, make_norm: Callable, attention: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -192,12 +185,7 @@ class Decoder(nn.Module):
 
 
 class GPT(Decoder):
-    """Learned positions, LayerNorm, GELU, dropout.
-
-    Args:
-        context: maximum number of positions.
-        options: see :class:`Decoder`.
-    """
+    """Learned positions, ``context`` of them, LayerNorm, GELU, dropout; see :class:`Decoder`."""
 
     before = ("token", "position", "dropout")
 

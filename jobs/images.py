@@ -30,10 +30,7 @@ DEFAULTS = {
 
 
 def resolve(args):
-    """Fill in defaults that depend on device and model, and check what needs no data.
-
-    ``None`` stays where it means "all".
-    """
+    """Fill in defaults that depend on device and model, and check what needs no data."""
     defaults = DEFAULTS[args.device] | {"norm": "batch", "optimizer": "sgd"}
     if args.dataset == "folder":
         defaults = {k: v for k, v in defaults.items() if not k.endswith("_samples")}
@@ -113,14 +110,11 @@ class Images(TaskData):
 class ImagesOnDisk(Images):
     """Images in files that are decoded for each batch: ``images`` is a list of paths."""
 
-    workers = 4
+    workers, tensors = 4, ()
 
     def __init__(self, images: list[str], labels, classes, image_size: int, side: int):
         super().__init__(images, labels, classes, image_size)
         self.side = side
-
-    def keep_on_gpu(self) -> None:
-        """Does nothing: the images do not fit in memory."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([read_image(self.images[i], self.side) for i in indices])
@@ -264,24 +258,17 @@ def smooth_patterns(rng: np.random.Generator, n: int, first: int | None = None) 
 
 def draw_crops(seed: int, epoch: int, step: int, batch_size: int, side: int) -> Tensor:
     """Random crops and flips of a GLOBAL batch: a function of (seed, epoch, step) only, so that
-    they are identical at every world size and after a resume.
-
-    Returns:
-        int64 ``[batch_size, 3]``: row and column in the padded image, and whether to flip.
-    """
+    they are identical at every world size and after a resume. int64 ``[batch_size, 3]``: row and
+    column in the padded image, and whether to flip."""
     places = 2 * (side // 8) + 1
     rng = np.random.default_rng((seed, epoch, step))
     return torch.from_numpy(rng.integers([places, places, 2], size=(batch_size, 3)))
 
 
 def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
-    """Pad by an eighth of the side, cut a window out of each image, mirror half of them: for 32x32
-    the augmentation of He et al. 2016 (arXiv:1512.03385, section 4.2).
-
-    Args:
-        images: ``[n, 3, side, side]``.
-        crops: int64 ``[n, 3]`` as drawn by :func:`draw_crops`, on the same device.
-    """
+    """Pad images ``[n, 3, side, side]`` by an eighth of the side, cut a window out of each, mirror
+    half of them: for 32x32 the augmentation of He et al. 2016 (arXiv:1512.03385, section 4.2).
+    ``crops``: of :func:`draw_crops`, on the same device."""
     side = images.shape[-1]
     padded = F.pad(images, [side // 8] * 4)
     windows = padded.unfold(2, side, 1).unfold(3, side, 1)  # a view: all windows of all images
@@ -292,11 +279,8 @@ def crop_and_flip(images: Tensor, crops: Tensor) -> Tensor:
 
 def to_input(images: Tensor, image_size: int, dtype: torch.dtype | None = None) -> Tensor:
     """From uint8 ``[n, 3, side, side]`` to the input of the model: normalized in the default dtype,
-    cast to ``dtype`` if given, and resized to ``[n, 3, image_size, image_size]``.
-
-    The memory format is channels last, which is fastest for convolutions on GPUs and CPUs; all
-    activations of the network inherit it.
-    """
+    cast to ``dtype`` if given, and resized to ``[n, 3, image_size, image_size]``. Channels last is
+    the fastest memory format for convolutions; all activations of the network inherit it."""
     mean, std = normalization(images.device, torch.get_default_dtype())
     images = images.to(mean.dtype, memory_format=torch.channels_last).sub_(mean).div_(std)
     if images.shape[-1] != image_size:

@@ -79,11 +79,9 @@ class Text(TaskData):
         return len(self.tokens) - 1
 
     def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
-        """This rank's batch of windows, each of which begins at ``i * context`` plus a random
-        offset of up to ``context - 1`` tokens: a function of (seed, epoch, step), identical at
-        every world size and after a resume, like the crops of images. Tokens and labels are int64
-        ``[n, context]``.
-        """
+        """Tokens and labels, int64 ``[n, context]``, of windows that begin at ``i * context`` plus
+        a random offset of up to ``context - 1`` tokens: a function of (seed, epoch, step),
+        identical at every world size and after a resume, like the crops of images."""
         [index], (rank, of) = batch, share
         rng = np.random.default_rng((seed, epoch, step))
         later = torch.from_numpy(rng.integers(self.context, size=len(index) * of))

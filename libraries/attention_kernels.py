@@ -46,9 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
-def backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(gradient, q, k, v, out, sums, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     heads = k.shape[1]
     of_q, *of_kv = gradients(gradient, q, *repeat(q, k, v), out, sums, causal)
@@ -57,9 +55,7 @@ def backward(
     return of_q, *of_kv
 
 
-def gradients(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(gradient, q, k, v, out, sums, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for as many heads of keys as of queries."""
     if not has_kernel(q):
         weights = (scores(q, k, causal) - sums[..., None]).exp()

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed as dist
@@ -78,21 +79,14 @@ def import_deepspeed(args, device: torch.device, config: dict):
 # ------------------------------------------------------------------------------------- snapshots
 
 
-class UntrustedSnapshot(Exception):
-    """A snapshot that would run code while it is loaded."""
-
-
 def check_pickles(folder: Path) -> None:
-    """Check that DeepSpeed's files contain only tensors and a few of its own classes.
-
-    Raises:
-        UntrustedSnapshot: if they contain anything else.
-    """
+    """Check that DeepSpeed's files contain only tensors and a few of its own classes: any other
+    could run code while it is loaded. Raises ``UnpicklingError``."""
     for file in folder.glob("*.pt"):
         strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - IN_CHECKPOINTS
         if strange:
             names = ", ".join(sorted(strange))
-            raise UntrustedSnapshot(f"{file.name} contains {names}, which DeepSpeed does not use")
+            raise UnpicklingError(f"{file.name} contains {names}, which DeepSpeed does not use")
 
 
 def resume(run, engine) -> dict:

@@ -45,12 +45,8 @@ class WholeState:
                 else value
                 for name, value in of_each[0].items()
             }
-        groups = [
-            saved | {"params": [places[shard] for shard in own["params"]]}
-            for saved, own in zip(
-                state_dict["param_groups"], self.optimizer.param_groups, strict=True
-            )
-        ]
+        pairs = zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True)
+        groups = [saved | {"params": [places[p] for p in own["params"]]} for saved, own in pairs]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

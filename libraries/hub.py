@@ -99,12 +99,8 @@ def their_name(name: str) -> str:
 
 
 def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill a Llama's parameters, tensors or DTensors by name, from the folder's files. For a
-    DTensor, only this rank's shard is read; the dtype may differ.
-
-    Args:
-        folder: one file, or several with an index.
-    """
+    """Fill a Llama's parameters, tensors or DTensors by name, from the folder's file, or several
+    with an index. For a DTensor, only this rank's shard is read; the dtype may differ."""
     tensors = {their_name(name): tensor for name, tensor in tensors.items()}
     import_optional("safetensors")
     reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -158,11 +154,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def train_tokenizer(texts: list[str], vocabulary: int):
     """Train byte-level, lower-case byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909) with
-    [CLS] and [SEP] around a sequence: a ``PreTrainedTokenizerFast``.
-
-    Args:
-        vocabulary: number of tokens.
-    """
+    [CLS] and [SEP] around a sequence: a ``PreTrainedTokenizerFast`` of ``vocabulary`` tokens."""
     transformers = import_optional("transformers")
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 

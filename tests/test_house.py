@@ -61,8 +61,7 @@ LONGER = {"pytorch_CP": 240, "pytorch_ND_parallel": 280, "lightning_Trainer": 25
 ABOVE = {
     "harness": 3070,
     "hangs": 510,
-    "libraries": 1020,
-    "jobs": 1880,
+    "jobs": 1800,
     "report": 1520,
     "estimator": 1940,
     "inference": 930,
