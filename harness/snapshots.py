@@ -23,8 +23,7 @@ from harness.world import (
     together,
     world,
 )
-from remote.mirror import SUMS, Mirror, list_files
-from remote.storage import RemoteError, is_url, local_folder
+from remote.storage import SUMS, RemoteError, is_url, list_files, local_folder
 
 FORMAT = 2  # of a snapshot: tensors as safetensors, and all else in state.pt
 
@@ -193,6 +192,8 @@ class SnapshotStore:
         self.resumed = None  # the path of the one that this run resumes from
         self.mirror = None  # of a run in remote storage
         if is_url(args.output_dir):
+            from remote.mirror import Mirror
+
             self.mirror = Mirror(args.output_dir, self.output_dir, find_damage, print0)
 
     def save(

@@ -11,9 +11,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from remote.storage import Remote, RemoteError
+from remote.storage import SUMS, Remote, RemoteError, list_files
 
-SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 RUN_ID, RESULT = "run_id", "result.json"
 
 
@@ -29,12 +28,6 @@ def by_snapshot(files: dict[str, int]) -> dict[str, dict[str, int]]:
 def complete(files: dict[str, dict[str, int]]) -> list[str]:
     """Names of complete snapshots, newest first."""
     return [name for name in files if f"snapshots/{name}/{SUMS}" in files[name]]
-
-
-def list_files(folder: Path) -> list[str]:
-    """The files in a folder, but for the list of checksums."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
 
 
 class Mirror:

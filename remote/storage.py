@@ -14,6 +14,7 @@ SILENCE = 60  # seconds without any data, later
 LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
 
+SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded, and downloaded
 
 
@@ -33,6 +34,12 @@ def local_folder(place: Path | str, below: Path = RUNS) -> Path:
         return Path(place)
     protocol, _, rest = place.partition("://")
     return Path(below, protocol, *filter(None, rest.split("/")))
+
+
+def list_files(folder: Path) -> list[str]:
+    """The files in a folder, but for the list of checksums."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
 
 
 def trim_url(text: str) -> str:
