@@ -69,11 +69,10 @@ def batches(
     images: Images, batch_size: int, side: int, title: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """uint8 images ``[n, 3, side, side]`` and labels ``[n]``, with a progress bar on a terminal."""
-    starts = range(0, len(images), batch_size)
-    for start in tqdm(starts, title, leave=False, disable=None):
-        indices = list(range(start, min(start + batch_size, len(images))))
+    numbers = torch.arange(len(images)).split(batch_size)
+    for indices in tqdm(numbers, title, leave=False, disable=None):
         try:
-            pixels, labels = images.__getitems__(indices)
+            pixels, labels = images.__getitems__(indices.tolist())
         except Unreadable as error:
             fail(error)
         yield resize(pixels, side), labels

@@ -1,7 +1,6 @@
 """A trained GPT: continue a prompt, evaluate the loss on a text, export to ONNX."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,28 +78,24 @@ class KeyValueCache:
     """Replaces :func:`jobs.gpt.attend`: caches keys and values of all positions, so that only those
     of new tokens are computed."""
 
-    def __init__(self, context: int):
-        self.context, self.length, self.kept = context, 0, None
+    def __init__(self):
+        self.kept = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        new = torch.stack([k, v])
-        if self.kept is None:
-            self.kept = new.new_empty(*new.shape[:3], self.context, new.shape[4])
-        begin, self.length = self.length, self.length + new.shape[3]
-        self.kept[:, :, :, begin : self.length] = new
-        if begin == 0:  # the prompt
+        if self.kept is None:  # the prompt
+            self.kept = k, v
             return attend(q, k, v)
-        k, v = repeat(q, *self.kept[:, :, :, : self.length])
-        return F.scaled_dot_product_attention(q, k, v)  # a new token attends to all
+        self.kept = [torch.cat(pair, 2) for pair in zip(self.kept, (k, v), strict=True)]
+        return F.scaled_dot_product_attention(q, *repeat(q, *self.kept))  # all are in the past
 
 
 class CachedRunner:
     """Returns logits of the last token, ``[1, vocabulary]``, as tokens are added one by one."""
 
-    def __init__(self, runner: TorchRunner, context: int):
+    def __init__(self, runner: TorchRunner):
         self.runner, self.seen = runner, 0
         for block in runner.model.blocks:
-            block.attention.attend = KeyValueCache(context)
+            block.attention.attend = KeyValueCache()
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -123,14 +118,12 @@ def continue_text(args, runner: Runner) -> str:
     generator = torch.Generator().manual_seed(args.sample_seed)
     tokens = to_tokens(args, args.prompt)
     cached = isinstance(runner, TorchRunner) and args.cache and tokens.shape[1] <= args.context
-    cache = CachedRunner(runner, args.context) if cached else None
+    cache = CachedRunner(runner) if cached else None
     for _ in tqdm(range(args.tokens), "tokens", leave=False, disable=None):
         if cache and tokens.shape[1] > args.context:
             cache = cache.remove()
-        if cache:
-            logits = cache(tokens)
-        else:
-            logits = runner(tokens[:, -args.context :].contiguous())[:, :, -1]
+        whole = tokens[:, -args.context :].contiguous()
+        logits = cache(tokens) if cache else runner(whole)[:, :, -1]
         tokens = torch.cat([tokens, draw(logits, args.temperature, args.top_k, generator)], 1)
     return to_text(args, tokens[0].tolist())
 
@@ -149,24 +142,18 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator) -> Te
 # -------------------------------------------------------------------------------------- test split
 
 
-def windows(args: Trained) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels of the test split, each position once, with a progress bar on a
-    terminal."""
+def measure(args: Trained, runner: Runner) -> dict[str, float]:
+    """Loss (mean cross-entropy), perplexity and accuracy over the test split, each position
+    once."""
     if args.dataset == "auto":
         fail("--dataset is needed: the weights do not say which one they were trained on")
     _, text, _ = jobs.text.load(args)
     if text.classes != args.classes:
         fail(f"--dataset {args.dataset} and the weights have different characters; give their own")
-    starts = range(0, len(text), args.batch_size)
-    for start in tqdm(starts, "test", leave=False, disable=None):
-        numbers = torch.arange(start, min(start + args.batch_size, len(text)))
-        yield text.prepare_evaluation((numbers,), "cpu")
-
-
-def measure(args: Trained, runner: Runner) -> dict[str, float]:
-    """Loss (mean cross-entropy), perplexity and accuracy over the test split."""
     loss = correct = n = 0
-    for tokens, labels in windows(args):
+    numbers = torch.arange(len(text)).split(args.batch_size)
+    for batch in tqdm(numbers, "test", leave=False, disable=None):
+        tokens, labels = text.prepare_evaluation((batch,), "cpu")
         logits = runner(tokens).double()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).sum().item()

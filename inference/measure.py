@@ -3,11 +3,14 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +29,7 @@ from harness.measure import (
 )
 from inference.classifier import DTYPES, load_classifier
 from inference.export import write_onnx
-from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
+from inference.runtimes import OnnxRunner, TorchRunner, make_session
 from inference.trained import Trained
 
 RUNTIMES = ["torch", "compile", "onnxruntime"]
@@ -46,11 +49,11 @@ def measure(args) -> dict:
         workers = start_workers(args, Path(folder))
         if not workers:
             fail("nothing to measure: this machine supports none of these runtimes and precisions")
-        sizes = args.batch_sizes
-        turns = [(size, w) for size in sizes for _ in range(args.rounds) for w in workers]
-        for batch_size, worker in tqdm(turns, "measuring", disable=None):
-            worker.turns.setdefault(batch_size, []).append(worker.ask(batch_size))
-        rows = [row for worker in workers for row in make_rows(worker, sizes)]
+        rounds = itertools.product(args.batch_sizes, range(args.rounds), workers)
+        for batch_size, _, worker in tqdm([*rounds], "measuring", disable=None):
+            worker.turns.setdefault(batch_size, []).append(worker.ask(measure_batch, batch_size))
+        for worker in workers:
+            worker.pool.shutdown()
     packages = versions()
     for package in ("onnxruntime-gpu", "onnxruntime"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -58,35 +61,29 @@ def measure(args) -> dict:
     return {
         "command": launch_command(), "model": args.model, "image_size": args.image_size,
         "device": device_name(torch.device(args.device)), "threads": torch.get_num_threads(),
-        "rounds": args.rounds, "rows": rows,
+        "rounds": args.rounds, "rows": [row for worker in workers for row in make_rows(worker)],
         "hardware": hardware(), "versions": packages, "git_commit": git_commit(),
     }  # fmt: skip
 
 
 class Worker:
-    """The main process's handle of a process that runs one runtime and precision."""
+    """One runtime and precision, and the process that runs it."""
 
-    def __init__(self, args: Trained, runtime: str, precision: str, path: Path | None):
+    def __init__(self, runtime: str, precision: str):
         self.runtime, self.precision = runtime, precision
-        self.turns = {}  # by batch size, what it answered each time
-        context = multiprocessing.get_context("spawn")  # CUDA does not support fork
-        self.pipe, theirs = context.Pipe()
-        job = (theirs, args, runtime, precision, path)
-        self.process = context.Process(target=run_worker, args=job, daemon=True)
-        self.process.start()
-        theirs.close()
+        self.turns = {}  # by batch size, what the process answered each time
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not support fork
+        self.pool = ProcessPoolExecutor(1, spawn)
 
-    def ask(self, batch_size: int | None):
-        """The worker's result for a batch size, or why there is none; ``None`` ends the worker."""
-        with contextlib.suppress(OSError):  # it has already ended
-            self.pipe.send(batch_size)
-        return self.receive()
-
-    def receive(self):
+    def ask(self, task: Callable, *args):
+        """What a task returns in that process, or, as a string, why it fails."""
         try:
-            return self.pipe.recv()
-        except (EOFError, OSError):
+            return self.pool.submit(attempt, task, *args).result()
+        except (BrokenExecutor, SystemExit):
             return "its process ended, see above"
+
+    def leave_out(self, what: str, why: str) -> None:
+        print(f"{self.runtime} {self.precision}{what}: left out ({why})", file=sys.stderr)
 
 
 def start_workers(args, folder: Path) -> list[Worker]:
@@ -101,17 +98,12 @@ def start_workers(args, folder: Path) -> list[Worker]:
     ]
     workers = []
     for runtime, precision in tqdm(wanted, "preparing", leave=False, disable=None):
-        path = folder / f"{precision}.onnx" if runtime == "onnxruntime" else None
-        if path:
-            try:  # here: its memory must not count as the runtime's
-                write_onnx(args, precision, path)
-            except Exception as error:  # no onnx, no kernel, no conversion, ...
-                print(f"{runtime} {precision}: left out ({in_short(error)})", file=sys.stderr)
-                continue
-        worker = Worker(trained, runtime, precision, path)
-        answer = worker.receive()  # one after the other, so that loading does not interfere
-        if isinstance(answer, str):
-            print(f"{runtime} {precision}: left out ({answer})", file=sys.stderr)
+        worker, path = Worker(runtime, precision), folder / f"{precision}.onnx"
+        # Exported here, as its memory must not count as the runtime's.
+        why = attempt(write_onnx, args, precision, path) if runtime == "onnxruntime" else None
+        if why := why or worker.ask(load, trained, runtime, precision, path):
+            worker.leave_out("", why)
+            worker.pool.shutdown()
         else:
             workers.append(worker)
     return workers
@@ -126,94 +118,96 @@ def is_worth_it(args, runtime: str, precision: str) -> bool:
     return precision != "int8" and (not slow or args.precision == "fp16")
 
 
-def make_rows(worker: Worker, batch_sizes: list[int]) -> list[dict]:
-    """End a worker, and summarize its results: a row per batch size that worked."""
-    rows = []
-    memory = worker.ask(None)
-    worker.process.join()
-    for batch_size in batch_sizes:
-        turns = worker.turns[batch_size]
-        row = {"runtime": worker.runtime, "precision": worker.precision, "batch_size": batch_size}
-        failed = next((turn for turn in [*turns, memory] if isinstance(turn, str)), None)
-        if failed:
-            about = f"{worker.runtime} {worker.precision} at batch {batch_size}"
-            print(f"{about}: left out ({failed})", file=sys.stderr)
+def make_rows(worker: Worker) -> list[dict]:
+    """Summarize a worker's results: a row per batch size that worked."""
+    rows, name = [], {"runtime": worker.runtime, "precision": worker.precision}
+    for batch_size, turns in worker.turns.items():
+        if why := next((turn for turn in turns if isinstance(turn, str)), None):
+            worker.leave_out(f" at batch {batch_size}", why)
             continue
-        row["first_call_s"] = turns[0]["first"]
+        row = name | {"batch_size": batch_size, "first_call_s": turns[0]["first"]}
         for kind in ("host_to_host", "on_device"):
             times = np.array([t for turn in turns for t in turn[kind]])
             if len(times):
                 p50, p95 = np.percentile(1e3 * times, [50, 95]).tolist()
                 row[kind] = {"images_per_second": 1e3 * batch_size / p50}
                 row[kind] |= {"latency_ms": {"p50": p50, "p95": p95}, "calls": len(times)}
-        rows.append(row | {"peak_memory_gib": memory})
-    return rows
+        rows.append(row | {"peak_memory_gib": turns[-1]["memory"]})
+    return [row | {"peak_memory_gib": rows[-1]["peak_memory_gib"]} for row in rows]
 
 
 # ------------------------------------------------------------------------- in a worker's process
 
 
-def run_worker(pipe, args: Trained, runtime: str, precision: str, path: Path | None) -> None:
-    """Load the model, and call it with a first batch, or report why it fails; then measure each
-    requested batch size."""
-
-    def images_of(batch_size: int) -> Tensor:
-        shape = (batch_size, 3, args.image_size, args.image_size)
-        return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-    free = free_memory(args.device)
+def attempt(task: Callable, *args):
+    """What a task returns; or, as a string, why it fails: no kernel for this precision, no
+    compiler, not enough memory for this batch size, ..."""
     try:
+        return task(*args)
+    except Exception as error:
+        first, *_ = [*str(error).strip().splitlines(), ""]
+        return f"{type(error).__name__}: {first[:150]}"
+
+
+def load(*args) -> None:
+    global bench
+    bench = Bench(*args)
+
+
+def measure_batch(batch_size: int) -> dict:
+    return bench.measure(batch_size)
+
+
+class Bench:
+    """A model that has been called with a first batch.
+
+    Args:
+        path: of the ONNX file, for ONNX Runtime.
+    """
+
+    def __init__(self, args: Trained, runtime: str, precision: str, path: Path):
+        self.args, self.first, free = args, {}, free_memory(args.device)
         if runtime == "onnxruntime":
-            runner = OnnxRunner(make_session(path, args.provider), args.device)
+            self.runner = OnnxRunner(make_session(path, args.provider), args.device)
         else:
             classifier = load_classifier(args, precision)
-            runner = TorchRunner(classifier, args.device, compiled=runtime == "compile")
-        first = {args.batch_size: time_call(runner, runner, images_of(args.batch_size))}
-    except SystemExit:
-        return
-    except Exception as error:  # no kernel for this precision, no compiler, ...
-        pipe.send(in_short(error))
-        return
-    pipe.send(True)
-    taken = free - free_memory(args.device)
-    with contextlib.suppress(EOFError):  # the other end is closed
-        while (batch_size := pipe.recv()) is not None:
-            free, images = free_memory(args.device), images_of(batch_size)
-            try:
-                first.setdefault(batch_size, time_call(runner, runner, images))
-                times = {"first": first[batch_size], "on_device": []}
-                times["host_to_host"] = time_calls(runner, runner, images)
-                if args.device == "cuda":
-                    times["on_device"] = time_calls(runner, runner.run, runner.put(images))
-            except Exception as error:  # not enough memory for this batch size
-                times = in_short(error)
-            taken += free - free_memory(args.device)
-            pipe.send(times)
+            self.runner = TorchRunner(classifier, args.device, compiled=runtime == "compile")
+        self.make_images(args.batch_size)
+        self.taken = free - free_memory(args.device)
+
+    def make_images(self, batch_size: int) -> Tensor:
+        """Noise; the first batch of a size is also the model's first call with this size."""
+        shape = (batch_size, 3, self.args.image_size, self.args.image_size)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8)
+        if batch_size not in self.first:
+            [self.first[batch_size]] = self.time_calls(self.runner, images, at_least=1, seconds=0)
+        return images
+
+    def measure(self, batch_size: int) -> dict:
+        """Seconds of the first call and of others, and the process's peak memory in GiB."""
+        on_gpu, free = self.args.device == "cuda", free_memory(self.args.device)
+        images, runner = self.make_images(batch_size), self.runner
+        times = {"first": self.first[batch_size], "on_device": []}
+        times["host_to_host"] = self.time_calls(runner, images)
+        if on_gpu:
+            times["on_device"] = self.time_calls(runner.run, runner.put(images))
+        self.taken += free - free_memory(self.args.device)
         process = peak_memory_gib(torch.device("cpu"))["process"]
-        pipe.send({"device": taken / 2**30 if args.device == "cuda" else None, "process": process})
+        memory = {"device": self.taken / 2**30 if on_gpu else None, "process": process}
+        return times | {"memory": memory}
 
-
-def in_short(error: Exception) -> str:
-    first, *_ = [*str(error).strip().splitlines(), ""]
-    return f"{type(error).__name__}: {first[:150]}"
+    def time_calls(self, call: Callable, images, at_least=2, seconds=1) -> list[float]:
+        """Seconds of each call, until there are enough."""
+        times = []
+        while len(times) < at_least or sum(times) < seconds:
+            self.runner.synchronize()
+            started = time.perf_counter()
+            call(images)
+            self.runner.synchronize()
+            times.append(time.perf_counter() - started)
+        return times
 
 
 def free_memory(device: str) -> int:
     """Free bytes on the GPU; 0 on a CPU. Other workers are idle during a measurement."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
-
-
-def time_calls(runner: Runner, call, images) -> list[float]:
-    """Seconds of each call, for about a second, at least two calls."""
-    times = []
-    while len(times) < 2 or sum(times) < 1:
-        times.append(time_call(runner, call, images))
-    return times
-
-
-def time_call(runner: Runner, call, images) -> float:
-    runner.synchronize()
-    started = time.perf_counter()
-    call(images)
-    runner.synchronize()
-    return time.perf_counter() - started

@@ -45,16 +45,13 @@ def make_metadata(args: Trained, precision: str, what: str) -> dict[str, str]:
     Args:
         what: description of the input.
     """
+    values = {name: getattr(args, name) for name in NAMES if getattr(args, name)}
     words = ["--seed", str(args.seed)]
-    for name in NAMES:
-        value = getattr(args, name)
-        if value:
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    sizes = {name: getattr(args, name) for name in ("image_size", "context")}
-    sizes = {name: str(size) for name, size in sizes.items() if size}
-    classes, settings = json.dumps(args.classes), shlex.join(words)
-    about = {"classes": classes, "input": what, "settings": settings, "precision": precision}
-    return about | sizes
+    for name, value in values.items():
+        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    sizes = {name: str(values[name]) for name in ("image_size", "context") if name in values}
+    about = {"classes": json.dumps(args.classes), "input": what, "settings": shlex.join(words)}
+    return about | {"precision": precision} | sizes
 
 
 def as_trained(args: Trained) -> Trained:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -24,7 +23,7 @@ import jobs.images
 import model_inference
 from inference.classifier import load_classifier
 from inference.images import find_images, read_image
-from inference.measure import make_rows
+from inference.measure import Worker, make_rows
 from inference.runtimes import TorchRunner
 from inference.trained import Trained
 from report.measured import inference_table
@@ -272,16 +271,14 @@ def test_benchmark(tmp_path):
 
 def test_rows_of_several_rounds(capsys):
     """Their calls count together; a batch size that failed once is left out, and why is printed."""
+    memory = {"device": None, "process": 1.5}
     rounds = [
-        {"first": 9, "host_to_host": seconds, "on_device": []}
+        {"first": 9, "host_to_host": seconds, "on_device": [], "memory": memory}
         for seconds in ([0.1, 0.2], [0.3, 0.4, 0.5])
     ]
-    memory = {"device": None, "process": 1.5}
-    worker = SimpleNamespace(
-        runtime="torch", precision="fp32", turns={2: rounds, 8: [rounds[0], "MemoryError: 8"]},
-        process=SimpleNamespace(join=lambda: None), ask=lambda batch_size: memory,
-    )  # fmt: skip
-    [row] = make_rows(worker, [2, 8])
+    worker = Worker("torch", "fp32")
+    worker.turns = {2: rounds, 8: [rounds[0], "MemoryError: 8"]}
+    [row] = make_rows(worker)
     assert row["batch_size"] == 2 and row["first_call_s"] == 9
     assert row["peak_memory_gib"] == memory and "on_device" not in row
     figures = row["host_to_host"]
