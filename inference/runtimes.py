@@ -103,41 +103,27 @@ def make_session(path: Path, provider: str, use_tf32: bool = True):
     if provider not in available:
         fail(f"--provider {provider}: onnxruntime has {', '.join(available)} here; "
              "give one of these")  # fmt: skip
-    settings = {}
+    options, settings = onnxruntime.SessionOptions(), {}
+    options.intra_op_num_threads = torch.get_num_threads()  # as in PyTorch, to be comparable
+    options.log_severity_level = 4  # relevant errors are reported below
     if provider == PROVIDERS["cuda"]:
         onnxruntime.preload_dlls()  # CUDA's and cuDNN's, from PyTorch's packages
         settings = {"use_tf32": int(use_tf32)}  # as TorchRunner has it
-    if provider == PROVIDERS["cpu"]:
-        return open_session(path, provider, settings)
-    # CUDA has no int8 convolutions: it computes them in float32, and needs no int32 biases.
-    entries = {"disable_quant_qdq": "1"}
-    session = open_session(path, provider, settings, disable_cpu_ep_fallback="1", **entries)
-    if session is None:  # open it as it would run, and see what would run on the CPU
-        entries["record_ep_graph_assignment_info"] = "1"
-        session = open_session(path, provider, settings, **entries)
-        check_providers(session, path, provider)
-    return session
-
-
-def open_session(path: Path, provider: str, settings: dict, **entries: str):
-    """A session with these ``session.`` options of ONNX Runtime; ``None`` if they prevent it from
-    running something on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()  # as in PyTorch, to be comparable
-    options.log_severity_level = 4  # relevant errors are reported below
-    for name, value in entries.items():
-        options.add_session_config_entry(f"session.{name}", value)
-    providers = [(provider, settings)]
+    if provider != PROVIDERS["cpu"]:
+        # CUDA has no int8 convolutions: it computes them in float32, and needs no int32 biases.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
-        return onnxruntime.InferenceSession(path, options, providers, enable_fallback=False)
+        session = onnxruntime.InferenceSession(
+            path, options, [(provider, settings)], enable_fallback=False
+        )
     except Exception as error:  # of a damaged or foreign file, any of several types
         why = str(error).strip().splitlines()[0][:200]
-        if "fallback to CPU EP has been explicitly disabled" in why:
-            return None
         fail(f"{path} cannot be run by ONNX Runtime on {provider} ({why}); "
              "export it again, or use another precision or provider")  # fmt: skip
+    if provider != PROVIDERS["cpu"]:
+        check_providers(session, path, provider)
+    return session
 
 
 def check_providers(session, path: Path, provider: str) -> None:
