@@ -9,6 +9,7 @@ shares, by the clock, and by the time that each part of the work had a core, as 
 and communication took no time. The clock needs an idle machine with a core for each rank.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from fractions import Fraction
 from pathlib import Path
 
@@ -96,43 +98,32 @@ def end_times(order: list[list[tuple]], seconds) -> dict[tuple, float]:
         seconds: of a part (kind, stage, micro-batch).
     """
     last = max(stage for parts in order for _, stage, _ in parts)
-    ends, clocks, done = {}, [0] * len(order), [0] * len(order)
+    ends, clocks, left = {}, [0] * len(order), [collections.deque(parts) for parts in order]
 
     def needed(kind, stage, number):
         if kind == "W":
-            return [("I", stage, number)]
+            return {("I", stage, number)}
         if kind == "F":
-            return [("F", stage - 1, number)] if stage else []
-        after = [("B", stage + 1, number)] if stage < last else []
-        return [("F", stage, number), *after]
+            return {("F", stage - 1, number)} if stage else set()
+        after = {("B", stage + 1, number)} if stage < last else set()
+        return {("F", stage, number)} | after
 
-    while any(n < len(parts) for n, parts in zip(done, order, strict=True)):
-        before = list(done)
-        for rank, parts in enumerate(order):
-            while done[rank] < len(parts):
-                kind, stage, number = part = parts[done[rank]]
-                waits = needed(*part)
-                if any(wait not in ends for wait in waits):
-                    break
-                clocks[rank] = max([clocks[rank], *(ends[wait] for wait in waits)]) + seconds(part)
-                ends[part] = clocks[rank]
-                if kind == "I":  # what the stage before waits for
-                    ends["B", stage, number] = clocks[rank]
-                done[rank] += 1
-        assert done != before, "each waits for another"
+    while any(left):
+        ready = [r for r, parts in enumerate(left) if parts and needed(*parts[0]) <= ends.keys()]
+        assert ready, "each waits for another"
+        for rank in ready:
+            kind, stage, number = part = left[rank].popleft()
+            begin = max([clocks[rank], *(ends[wait] for wait in needed(*part))])
+            clocks[rank] = ends[part] = begin + seconds(part)
+            if kind == "I":  # what the stage before waits for
+                ends["B", stage, number] = clocks[rank]
     return ends
 
 
 def idle_shares(order: list[list[tuple]], seconds) -> list:
-    """Of each rank: see :func:`end_times`."""
+    """Of each rank, with the times of :func:`end_times`."""
     last = max(end_times(order, seconds).values())
     return [1 - sum(map(seconds, parts)) / last for parts in order]
-
-
-def count_idle(schedule: str, ranks: int, microbatches: int) -> list[Fraction]:
-    """Of each rank, in the schedule's order and in UNITS."""
-    order = order_of(schedule, ranks, microbatches)
-    return idle_shares(order, lambda part: Fraction(UNITS[part[0]]))
 
 
 def timetable(schedule: str, ranks: int, microbatches: int) -> dict:
@@ -143,12 +134,11 @@ def timetable(schedule: str, ranks: int, microbatches: int) -> dict:
     length = max(ends.values())
     rows = [[[*part, ends[part] - UNITS[part[0]], UNITS[part[0]]] for part in row] for row in order]
     busy = sum(part[-1] for row in rows for part in row)
-    shares = {
+    return {
+        "schedule": schedule, "ranks": ranks, "microbatches": microbatches, "length": length,
         "bubble": 1 - busy / length / ranks,
-        "formula": float(formula(schedule, ranks, microbatches)),
-    }
-    sizes = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "length": length}
-    return sizes | shares | {"rows": rows}
+        "formula": float(formula(schedule, ranks, microbatches)), "rows": rows,
+    }  # fmt: skip
 
 
 def timetables() -> list[dict]:
@@ -191,21 +181,18 @@ def measure(schedule: str, microbatches: int) -> tuple[float, float]:
 
 
 def main():
+    options = {"description": __doc__, "formatter_class": RawDescriptionHelpFormatter}
+    ArgumentParser(**options).parse_args()
     rows = []
     for schedule in SCHEDULES:
         for microbatches in (4, 8, 16):
-            counted = count_idle(schedule, RANKS, microbatches)
-            shares = [formula(schedule, RANKS, microbatches), sum(counted) / RANKS]
-            shares = map(float, [*shares, *measure(schedule, microbatches)])
-            shares = dict(zip(("formula", "order", "clock", "core"), shares, strict=True))
-            rows.append({"schedule": schedule, "microbatches": microbatches, **shares})
+            counted = timetable(schedule, RANKS, microbatches)
+            row = {name: counted[name] for name in ("schedule", "microbatches", "formula")}
+            clock, core = measure(schedule, microbatches)
+            rows.append(row | {"order": counted["bubble"], "clock": clock, "core": core})
             print(json.dumps(rows[-1]), flush=True)
-    found = {
-        "rows": rows,
-        "hardware": hardware(),
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
+    found = {"rows": rows, "hardware": hardware(), "versions": versions()}
+    found["git_commit"] = git_commit()
     (ROOT / "results" / "bubble.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 """Pipeline parallelism: parity with one process, memory, the bubble, and what happens on errors."""
 
 import argparse
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from conftest import HOOKED, cases, launch, launcher, relative_difference, succe
 import pytorch_PP
 from jobs import decoder, gpt
 from libraries.pipelining import IN_A_V, SCHEDULES, divide, ranks_of_stages
-from measure.bubble import count_idle, formula, order_of, plan, read_steps
+from measure.bubble import UNITS, formula, idle_shares, order_of, plan, read_steps
 
 JOB = (
     "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
@@ -87,7 +88,8 @@ def test_ranks_are_idle_as_long_as_the_formula_says(schedule, ranks):
     time."""
     rounds = range(2 * ranks, 8 * ranks, ranks)
     for microbatches in rounds:
-        shares = count_idle(schedule, ranks, microbatches)
+        order = order_of(schedule, ranks, microbatches)
+        shares = idle_shares(order, lambda part: Fraction(UNITS[part[0]]))
         assert shares == [formula(schedule, ranks, microbatches)] * ranks
     least = [formula(name, ranks, 2 * ranks) for name in ("gpipe", "interleaved", "zbv")]
     assert least == sorted(least, reverse=True) and len(set(least)) == 3
