@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 import xml.etree.ElementTree as ElementTree
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
@@ -18,14 +19,13 @@ from harness.measure import git_commit  # noqa: E402
 from report import fresh  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
-TABLES = ("parity", "parity_gpt", "bytes", "sent", "loss", "shared", "silent")
-TABLES += ("parity_shared", "silent_examples", "optimizers")
+TABLES = "parity parity_gpt bytes sent loss shared silent parity_shared silent_examples optimizers"
 
 
 def read_measured(paths):
     """The properties that tests recorded, by table, sorted; each once, the last one counts. Tables
     that have none stay as they were."""
-    found = {table: {} for table in TABLES}
+    found = {table: {} for table in TABLES.split()}
     for node in (node for path in paths for node in ElementTree.parse(path).iter("property")):
         if node.get("name") in found:
             row = json.loads(node.get("value"))
@@ -49,4 +49,7 @@ def read_measured(paths):
 
 
 if __name__ == "__main__":
-    PROOF.write_text(json.dumps(read_measured(sys.argv[1:]), indent=1) + "\n")
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE.xml", help="what pytest wrote")
+    found = read_measured(parser.parse_args().files)
+    PROOF.write_text(json.dumps(found, indent=1) + "\n")

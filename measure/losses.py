@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,26 +41,33 @@ ROWS = {
 RESULTS = ROOT / "results" / "losses.json"
 
 
-def loss(row, seed):
-    script, _, own = row.partition(" ")
+def loss(command: str, flags: list[str]) -> float:
+    """The last evaluation loss of a run on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        command = f"torchrun --standalone --nproc_per_node=2 {script} {FLAGS[what]} {own}"
-        command = [*shlex.split(command), "--seed", str(seed), *sys.argv[2:]]
-        subprocess.run(
-            [*command, "--output-dir", folder], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+        words = shlex.split(f"torchrun --standalone --nproc_per_node=2 {command}")
+        words += [*flags, "--output-dir", folder]
+        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return json.loads(Path(folder, "result.json").read_text())["eval_loss"][-1]
 
 
-what = sys.argv[1]
-rows = []
-for row in ROWS[what]:
-    losses = [loss(row, seed) for seed in range(3)]
-    rows.append({"script": row, "losses": losses})
-    print(row, *(f"{each:.4f}" for each in losses), flush=True)
-found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-found[what] = {
-    "rows": rows, "flags": FLAGS[what], "hardware": hardware(), "versions": versions(),
-    "git_commit": git_commit(), "files": files_of(ROOT, ROWS[what]),
-}  # fmt: skip
-RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+def main():
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=ROWS)
+    args, others = parser.parse_known_args()
+    rows, flags = [], FLAGS[args.what]
+    for row in ROWS[args.what]:
+        script, _, own = row.partition(" ")
+        command = f"{script} {flags} {own} --seed"
+        losses = [loss(f"{command} {seed}", others) for seed in range(3)]
+        rows.append({"script": row, "losses": losses})
+        print(row, *(f"{each:.4f}" for each in losses), flush=True)
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    found[args.what] = {
+        "rows": rows, "flags": flags, "hardware": hardware(), "versions": versions(),
+        "git_commit": git_commit(), "files": files_of(ROOT, ROWS[args.what]),
+    }  # fmt: skip
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,6 @@ pytest arguments of the row until a test fails. A change is
 Exit code: 0 if all changes were found, else 1.
 """
 
-import argparse
 import json
 import os
 import re
@@ -23,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,16 +35,16 @@ TABLE = Path(__file__).with_suffix(".json")
 LIMIT = 900  # seconds for the tests of a change
 
 
-def copy_checkout(root: Path, target: Path) -> None:
+def copy_checkout(target: Path) -> None:
     """Copy the tracked files, as they are."""
-    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=root, text=True).split("\0")
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
     for name in filter(None, names):
-        if (root / name).is_file():
+        if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, target / name)
+            shutil.copy2(ROOT / name, target / name)
 
 
-def try_out(root: Path, row: dict[str, str]) -> dict:
+def try_out(row: dict[str, str]) -> dict:
     """Make the change in a copy, run its tests, and say what became of it.
 
     Args:
@@ -56,7 +55,7 @@ def try_out(root: Path, row: dict[str, str]) -> dict:
     """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        copy_checkout(root, Path(folder))
+        copy_checkout(Path(folder))
         path = Path(folder, row["file"])
         text = path.read_text() if path.exists() else ""
         if text.count(row["old"]) != 1:
@@ -77,22 +76,18 @@ def try_out(root: Path, row: dict[str, str]) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these changes (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="changes at the same time (default: 1)")
-    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout of the project")
-    parser.add_argument("--table", type=Path, default=TABLE, help="another table of changes")
     parser.add_argument("--output", type=Path, help="default: results/mutations.json")
     args = parser.parse_args()
-    rows = json.loads(args.table.read_text())
+    rows = json.loads(TABLE.read_text())
     if unknown := set(args.only or []) - {row["name"] for row in rows}:
-        parser.error(f"--only {' '.join(sorted(unknown))}: not in {args.table}")
+        parser.error(f"--only {' '.join(sorted(unknown))}: not in {TABLE.name}")
     rows = [row for row in rows if not args.only or row["name"] in args.only]
     found = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(partial(try_out, args.root), rows):
+        for row in pool.map(try_out, rows):
             print(f"{row['name']:24} {row['outcome']:9} {row['seconds']:4} s  {row['by']}")
             found.append({name: row[name] for name in ("name", "file", "outcome", "by")})
     about = {"git_commit": git_commit(), "versions": versions(), "mutations": found}

@@ -19,10 +19,10 @@ On a GPU, its events time the steps, without waiting for any step (harness/clock
 
 import json
 import runpy
-import shlex
 import statistics
 import sys
 import time
+from argparse import REMAINDER, ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,23 +32,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-what = sys.argv.pop(1)
-sys.argv = [str(ROOT / sys.argv[1]), *sys.argv[2:]]
-
 import common  # noqa: E402
 from harness.clock import WARMUP_STEPS, StepClock  # noqa: E402
-from harness.measure import git_commit, hardware, versions  # noqa: E402
+from harness.measure import git_commit, hardware, launch_command, versions  # noqa: E402
 from report.fresh import files_of  # noqa: E402
 
 
 def write_result(name: str, **found) -> None:
     """Into results/, with the command, the machine and the commit."""
-    n = common.world().size
-    launcher = f"torchrun --nproc_per_node={n}" if n > 1 else "python"
-    found["command"] = f"{launcher} measure/overhead.py {what} "
-    found["command"] += shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     found |= {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
-    found["files"] = files_of(ROOT, [found["command"]])
+    found |= {"command": launch_command(), "files": files_of(ROOT, [launch_command()])}
     if common.world().rank == 0:
         (ROOT / "results" / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -146,10 +139,9 @@ def compare_saves() -> str:
         began = time.perf_counter()
         writing = (async_save if kind == "async_save" else dcp.save)(tensors, **where)
         seconds[kind].append(time.perf_counter() - began)
-        if kind == "save":
-            return None
-        writing.add_done_callback(lambda _: whole_after.append(time.perf_counter() - began))
-        return writing
+        if kind == "async_save":
+            writing.add_done_callback(lambda _: whole_after.append(time.perf_counter() - began))
+            return writing
 
     dcp.async_save = take_turns
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -164,6 +156,15 @@ def compare_saves() -> str:
     )
 
 
+KINDS = {
+    "loop": compare_with_bare_loop, "marks": compare_with_unmarked_steps, "saves": compare_saves,
+}  # fmt: skip
+
 if __name__ == "__main__":
-    kinds = {"loop": compare_with_bare_loop, "marks": compare_with_unmarked_steps}
-    common.print0((kinds | {"saves": compare_saves})[what]())
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("script", help="a training script, and its flags after it")
+    parser.add_argument("flags", nargs=REMAINDER)
+    args = parser.parse_args()
+    sys.argv = [str(ROOT / args.script), *args.flags]
+    common.print0(KINDS[args.kind]())

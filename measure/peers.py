@@ -81,8 +81,7 @@ def main():
         if args.loop == "pytorch_train":
             images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        autocast = args.dtype != "float32"
-        with torch.autocast(device.type, torch.bfloat16 if autocast else None, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype != "float32"):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
         loss.backward()
@@ -92,8 +91,6 @@ def main():
 
     started, clock = time.perf_counter(), StepClock([device])
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    if args.loop == "bare":
-        batches = loader
     clock.start()
     for images, labels in itertools.islice(batches, args.max_steps):
         step(images, labels)

@@ -1,6 +1,8 @@
 """Write website/data/, which the site's pictures and widgets show, with the project's own programs.
 
-python website/make_data.py [memory] [fit] [schedules] [collectives]    (default: all)
+    python website/make_data.py [memory] [fit] [schedules] [collectives]
+
+Without a name it writes all four.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -219,8 +222,13 @@ KINDS = {"memory": memory, "fit": fit, "schedules": bubble.timetables, "collecti
 
 
 def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(KINDS)}")
+    names = parser.parse_args().names or KINDS
+    if unknown := set(names) - KINDS.keys():
+        parser.error(f"{unknown.pop()}: the names are {', '.join(KINDS)}")
     DATA.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or KINDS:
+    for name in names:
         found = {"git_commit": git_commit(), "versions": versions(), "data": KINDS[name]()}
         (DATA / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
         print(f"wrote {DATA / name}.json")

@@ -7,11 +7,10 @@ without momentum, gradients cleared between forward and backward, and FSDP1 arou
 convolution. So it is reimplemented as :func:`published_loop`.
 """
 
-import contextlib
 import json
 import os
-import shlex
-import sys
+import re
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
 
@@ -45,29 +44,26 @@ RANKS = tuple(2**k for k in range(1, 11))
 
 
 def published_loop(
-    live, gpus, batch_size=128, dtype=None, autocast=False, wrapper="", optimizer=""
+    live, gpus, batch_size=128, dtype=torch.float32, autocast=False, wrapper="", optimizer=""
 ):
     """Run two steps of the published loop, and measure the second."""
-    model = torchvision.models.resnet50(num_classes=1000).to(dtype or torch.float32)
+    model = torchvision.models.resnet50(num_classes=1000).to(dtype)
     if wrapper == "ddp":
         model = DistributedDataParallel(model)
     if wrapper == "fsdp":
-        policy = ModuleWrapPolicy([nn.Conv2d, nn.Linear])
-        cpu = torch.device("cpu")
-        model = FullyShardedDataParallel(model, device_id=cpu, auto_wrap_policy=policy)
+        options = {"auto_wrap_policy": ModuleWrapPolicy([nn.Conv2d, nn.Linear])}
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
     options = {"lr": 0.001, "weight_decay": 5e-4, "foreach": True}
     if optimizer == "zero":
-        adam = torch.optim.Adam
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adam, **options)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **options)
     else:
         optimizer = torch.optim.SGD(model.parameters(), **options)
-    half = torch.autocast("cpu", torch.float16) if autocast else contextlib.nullcontext()
     for step in range(trial.STEPS):
         if step == trial.STEPS - 1:
             live.begin_step()
-        images = torch.empty(batch_size // gpus, 3, 224, 224).to(dtype or torch.float32)
+        images = torch.empty(batch_size // gpus, 3, 224, 224).to(dtype)
         labels = torch.zeros(batch_size // gpus, dtype=torch.int64)
-        with half:
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
             loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -98,14 +94,12 @@ def technique_of(command: str, name: str, gpus: int) -> tuple[techniques.Techniq
     Args:
         gpus: number of GPUs.
     """
-    words = shlex.split(command)
-    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    launched = [word for word in words[:at] if word.startswith("--nproc_per_node=")]
-    script, flags = words[at], words[at + 1 :]
+    launched = re.search(r"--nproc_per_node=(\d+)", command)
+    script, *flags = re.search(r"\S+\.py .*", command)[0].split()
     technique = techniques.Technique(
         name,
         (script, *flags),
-        ranks=int(launched[0].partition("=")[2]) if launched else 0,
+        ranks=int(launched[1]) if launched else 0,
         gpus=gpus if script == "pytorch_DP.py" else 1,
         on_host=techniques.ON_HOST if script == "pytorch_FSDP_offload.py" else (),
     )
@@ -137,12 +131,9 @@ def messages_of_steps() -> dict[str, dict[int, float]]:
     """Communication seconds per step, by technique and number of ranks, on the link measured in
     results/collectives.json; with the model of the suite ``scaling``."""
     links = network.measured_links(trial.ROOT / "results" / "collectives.json")
+    predict = partial(techniques.predict, flags=["--model", "resnet18"], classes=None, own=None)
     chosen = [techniques.make_technique(name, n) for name in SCALED for n in RANKS]
-    flags = ["--model", "resnet18"]
-    tasks = [
-        partial(techniques.predict, technique, 32 * technique.ranks, flags, None, None)
-        for technique in chosen
-    ]
+    tasks = [partial(predict, technique, 32 * technique.ranks) for technique in chosen]
     found = {name: {} for name in SCALED}
     for row in techniques.side_by_side(tasks, os.cpu_count()):
         check(row)
@@ -154,9 +145,12 @@ def messages_of_steps() -> dict[str, dict[int, float]]:
 def main() -> None:
     """Write predictions.json into ``--output-dir``, in bytes and seconds; or print the bytes of a
     published technique."""
-    if sys.argv[1] in PUBLISHED:
-        return print(predict_published(sys.argv[1]))
-    folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=PUBLISHED, help="print its bytes")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/published"), metavar="DIR")
+    args = parser.parse_args()
+    if args.name:
+        return print(predict_published(args.name))
     at_once = os.cpu_count()
     tasks = [partial(predict_published, name) for name in PUBLISHED]
     theirs = dict(zip(PUBLISHED, techniques.side_by_side(tasks, at_once), strict=True))
@@ -176,8 +170,8 @@ def main() -> None:
             if "offload_config" not in " ".join(row.technique.command):  # which reads numbers
                 check(row)
             found["suites"][suite][row.technique.name] = row.peak or None
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "predictions.json").write_text(json.dumps(found, indent=1) + "\n")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    (args.output_dir / "predictions.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

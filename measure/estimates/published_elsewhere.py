@@ -61,7 +61,7 @@ def take_recipe(live: LiveBytes, zero: bool) -> list[int]:
     loss_fn = nn.MSELoss()
     if zero:
         adam = torch.optim.Adam
-        optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), optimizer_class=adam, **options)
+        optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), adam, **options)
     else:
         optimizer = torch.optim.Adam(ddp_model.parameters(), **options)
     outputs = ddp_model(torch.randn(20, 2000))
