@@ -13,18 +13,19 @@ and is killed after a random time. Then another machine (an empty folder) downlo
 Exit code: 0 if all trials were clean, else 1.
 """
 
-import argparse
+import contextlib
+import multiprocessing
 import os
 import random
 import shlex
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch  # noqa: F401  (before the processes are forked)
 
@@ -44,33 +45,28 @@ URL, OLD, NEW, LAST = "s3://bucket/run", "step-00000001", "step-00000002", "step
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="copies-"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = file_servers.s3(folder, port, os.environ)
-    os.environ.update(server.env)
-    try:
+    with tempfile.TemporaryDirectory(prefix="copies-") as folder:
+        server = file_servers.s3(Path(folder), port, os.environ)
+        os.environ.update(server.env)
         with file_servers.running(server):
-            clean = run_trials(args, folder)
-    finally:
-        shutil.rmtree(folder)
+            clean = run_trials(args, Path(folder))
     sys.exit(clean != args.trials)
 
 
 def run_trials(args, folder):
     print(f"$ python measure/faults/copies.py {shlex.join(sys.argv[1:])}")
     print(f"commit {git_commit()}, torch {torch.__version__}; S3 by moto, on loopback", flush=True)
-    rng, ended = random.Random(args.seed), []
+    rng, clean = random.Random(args.seed), 0
     assert in_process(folder, lambda: s3fs.S3FileSystem().mkdir("bucket")) == 0
     assert in_process(folder / "whole", prepare) == 0
     child, began = start(folder / "whole", upload), wait_for_upload()
-    assert code_of(child) == 0
+    child.join()
     whole = time.monotonic() - began
     for number in range(1, args.trials + 1):
         here, there = (folder / f"{number}-{name}" for name in ("here", "there"))
@@ -78,42 +74,36 @@ def run_trials(args, folder):
         seconds = rng.uniform(0, 1.1 * whole)
         child, _ = start(here, upload), wait_for_upload()
         time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-        code_of(child)
+        child.kill()
+        child.join()
         codes = [in_process(there, look), in_process(here, save_once_more)]
-        [verdict, why] = ("clean", "") if codes == [0, 0] else ("wrong", f" (exit codes {codes})")
-        ended.append(verdict)
-        print(f"trial {number:3}: kill after {1e3 * seconds:4.0f} ms  {verdict}{why}", flush=True)
+        verdict = f"wrong (exit codes {codes})" if any(codes) else "clean"
+        clean += not any(codes)
+        print(f"trial {number:3}: kill after {1e3 * seconds:4.0f} ms  {verdict}", flush=True)
         shutil.rmtree(here)
         shutil.rmtree(there)
-    clean = ended.count("clean")
-    print(f"{len(ended)} trials: {clean} clean, {len(ended) - clean} wrong, 0 hung")
+    print(f"{args.trials} trials: {clean} clean, {args.trials - clean} wrong, 0 hung")
     return clean
 
 
 def in_process(folder, action):
     """Run an action in a folder and a process of its own. Returns its exit code."""
-    return code_of(start(folder, action))
+    child = start(folder, action)
+    child.join()
+    return child.exitcode
 
 
 def start(folder, action):
     folder.mkdir(exist_ok=True)
-    if not (child := os.fork()):
-        code = 1
-        try:
-            os.chdir(folder)
-            with open(os.devnull, "w") as sys.stdout:
-                action()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    child = multiprocessing.get_context("fork").Process(target=act, args=(folder, action))
+    child.start()
     return child
 
 
-def code_of(child):
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def act(folder, action):
+    os.chdir(folder)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        action()
 
 
 def wait_for_upload():
@@ -123,7 +113,7 @@ def wait_for_upload():
 
 
 def open_store():
-    store = SnapshotStore(argparse.Namespace(output_dir=URL, resume="auto"), {})
+    store = SnapshotStore(SimpleNamespace(output_dir=URL, resume="auto"), {})
     store.output_dir.mkdir(parents=True, exist_ok=True)
     return store
 
@@ -132,14 +122,13 @@ def content(step, name):
     return random.Random(f"{step} {name}").randbytes(BYTES)
 
 
-def write_files(step, part):
-    for name in FILES:
-        (part / name).parent.mkdir(exist_ok=True)
-        (part / name).write_bytes(content(step, name))
-
-
 def write(store, step):
-    assert not write_snapshot(store.folder / step, lambda part: write_files(step, part))
+    def write_files(part):
+        for name in FILES:
+            (part / name).parent.mkdir(exist_ok=True)
+            (part / name).write_bytes(content(step, name))
+
+    assert not write_snapshot(store.folder / step, write_files)
 
 
 def prepare():

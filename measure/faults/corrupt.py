@@ -20,7 +20,6 @@ A trial is
 Exit code: 0 if all trials fell back, else 1.
 """
 
-import argparse
 import contextlib
 import io
 import random
@@ -29,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
@@ -48,17 +48,12 @@ JOB = (
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="corrupt-"))
-    try:
-        counts = run_trials(args, folder)
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="corrupt-") as folder:
+        counts = run_trials(args, Path(folder))
     sys.exit(counts["fallback"] != args.trials)
 
 

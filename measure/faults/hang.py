@@ -9,7 +9,6 @@ Each is a small run on four ranks, of which one, rank 1, does what FAULTS says i
 that could be named was.
 """
 
-import argparse
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
@@ -58,9 +58,7 @@ WAITED += r"|ranks? [\d, ]+ waits? for a message: (send|recv) of \w+ \[[\d, ]+\]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--output", type=Path, help="a JSON file")

@@ -97,6 +97,14 @@ def call_collectives(kind, wrong):
         dist.broadcast(torch.zeros(3), 0)
 
 
+def cut_and_complete(path):
+    """Let the fault happen when half of a file is written."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    happen("during write")
+    path.write_bytes(whole)
+
+
 def before(module, name, phase):
     """Let the fault happen when a function of a module is called."""
     original = getattr(module, name)
@@ -170,10 +178,7 @@ def write_in_halves(writer, plan, planner):
         happen("after rename")
     written += 1
     for path in Path(writer.path).glob(f"__{world().rank}_*.distcp"):
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        happen("during write")
-        path.write_bytes(whole)
+        cut_and_complete(path)
     happen("before rename")
     return results
 
@@ -192,14 +197,9 @@ if world().rank == 0:
     save = torch.save
 
     def save_in_halves(state, path, *args, **kwargs):
-        due = FAULT["phase"] == "during write" and armed and step >= FAULT["step"]
-        if not due or not isinstance(path, Path):
-            return save(state, path, *args, **kwargs)
         save(state, path, *args, **kwargs)
-        whole = Path(path).read_bytes()
-        Path(path).write_bytes(whole[: len(whole) // 2])
-        happen("during write")
-        Path(path).write_bytes(whole)
+        if isinstance(path, Path):  # not memory
+            cut_and_complete(path)
 
     torch.save = save_in_halves
     before(os, "replace", "before rename")
