@@ -181,8 +181,7 @@ def measure(schedule: str, microbatches: int) -> tuple[float, float]:
 
 
 def main():
-    options = {"description": __doc__, "formatter_class": RawDescriptionHelpFormatter}
-    ArgumentParser(**options).parse_args()
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     rows = []
     for schedule in SCHEDULES:
         for microbatches in (4, 8, 16):
@@ -191,9 +190,9 @@ def main():
             clock, core = measure(schedule, microbatches)
             rows.append(row | {"order": counted["bubble"], "clock": clock, "core": core})
             print(json.dumps(rows[-1]), flush=True)
-    found = {"rows": rows, "hardware": hardware(), "versions": versions()}
-    found["git_commit"] = git_commit()
-    (ROOT / "results" / "bubble.json").write_text(json.dumps(found, indent=1) + "\n")
+    about = {"hardware": hardware(), "versions": versions(), "git_commit": git_commit()}
+    found = json.dumps({"rows": rows} | about, indent=1)
+    (ROOT / "results" / "bubble.json").write_text(found + "\n")
 
 
 if __name__ == "__main__":

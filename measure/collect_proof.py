@@ -33,12 +33,10 @@ def read_measured(paths):
             found[node.get("name")][key] = row
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     about = {"versions": versions, "machine": platform.processor() or platform.machine()}
-    before = json.loads(PROOF.read_text()) if PROOF.is_file() else {"measured": {}}
-    tables, measured = {}, before["measured"]
+    before, tables = json.loads(PROOF.read_text()), {}
+    measured = before["measured"]
     for table, rows in found.items():
         rows = sorted(rows.values(), key=lambda row: json.dumps(row, sort_keys=True))
-        if not rows and table not in before:
-            raise SystemExit(f"{paths} have no measurement for the table '{table}'")
         tables[table] = rows or before[table]
         if rows:
             scripts = {f"{row['script'].split()[0]}.py" for row in rows}

@@ -70,16 +70,15 @@ def try_out(row: dict[str, str]) -> dict:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", finished.stdout, re.MULTILINE)
     if finished.returncode and not failed:  # no test was selected, or pytest itself failed
         raise RuntimeError(f"{row['name']}: {shlex.join(command)}\n{finished.stdout[-2000:]}")
-    outcome = "found" if failed else "survived"
-    seconds = round(time.monotonic() - begin)
-    return row | {"outcome": outcome, "by": failed[1] if failed else "", "seconds": seconds}
+    about = {"outcome": "found", "by": failed[1]} if failed else {"outcome": "survived", "by": ""}
+    return row | about | {"seconds": round(time.monotonic() - begin)}
 
 
 def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these changes (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="changes at the same time (default: 1)")
-    parser.add_argument("--output", type=Path, help="default: results/mutations.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "mutations.json")
     args = parser.parse_args()
     rows = json.loads(TABLE.read_text())
     if unknown := set(args.only or []) - {row["name"] for row in rows}:
@@ -91,8 +90,7 @@ def main():
             print(f"{row['name']:24} {row['outcome']:9} {row['seconds']:4} s  {row['by']}")
             found.append({name: row[name] for name in ("name", "file", "outcome", "by")})
     about = {"git_commit": git_commit(), "versions": versions(), "mutations": found}
-    output = args.output or ROOT / "results" / "mutations.json"
-    output.write_text(json.dumps(about, indent=1) + "\n")
+    args.output.write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(any(row["outcome"] != "found" for row in found))
 
 

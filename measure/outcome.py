@@ -40,9 +40,8 @@ def reason(text: str, code: int | None) -> str:
         return f"{missing[1]} is not installed"
     if ours := re.findall(r"^\w+: error: (.*)$", text, re.MULTILINE):
         return ours[-1]
-    if errors := re.findall(
-        r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception): .*)$", text, re.MULTILINE
-    ):
+    raised = r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception): .*)$"
+    if errors := re.findall(raised, text, re.MULTILINE):
         return errors[0][:200]
     lines = text.strip().splitlines() or ["no output"]
     return f"exit code {code}: {lines[-1][:200]}"

@@ -89,11 +89,7 @@ def predict_published(name: str) -> int:
 
 
 def technique_of(command: str, name: str, gpus: int) -> tuple[techniques.Technique, int]:
-    """The technique of a suite's command, and its batch.
-
-    Args:
-        gpus: number of GPUs.
-    """
+    """The technique of a suite's command, on so many GPUs, and its batch."""
     launched = re.search(r"--nproc_per_node=(\d+)", command)
     script, *flags = re.search(r"\S+\.py .*", command)[0].split()
     technique = techniques.Technique(

@@ -7,9 +7,8 @@ of bytes, of PyTorch 1.8 on two GPUs. DeepSpeed's example of weights in bfloat16
 step and the maximum of the whole run, in GiB. Where our functions differ from their scripts, a
 comment says why.
 
-The recipe's figures match. All of DeepSpeed's are 64 MiB above the prediction, which is not added:
-its page names no GPU, but on an H100 PyTorch allocates 32 MiB for cuBLAS per calling thread, and
-forward and backward are two threads. PyTorch 1.8 allocated nothing for cuBLAS.
+All of DeepSpeed's figures are 64 MiB above the prediction: on an H100 PyTorch allocates 32 MiB for
+cuBLAS per calling thread, forward and backward are two, and PyTorch 1.8 allocated nothing.
 """
 
 import sys
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
 from torch.distributed.utils import _sync_module_states as sync_module_states
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.optim import Adam
 from torch.utils.checkpoint import checkpoint
 
 from estimator import fakes, trial
@@ -59,11 +59,8 @@ def take_recipe(live: LiveBytes, zero: bool) -> list[int]:
     ddp_model = DistributedDataParallel(model)
     moments.append(len(live.changes))
     loss_fn = nn.MSELoss()
-    if zero:
-        adam = torch.optim.Adam
-        optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), adam, **options)
-    else:
-        optimizer = torch.optim.Adam(ddp_model.parameters(), **options)
+    adam = partial(ZeroRedundancyOptimizer, optimizer_class=Adam) if zero else Adam
+    optimizer = adam(ddp_model.parameters(), **options)
     outputs = ddp_model(torch.randn(20, 2000))
     labels = torch.randn(20, 2000)
     loss_fn(outputs, labels).backward()
@@ -155,8 +152,7 @@ def predict_elsewhere(name: str) -> list[int]:
     gpus, _, _, options = ELSEWHERE[name]
     trial.prepare(gpus)
     dist.init_process_group("fake", rank=0, world_size=gpus)
-    live = LiveBytes()
-    take = take_recipe if "zero" in options else take_steps
+    live, take = LiveBytes(), take_recipe if "zero" in options else take_steps
     with trial.counting(live, gpus):
         moments = take(live, **options)
     found = allocated_at(live, moments)

@@ -41,10 +41,8 @@ import common  # noqa: E402
 from harness.measure import git_commit  # noqa: E402
 
 WAYS = ["flip", "truncate", "missing", "swapped", "stale"]
-JOB = (
-    "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 2 "
-    "--model shufflenet_v2_x0_5 --device cpu"
-)
+JOB = "pytorch_SingleGPU.py --dataset synthetic --train-samples 48 --eval-samples 12 "
+JOB += "--batch-size 24 --epochs 2 --model shufflenet_v2_x0_5 --device cpu"
 
 
 def main():
@@ -59,15 +57,13 @@ def main():
 
 def run_trials(args, folder):
     print(f"$ python measure/faults/corrupt.py {shlex.join(sys.argv[1:])}")
-    where = f"commit {git_commit()}, torch {torch.__version__}"
-    print(f"{where}; pytorch_SingleGPU.py {JOB}", flush=True)
-    command = f"{sys.executable} pytorch_SingleGPU.py {JOB} --output-dir {folder}/whole"
+    print(f"commit {git_commit()}, torch {torch.__version__}; {JOB}", flush=True)
+    command = f"{sys.executable} {JOB} --output-dir {folder}/whole"
     subprocess.run(shlex.split(command), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     older = sorted((folder / "whole" / "snapshots").iterdir())[0]
     expected = torch.load(older / "state.pt", weights_only=True)
 
-    flags = f"{JOB} --resume auto --output-dir {folder}/damaged"
-    sys.argv = ["pytorch_SingleGPU.py", *shlex.split(flags)]
+    sys.argv = shlex.split(f"{JOB} --resume auto --output-dir {folder}/damaged")
     job = common.parse_args(common.argument_parser(__doc__))
     with contextlib.redirect_stdout(io.StringIO()):
         train_set, _ = common.make_datasets(job)

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,22 +71,21 @@ def main():
             server.close()
     if args.output:
         about = {"git_commit": git_commit(), "versions": {"torch": torch.__version__}, "rows": rows}
-        below = (*fresh.BELOW, "hangs")
-        about["files"] = fresh.files_of(ROOT, [f"{script}.py" for script in args.scripts], below)
+        scripts = [f"{script}.py" for script in args.scripts]
+        about["files"] = fresh.files_of(ROOT, scripts, (*fresh.BELOW, "hangs"))
         args.output.write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(any(row["missed"] for row in rows))
 
 
 def try_one(server, script, fault):
     """What was printed, and what of it is not as it should be."""
-    folder = Path(tempfile.mkdtemp(prefix="hang-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="hang-", ignore_cleanup_errors=True) as folder:
         phase = "data" if fault == "sleep" else "forward"
         order = {"kind": fault, "rank": 1, "step": 3, "phase": phase, "events": f"{folder}/events"}
         command = f"torchrun --nproc_per_node=4 measure/faults/victim.py {script}.py"
         command += f" {JOB} {SCRIPTS[script]} --output-dir {folder}/run"
         env = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": json.dumps(order)}
-        with open(folder / "log", "w+") as log:
+        with open(f"{folder}/log", "w+") as log:
             run = server.start(shlex.split(command), stdout=log, stderr=log, cwd=ROOT, env=env)
             run.wait(90)
             log.seek(0)
@@ -96,12 +94,10 @@ def try_one(server, script, fault):
         missed = judge(fault, lines)
         missed += [] if said.count("; recorded in ") == 1 else ["printed once"]
         tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
-        tool += [str(folder / "run/flight_recorder"), "--allow-incomplete-ranks"]
+        tool += [f"{folder}/run/flight_recorder", "--allow-incomplete-ranks"]
         read = subprocess.run(tool, capture_output=True, text=True)
         if read.returncode and "gloo != 'nccl'" not in read.stderr:  # that of 2.11 knows nccl only
             missed += ["PyTorch's tool"]
-    finally:
-        shutil.rmtree(folder)
     print(f"{script}, {fault}:", "named" if not missed else f"missed: {missed}", *lines, sep="\n  ")
     return {"script": script, "fault": fault, "lines": lines, "missed": missed}
 

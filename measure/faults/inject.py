@@ -57,17 +57,13 @@ def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--script", nargs="+", default=["pytorch_torchrun_DDP.py"], metavar="'SCRIPT FLAGS'",
-        help="each trial takes one of them, at random",
-    )  # fmt: skip
+    parser.add_argument("--script", nargs="+", default=["pytorch_torchrun_DDP.py"],
+        metavar="'SCRIPT FLAGS'", help="each trial takes one of them, at random")  # fmt: skip
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="of a trial")
-    parser.add_argument(
-        "--forked", action="store_true",
-        help="fork the ranks from a process that has imported PyTorch: three times as fast",
-    )  # fmt: skip
+    parser.add_argument("--forked", action="store_true",
+        help="fork ranks from a process with PyTorch imported: three times as fast")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()

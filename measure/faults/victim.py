@@ -141,10 +141,9 @@ def in_forward(module, args):
 
 def in_backward(module, args, output):
     """A hook on what convolutions, or norms of a GPT, returned."""
-    kinds = nn.Conv2d, nn.LayerNorm
-    if module.training and isinstance(module, kinds) and torch.is_tensor(output):
-        if output.requires_grad:
-            output.register_hook(lambda gradient: happen("backward"))
+    has_hook = isinstance(module, (nn.Conv2d, nn.LayerNorm)) and torch.is_tensor(output)
+    if module.training and has_hook and output.requires_grad:
+        output.register_hook(lambda gradient: happen("backward"))
 
 
 nn.modules.module.register_module_forward_pre_hook(in_forward)
