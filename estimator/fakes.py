@@ -97,19 +97,17 @@ def stand_in_for_numbers() -> None:
         SHAPES.impl("_fused_sgd_", lambda *_, **__: None)
 
 
-def false_for_deepspeed(function):
-    """Return False to DeepSpeed's own data-dependent checks; a model's still fail."""
-
-    def answer(tensor):
-        asking = Path(sys._getframe(1).f_code.co_filename)
-        return False if "deepspeed" in asking.parts else function(tensor)
-
-    return answer
-
-
 def stand_in_for_deepspeed(deepspeed_engine) -> None:
-    """DeepSpeed compares values between ranks and reads some; none of them affects memory."""
+    """DeepSpeed compares values between ranks and reads some; none of them affects memory. Its own
+    data-dependent checks get False; a model's still fail."""
     import_deepspeed = deepspeed_engine.import_deepspeed
+
+    def false_for_deepspeed(function):
+        def answer(tensor):
+            asking = Path(sys._getframe(1).f_code.co_filename)
+            return False if "deepspeed" in asking.parts else function(tensor)
+
+        return answer
 
     def import_and_adapt(*args):
         deepspeed = import_deepspeed(*args)

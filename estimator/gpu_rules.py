@@ -85,18 +85,17 @@ def is_cast(value) -> bool:
     return torch.is_tensor(value) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def cast(values, dtype: torch.dtype):
-    return tree_map(lambda value: value.to(dtype) if is_cast(value) else value, values)
+def call_in(dtype: torch.dtype, operation, args, kwargs):
+    given = tree_map(lambda value: value.to(dtype) if is_cast(value) else value, (args, kwargs))
+    return operation(*given[0], **given[1])
 
 
-def in_half(operation, args, kwargs):
-    args, kwargs = cast((args, kwargs), torch.get_autocast_dtype("cpu"))
-    return operation(*args, **kwargs)
+def in_half(*call):
+    return call_in(torch.get_autocast_dtype("cpu"), *call)
 
 
-def in_fp32(operation, args, kwargs):
-    args, kwargs = cast((args, kwargs), torch.float32)
-    return operation(*args, **kwargs)
+def in_fp32(*call):
+    return call_in(torch.float32, *call)
 
 
 def into_fp32(operation, args, kwargs):
@@ -115,8 +114,7 @@ def into_fp32(operation, args, kwargs):
 
 def in_the_widest(operation, args, kwargs):
     dtypes = [value.dtype for value in tree_leaves((args, kwargs)) if is_cast(value)]
-    args, kwargs = cast((args, kwargs), max(dtypes, key=lambda dtype: dtype.itemsize))
-    return operation(*args, **kwargs)
+    return call_in(max(dtypes, key=lambda dtype: dtype.itemsize), operation, args, kwargs)
 
 
 # ------------------------------------------------------------------------- what has a fused kernel
@@ -166,10 +164,8 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=
     aligned = 8 if is_half else 4
     if same and q.dtype != torch.float64 and width % aligned == v.shape[-1] % aligned == 0:
         bias = attn_mask
-        if bias is not None and bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=q.dtype)
         if bias is not None:
-            bias = bias.expand(*q.shape[:2], q.shape[2], k.shape[2])
+            bias = bias.to(q.dtype).expand(*q.shape[:3], k.shape[2])
         return aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, dropout_p, is_causal, scale=scale
         )[0]

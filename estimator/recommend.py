@@ -117,7 +117,7 @@ class Job:
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
     """All combinations that the script accepts."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    divisors = divisors_of(gpus)
     for tp, pp, cp in itertools.product(divisors, repeat=3):
         if gpus % (tp * pp * cp) or tp > MACHINE or job.size.kv_heads % tp:
             continue
@@ -219,25 +219,25 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
     """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways.sort(key=lambda way: (cost_of(job, way, link), way.words()))
-    deadline, good, others, done = time.monotonic() + SECONDS, [], [], set()
+    deadline, good, others = time.monotonic() + SECONDS, [], []
+
+    def try_out(chosen: list[Way]) -> None:
+        for found in predict(job, chosen, at_once):
+            (good if found.kinds and found.peak <= room else others).append(found)
+
     while ways and len(good) < ENOUGH and time.monotonic() < deadline:
-        first = {}
+        done, first = {one.technique.kind for one in good}, {}
         for way in ways:
             if way.kind not in done:
                 first.setdefault(way.kind, way)
         if not (chosen := list(first.values())[:at_once]):
             break
         ways = [way for way in ways if way not in chosen]
-        for found in predict(job, chosen, at_once):
-            fits = found.kinds and found.peak <= room
-            (good if fits else others).append(found)
-            if fits:
-                done.add(found.technique.kind)
+        try_out(chosen)
     if not good:  # the time is over, or none fits by the bound
-        for found in predict(job, likely(job, ways, room, others, at_once), at_once):
-            (good if found.kinds and found.peak <= room else others).append(found)
+        try_out(likely(job, ways, room, others, at_once))
     if not good and not others:
-        others = list(predict(job, [smallest(job, gpus)], at_once))
+        try_out([smallest(job, gpus)])
     good.sort(key=lambda one: cost_of(job, one.technique, link))
     return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
 

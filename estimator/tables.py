@@ -1,6 +1,5 @@
 """What estimate.py prints: tables, JSON, and the line that says what fits."""
 
-import dataclasses
 import json
 import textwrap
 
@@ -63,10 +62,8 @@ def print_notes(shown: list) -> None:
     ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
     if ddp and (size := size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"])) != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
-        print(
-            "\nDDP's rows have gradient_as_bucket_view=True: a plain DDP(model) holds its gradients"
-        )
-        print(f"twice, which is {size} more.")
+        print("\nDDP's rows have gradient_as_bucket_view=True: a plain DDP(model) holds its "
+              f"gradients\ntwice, which is {size} more.")  # fmt: skip
 
 
 def collect(predictions) -> list:
@@ -85,9 +82,8 @@ def cells_of(args, found) -> dict[str, str]:
     sizes = {"peak": found.peak}
     sizes |= {title: sum(found.kinds[k] for k in kinds) for title, kinds in COLUMNS.items()}
     cells = {title: size_of(size) for title, size in sizes.items()}
-    cells |= {"sent": f"{found.sent / 1e6:,.0f}"} | (
-        {"peak": "<1M"} if cells["peak"] == "0" else {}
-    )
+    cells |= {"sent": f"{found.sent / 1e6:,.0f}"}
+    cells |= {"peak": "<1M"} if cells["peak"] == "0" else {}
     return cells | ({"fits": "yes" if fits(args, found) else "no"} if args.memory else {})
 
 
@@ -142,19 +138,19 @@ def print_fit(args, flags: list[str], predictions) -> list:
 def print_json(args, flags: list[str], predictions) -> list:
     """Print JSON, with all sizes in bytes."""
     shown = list(predictions)
-    rows = []
-    for found in shown:
-        row = dataclasses.asdict(found) | {"peak": found.peak, "sent": found.sent}
-        row["technique"] = found.technique.name
-        row["sent_in"] = {
-            name: sum(message.sent for message in found.messages if message.phase == kind)
-            for name, kind in PHASES.items()
-        }
-        row["command"] = [*found.technique.command, *flags]
-        row["gpus"] = gpus_of(found.technique)
-        if args.memory:
-            row["fits"] = fits(args, found)
-        rows.append({k: v for k, v in row.items() if k not in ("error", "messages", "peaks")})
+    rows = [
+        {
+            "technique": found.technique.name, "batch_size": found.batch_size,
+            "kinds": found.kinds, "inputs": found.inputs, "mistake": found.mistake,
+            "peak": found.peak, "sent": found.sent,
+            "sent_in": {
+                name: sum(message.sent for message in found.messages if message.phase == kind)
+                for name, kind in PHASES.items()
+            },
+            "command": [*found.technique.command, *flags], "gpus": gpus_of(found.technique),
+        } | ({"fits": fits(args, found)} if args.memory else {})
+        for found in shown
+    ]  # fmt: skip
     print(json.dumps(rows, indent=2))
     return shown
 

@@ -183,24 +183,18 @@ def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
         {kind: few[kind] + times * (more[kind] - few[kind]) for kind in few}
         for few, more in zip(small.peaks, large.peaks, strict=True)
     ]
-    few, many = Counter(small.messages), Counter(large.messages)
-    if few - many:  # DDP's buckets have other sizes now: as many bytes, in one message
-        few, many = (
-            Counter({m: sum(n.size for n in of if kind_of(n) == m) for m in {*map(kind_of, of)}})
-            for of in (small.messages, large.messages)
-        )
-        messages = [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
-    else:
-        messages = [
-            *small.messages,
-            *(m for m, n in (many - few).items() for _ in range(n * times)),
-        ]
+    few, many = sum_messages(small.messages), sum_messages(large.messages)
+    messages = [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
     return dataclasses.replace(small, kinds=highest(peaks), peaks=peaks, messages=messages)
 
 
-def kind_of(message: Message) -> Message:
-    """A message without its size."""
-    return dataclasses.replace(message, size=0)
+def sum_messages(messages: Iterable[Message]) -> Counter:
+    """Bytes by kind of message: a message without its size. Their number need not grow with the
+    blocks, as DDP has buckets of a fixed size."""
+    found = Counter()
+    for message in messages:
+        found[dataclasses.replace(message, size=0)] += message.size
+    return found
 
 
 def stages_of(layers: int, stages: int) -> dict[int, int]:
@@ -249,21 +243,16 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
     return dataclasses.replace(fullest, messages=busiest.messages)
 
 
-def warm_up() -> None:
-    """Do once what each process would do first, as fake tensors import many modules."""
-    with FakeTensorMode(), torch.no_grad():
-        torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
-
-
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
     """Run each task in its own process; yield the results in order.
 
     Raises:
         ChildProcessError: a process was killed; with its exit code.
     """
-    warm_up()
+    with FakeTensorMode(), torch.no_grad():  # imports many modules, here instead of in each process
+        torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
     context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch
-    waiting, running, done = list(enumerate(tasks)), {}, {}
+    waiting, running, done = enumerate(tasks), {}, {}
 
     def work(task, pipe):
         gc.freeze()  # a collection would copy the memory of the parent
@@ -273,8 +262,7 @@ def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
 
     for number in range(len(tasks)):
         while number not in done:
-            while waiting and len(running) < at_once:
-                index, task = waiting.pop(0)
+            for index, task in itertools.islice(waiting, at_once - len(running)):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=work, args=(task, theirs), daemon=True)
                 process.start()

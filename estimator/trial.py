@@ -191,13 +191,11 @@ def run_script(
 
     Args:
         words: the script and its flags.
-        ranks: see :func:`prepare`.
+        ranks, as_on_a_gpu, rank: see :func:`prepare`; images are also channels-last as on a GPU.
         classes: of the data, or tokens of the vocabulary.
         own: makes the model that replaces ``--model``.
         block: see :class:`LiveBytes`.
         steps: number of steps; the last is measured. If it is 1, the optimizer state exists before.
-        as_on_a_gpu: see :func:`prepare`; also use channels-last images.
-        rank: see :func:`prepare`.
         layers: replaces the number of layers of a decoder.
 
     Raises:
