@@ -286,19 +286,14 @@ def export(args: Trained) -> None:
             print(f"{args.export}: {args.model}, {language.INPUT}")
             language.compare(args, temporary)
         else:
-            export_classifier(args, temporary)
+            write_onnx(args, args.precision, temporary)
+            print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
+            compare(args, args.precision, temporary)
         os.replace(temporary, args.export)
     finally:
         temporary.unlink(missing_ok=True)
     size, seconds = args.export.stat().st_size / 2**20, time.perf_counter() - started
     print(f"done: {size:.1f} MiB, {seconds:.0f} s")
-
-
-def export_classifier(args: Trained, path: Path) -> None:
-    """Export in the selected precision, and compare."""
-    write_onnx(args, args.precision, path)
-    print(f"{args.export}: {args.model} in {args.precision}, {INPUT}")
-    compare(args, args.precision, path)
 
 
 # --------------------------------------------------------------------------------------- measure
