@@ -9,7 +9,6 @@ import json
 import os
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import Dataset
@@ -33,18 +32,15 @@ class Look:
 
     def __init__(self, lasts: int, **options):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's own messages
-        self.lasts, self.running = lasts, False
-        self.profiler = profile(**options)
+        self.lasts, self.profiler = lasts, profile(**options)
 
     def start(self) -> None:
         self.profiler.start()
-        self.running = True
         atexit.register(self.stop)  # if the run is stopped: a running profiler crashes at exit
 
     def stop(self) -> None:
-        if self.running:
-            self.running = False
-            self.profiler.stop()
+        atexit.unregister(self.stop)
+        self.profiler.stop()
 
 
 class Tracer(Look):
@@ -57,12 +53,8 @@ class Tracer(Look):
     """
 
     def __init__(self, steps: int, folder: Path):
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
         when = schedule(wait=0, warmup=1, active=steps, repeat=1)
-        options = {"activities": activities, "record_shapes": True}  # from which bytes are computed
-        super().__init__(steps + 2, schedule=when, **options)
+        super().__init__(steps + 2, schedule=when, record_shapes=True)  # which give the bytes
         self.steps, self.ended = steps, 0
         self.path = folder / f"rank{world().rank}.pt.trace.json.gz"
 
@@ -134,7 +126,7 @@ def closer_look(args, total: int, per_epoch: int) -> Look | None:
         per_epoch: steps per epoch; the last epoch may have fewer.
     """
     if args.trace:
-        in_last_epoch = total - (total - 1) // per_epoch * per_epoch
+        in_last_epoch = (total - 1) % per_epoch + 1
         settled = total - max(1, min(WARMUP_STEPS, total // 2))
         most = max(0, min(in_last_epoch - 1, settled - 2))
         if args.trace > most:
@@ -144,6 +136,4 @@ def closer_look(args, total: int, per_epoch: int) -> Look | None:
                 + (f"use --trace {most}" if most else "use a longer run")
             )
         return Tracer(args.trace, local_folder(args.output_dir) / "trace")
-    if args.profile_memory and args.device == "cpu":
-        return AllocatorProfile()
-    return None
+    return AllocatorProfile() if args.profile_memory and args.device == "cpu" else None

@@ -11,13 +11,8 @@ Spans = list[tuple[float, float]]  # begin and duration, in microseconds
 
 ROWS = ("phases", "compute", "communication", "overlap")
 WAITING = ("c10d", "_c10d_functional", "autograd", "torch")  # ranges that may contain waits
-NAMES = {  # of the dispatcher's collectives
-    "allreduce": "all_reduce", "allgather": "all_gather", "allgather_base": "all_gather",
-    "reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all", "send": "send",
-    "alltoall_base": "all_to_all", "recv": "recv", "recv_any_source": "recv",
-}  # fmt: skip
-SIZES = {"float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "c10::Half": 2, "Half": 2,
-         "c10::BFloat16": 2, "BFloat16": 2}  # fmt: skip
+NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+SIZES = {"float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "Half": 2, "BFloat16": 2}
 
 
 def make_rows(events: list[dict], rank: int) -> list[dict]:
@@ -38,8 +33,7 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
     compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]
     both = [row(rank, "overlap", *found) for found in spans(compute, within=[e for e, *_ in sent])]
     rows = [row(rank, "phases", e["ts"], e["dur"], e["name"]) for e in phases] + compute + both
-    for event, name, size in sent:
-        rows.append(row(rank, "communication", event["ts"], event["dur"], name, bytes=size))
+    rows += [row(rank, "communication", e["ts"], e["dur"], name, bytes=n) for e, name, n in sent]
     names = [("process_name", 0, {"name": f"rank {rank}"})]
     names += [("process_sort_index", 0, {"sort_index": -1})]
     names += [("thread_name", i, {"name": name}) for i, name in enumerate(ROWS)]
@@ -72,15 +66,17 @@ def sum_up(rows: list[dict], steps: int) -> dict:
     overlap with compute, and that do not; and the number and bytes of collectives of each kind."""
     of = {kind: [e for e in rows if e.get("cat") == kind] for kind in ROWS}
     sums = {kind: sum(dur for _, dur in spans(of[kind])) / 1e3 / steps for kind in ROWS}
-    calls = collections.defaultdict(lambda: {"per_step": 0.0, "bytes_per_step": 0.0})
+    calls = collections.defaultdict(list)
     for event in of["communication"]:
-        calls[event["name"]]["per_step"] += 1 / steps
-        calls[event["name"]]["bytes_per_step"] += event["args"]["bytes"] / steps
-    exposed = sums["communication"] - sums["overlap"]
-    return {"overlapped_ms": sums["overlap"], "exposed_ms": exposed, "collectives": dict(calls)}
-
-
-# ------------------------------------------------------------------------ classification of events
+        calls[event["name"]].append(event["args"]["bytes"])
+    return {
+        "overlapped_ms": sums["overlap"],
+        "exposed_ms": sums["communication"] - sums["overlap"],
+        "collectives": {
+            name: {"per_step": len(sizes) / steps, "bytes_per_step": sum(sizes) / steps}
+            for name, sizes in calls.items()
+        },
+    }
 
 
 def computes(name: str) -> bool:
@@ -89,37 +85,38 @@ def computes(name: str) -> bool:
     return bool(operation) and first not in WAITING or name.startswith("## Call CompiledFxGraph")
 
 
+def name_of(collective: str) -> str:
+    """A collective as torch.distributed calls it: of "_allgather_base_", "all_gather"."""
+    name = collective.strip(":_").removesuffix("_base").removesuffix("_any_source")
+    return NAMES.get(name, name)
+
+
 def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
     """Events of gloo's threads, each with its collective and the bytes of its largest tensor, both
     from the dispatcher's call: gloo runs a reduce_scatter as an all_reduce. Calls and events are in
     the same order; at the start or end of the trace one may be missing."""
     own = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
     calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
-    known = len(own) == len(calls)
     kinds = [(event["args"].get("Input type") or [""])[0] for event in own]
     usual = next(filter(None, kinds), "")  # an event that ended after the profiler has none
     found = []
-    for event, kind, call in zip(own, kinds, calls if known else own, strict=True):
-        name = call["name"].partition(":")[2].strip(":_")
-        sizes = [*count_elements(event["args"]), *count_elements(call["args"])]
-        size = max(sizes, default=0) * SIZES.get(kind or usual, 1)
-        found.append((event, NAMES.get(name, name), size))
+    for event, kind, call in zip(own, kinds, calls if len(calls) == len(own) else own, strict=True):
+        shapes = event["args"].get("Input Dims", []) + call["args"].get("Input Dims", [])
+        size = max(map(count_elements, filter(None, shapes)), default=0)
+        size *= SIZES.get((kind or usual).removeprefix("c10::"), 1)
+        found.append((event, name_of(call["name"].partition(":")[2]), size))
     return found
 
 
-def count_elements(args: dict) -> list[int]:
-    """Elements of each tensor, or list of tensors, that a profiled operation received."""
-
-    def count(shape: list) -> int:
-        nested = shape and isinstance(shape[0], list)
-        return sum(map(count, shape)) if nested else math.prod(shape)
-
-    return [count(shape) for shape in args.get("Input Dims", []) if shape]
+def count_elements(shape: list) -> int:
+    """Elements of a tensor, or of a list of tensors, that a profiled operation received."""
+    nested = shape and isinstance(shape[0], list)
+    return sum(map(count_elements, shape)) if nested else math.prod(shape)
 
 
 def describe_nccl(event: dict) -> tuple[dict, str, int]:
     """A kernel with its collective, and the bytes of its larger tensor."""
     args = event["args"]
-    name = args.get("Collective name", "nccl").strip("_")
     elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
-    return event, NAMES.get(name, name), elements * SIZES.get(args.get("dtype", ""), 1)
+    name = name_of(args.get("Collective name", "nccl"))
+    return event, name, elements * SIZES.get(args.get("dtype"), 1)
