@@ -24,7 +24,7 @@ LATE = 0.1  # of a step: a rank this much later, in three of four steps, is a st
 
 
 def seconds_between(begin, end) -> float:
-    """Seconds between two times, or between two events that a GPU has reached."""
+    """Seconds between two times, or two events that a GPU has reached."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
@@ -37,16 +37,15 @@ class StepClock:
     neither on a core nor queueing for one. This measures waiting for other ranks: gloo blocks while
     it waits, but PyTorch mostly spins while it waits for its own threads.
 
-    The first steps of a process are slow, even if it resumes from a snapshot, so the speed is that
-    of :meth:`settled` steps. Peak memory counts from the end of the warm-up, without evaluation and
-    snapshots: it is read before them, and reset at the next step.
+    The first steps of a process are slow, so the speed is that of :meth:`settled` steps. Peak
+    memory counts from the end of the warm-up, without evaluation and snapshots: it is read before
+    them, and reset at the next step.
 
     Args:
         devices: that this process computes on. Steps are timed on the first one.
         data_bytes: size of a dataset on the first device, which does not count as peak memory.
-        look: a profiler for the last steps. ``lasts`` is their number; it has a ``start()``, and a
-            ``tick()`` to call after each of them. These steps are not timed, so it is not used if
-            there are no other steps.
+        look: a :class:`profile.Look` at the last steps, which are then not timed. It is not used
+            if there are no other steps.
     """
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
@@ -60,9 +59,9 @@ class StepClock:
         self.epoch_seconds, self.paused, self.spoilt = 0.0, False, False
         self.look, self.looking = look, False
         self.hooked, self.after_data = False, "rest"
-        self.traced, self.range = False, None  # whether phases are ranges in a trace
+        self.traced, self.range = False, contextlib.ExitStack()  # phases are ranges in a trace
         self.spans = []  # start and end of this process's epochs, in Unix time
-        self.wall_seconds, self.since = 0.0, STARTED  # up to a snapshot, and when it was loaded
+        self.wall_before = 0.0  # seconds of earlier processes, up to the snapshot
         self.queue = None  # a file that says how long the thread was queueing for a core
         with contextlib.suppress(OSError):  # Linux only
             self.queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -88,10 +87,14 @@ class StepClock:
     def start(self) -> None:
         """Start to measure an epoch: the next step begins now."""
         self.spans.append([time.time()] * 2)
-        self.reset_memory()
+        self.paused = True
         self.start_step()
 
     def start_step(self) -> None:
+        if self.paused and not self.looking:
+            self.paused = False
+            for device in self.devices:
+                reset_peak_memory(device)
         self.marks, self.spoilt = [], not self.hooked
         self.mark("data")
 
@@ -116,16 +119,10 @@ class StepClock:
         """Begin a phase; outside of a step, as in evaluation, this does nothing."""
         if self.marks is None:
             return
-        self.end_range()
+        self.range.close()
         self.marks.append((phase, *self.now()))
         if self.traced and phase in PHASES:
-            self.range = record_function(phase)
-            self.range.__enter__()
-
-    def end_range(self) -> None:
-        if self.range:
-            self.range.__exit__(None, None, None)
-            self.range = None
+            self.range.enter_context(record_function(phase))
 
     def now(self) -> tuple:
         """The time, and on a CPU for how long the thread was blocked so far; on a GPU an event in
@@ -155,15 +152,13 @@ class StepClock:
             self.pause()
         if steps == WARMUP_STEPS + 1:
             self.peak_memory = {}  # discard what cuDNN tried in the warm-up
-        if self.paused:
-            self.reset_memory()
         self.start_step()
 
     def pause(self) -> None:
         """Read the peak memory before anything that is not training; the next tick resets it. The
         phases of this step are discarded."""
         self.spoilt = True
-        self.end_range()
+        self.range.close()
         if self.paused:
             return
         self.paused = True
@@ -178,16 +173,10 @@ class StepClock:
         self.pause()
         self.marks = None
 
-    def reset_memory(self) -> None:
-        self.paused = False
-        for device in self.devices:
-            reset_peak_memory(device)
-
     def read(self) -> None:
         """Turn the marks so far into seconds. On a GPU this waits for the last of them."""
-        if self.unread:
-            while self.unread:
-                self.read_step(*self.unread.popleft())
+        while self.unread:
+            self.read_step(*self.unread.popleft())
             self.spans[-1][1] = time.time()
 
     def read_step(self, marks: list[tuple], spoilt: bool) -> None:
@@ -213,20 +202,18 @@ class StepClock:
         return self.before + self.seconds[self.warmup :]
 
     def read_wall_clock(self) -> float:
-        """Seconds of this run so far, up to a snapshot and since it was loaded."""
-        now = time.perf_counter()
-        self.wall_seconds, self.since = self.wall_seconds + now - self.since, now
-        return self.wall_seconds
+        """Seconds of this run so far: of this process, and of earlier ones up to the snapshot."""
+        return self.wall_before + time.perf_counter() - STARTED
 
     def state_dict(self) -> dict:
         """The state for a snapshot."""
         self.read()
-        seconds = {"steps": self.settled(), "epoch": self.epoch_seconds}
-        return seconds | {"wall": self.read_wall_clock()}
+        wall = self.read_wall_clock()
+        return {"steps": self.settled(), "epoch": self.epoch_seconds, "wall": wall}
 
     def load_state_dict(self, state: dict) -> None:
         self.before, self.epoch_seconds = state["steps"], state["epoch"]
-        self.wall_seconds = state["wall"]
+        self.wall_before = state["wall"]
 
 
 # -------------------------------------------------------------------- where the step time goes
@@ -300,9 +287,8 @@ def describe_step(result: dict) -> str:
     words = [f"step: {took['p50']:,.0f} ms" + (f" ({', '.join(more)})" if more else "")]
     words += [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
     line = ", ".join(words)
-    if found["straggler"]:
+    if late := found["straggler"]:
         others = "the other" if len(found["ranks"]) == 2 else "the others"
-        late = found["straggler"]
         line += f"; rank {late['rank']} is {late['late_ms']:,.0f} ms slower than {others}"
     if found["overlap"] is not None:
         line += f"; {found['overlap']:.0%} of communication overlaps with compute"
