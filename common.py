@@ -25,7 +25,7 @@ from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
 from harness.data import TaskData, Unreadable
 from harness.measure import device_name, whole
-from harness.run import Run, stop_if_asked, total_steps
+from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
 from harness.state import load_file, save_file
 from harness.urls import check_output_url, check_urls

@@ -53,7 +53,7 @@ def save(run, model, optimizer, group, writing):
         # It returns when the shards are copied to the CPU; a thread writes the copy.
         return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: a future
     dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: now; `.metadata` comes last
-    common.stop_if_asked(run, str(folder))
+    run.stop_if_asked(str(folder))
 
 
 def load(run, model, optimizer, scheduler, group) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from harness.cli import fail
 from harness.measure import launch_command, local, optimizer_tensors
-from harness.run_state import RunState
+from harness.progress import RunState
 from harness.world import gather_objects, max_over_ranks, print0
 
 MAX_SKIPPED = 25  # consecutive steps that may be skipped before the run ends

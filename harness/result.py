@@ -21,7 +21,7 @@ from harness.measure import (
     optimizer_tensors,
     versions,
 )
-from harness.run_state import RunState
+from harness.progress import RunState
 from harness.settings import as_words, identity_of, own_flags
 from harness.world import gather_objects, max_over_ranks, this_script, world
 

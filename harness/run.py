@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,8 @@ from harness import result, state
 from harness.cli import fail
 from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
-from harness.display import Display
 from harness.guard import Guard
-from harness.run_state import RunState
+from harness.progress import Display, RunState
 from harness.settings import identity_of
 from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
@@ -30,32 +28,6 @@ from harness.world import exit_all, print0, wait_for_gloo, world
 
 def total_steps(args, steps_per_epoch: int) -> int:
     return min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-
-
-def stop_if_asked(run: "Run", saved: str | None) -> None:
-    """End a run that was asked to stop by a signal. All ranks call it.
-
-    Args:
-        saved: the snapshot to resume from.
-    """
-    run.display.flush()
-    if not run.stop.agreed:
-        return
-    run.display.close()
-    when = f"by {signal.Signals(run.stop.agreed).name} after step {run.step} of {run.total_steps}"
-    where = f"snapshot {saved}" if saved else "no snapshot was written"
-    print0(f"stopped {when}: {where}; resume with --resume auto")
-    exit_all(128 + run.stop.agreed)
-
-
-def exit_done(run: "Run") -> NoReturn:
-    """Exit because the resumed run had already finished. All ranks call it."""
-    print0(
-        f"nothing left to do: {run.store.resumed} is at step {run.step} of {run.total_steps}; "
-        "resume with more --epochs or --max-steps, or start from scratch with --resume none"
-    )
-    run.store.copy_results()
-    exit_all(0)
 
 
 class Resumable:
@@ -74,8 +46,7 @@ class Resumable:
 
             look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        identity = identity_of(args) | {"dataset": self.train_set.name}
-        self.store = SnapshotStore(args, identity)
+        self.store = SnapshotStore(args, identity_of(args) | {"dataset": self.train_set.name})
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()
@@ -86,6 +57,11 @@ class Resumable:
         return self.state.step
 
     @property
+    def ends_now(self) -> bool:
+        """Whether the run ends after this step: with its last step, or because it was asked to."""
+        return bool(self.stop.agreed) or self.step == self.total_steps
+
+    @property
     def snapshot_folder(self) -> Path:
         """The folder of a snapshot after this step, for a script that writes it by itself."""
         return self.store.folder / self.state.snapshot_name
@@ -93,11 +69,6 @@ class Resumable:
     def check(self, path: Path, snapshot: dict) -> None:
         """End the run if it cannot resume from a snapshot that a script has read by itself."""
         self.store.check(path, snapshot)
-
-    @property
-    def ends_now(self) -> bool:
-        """Whether the run ends after this step: with its last step, or because it was asked to."""
-        return bool(self.stop.agreed) or self.step == self.total_steps
 
     def resume(self, model, optimizer, scheduler, read=None, engine=None, **others) -> None:
         """Resume from the snapshot that ``--resume`` selects, of any technique and number of ranks,
@@ -117,6 +88,60 @@ class Resumable:
             if isinstance(model, DistributedDataParallel) and self.args.deterministic:
                 state.rebuild_buckets(model, self.train_set.example(2).to(self.device))
         self.start(model, optimizer, scheduler, snapshot, others.get("scaler"), engine)
+
+    def start(self, model, optimizer, scheduler, snapshot, scaler=None, engine=None) -> None:
+        """Start, or resume from a snapshot that is already loaded, and open TensorBoard's file.
+
+        Args:
+            model: that the loop calls; may be wrapped by DDP.
+            scheduler: ``None`` if a library handles it.
+            snapshot: the content of ``state.pt``, or ``None``.
+            scaler: see :meth:`Guard.attach`.
+            engine: a library's wrapper of the model, if it steps the optimizer itself. The library
+                then tells the clock and the guard of its steps.
+        """
+        if snapshot and scheduler:
+            scheduler.load_state_dict(snapshot["scheduler"])
+            scheduler.last_epoch -= 1
+            scheduler.step()  # to this run's learning rate: --epochs may have changed
+        if snapshot:
+            self.clock.load_state_dict(snapshot["clock"])
+            self.state.load_state_dict(snapshot["run"], self.steps_per_epoch, self.total_steps)
+            self.start_epoch = self.state.epochs
+            at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
+            if self.start_epoch >= self.epochs:
+                at = "the end"
+                self.exit_if_done()
+            print0(f"resumed from {self.store.resumed} at {at}")
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.guard.attach(state.plain(model), optimizer, scaler)
+        self.clock.attach(*((model, optimizer) if engine is None else (engine, None)))
+        if world().rank == 0:
+            self.store.archive_previous_run()
+        self.display.open(self.step + 1)
+        self.stop.listen()
+        hangs.listen(self.args.timeout)  # to the groups of a mesh, too
+
+    def exit_if_done(self) -> None:
+        """Exit if the run from whose end this one resumes had written its result."""
+        if self.store.has_result():
+            print0(
+                f"nothing left to do: {self.store.resumed} is at step {self.step} of "
+                f"{self.total_steps}; resume with more --epochs or --max-steps, or start from "
+                "scratch with --resume none"
+            )
+            self.store.copy_results()
+            exit_all(0)
+
+    def snapshot_is_due(self) -> bool:
+        """Whether to save a snapshot after this step: at every ``--snapshot-every``-th step, and
+        when the run was asked to stop, in addition to the end of each epoch."""
+        last = self.step == self.total_steps or self.step % self.steps_per_epoch == 0
+        every = self.step % self.args.snapshot_every == 0
+        if not self.stop.agreed and (last or not every):
+            return False
+        self.clock.pause()
+        return True
 
     def save(self, model: nn.Module | None, optimizer, scheduler, write=None, **others) -> None:
         """Write a snapshot for ``--resume``; then end the run if it was asked to stop.
@@ -140,7 +165,7 @@ class Resumable:
             fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
             print0(f"step {self.step}: {failure}; training continues (--on-save-error continue)")
-        stop_if_asked(self, saved)
+        self.stop_if_asked(saved)
 
     def state_dict(self) -> dict:
         """The state of the run for a snapshot, after a check for NaN. All ranks call it."""
@@ -148,48 +173,19 @@ class Resumable:
         parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
         return self.store.about | {name: part and part.state_dict() for name, part in parts.items()}
 
-    def snapshot_is_due(self) -> bool:
-        """Whether to save a snapshot after this step: at every ``--snapshot-every``-th step, and
-        when the run was asked to stop, in addition to the end of each epoch."""
-        last = self.step == self.total_steps or self.step % self.steps_per_epoch == 0
-        every = self.step % self.args.snapshot_every == 0
-        if not self.stop.agreed and (last or not every):
-            return False
-        self.clock.pause()
-        return True
-
-    def start(self, model, optimizer, scheduler, snapshot, scaler=None, engine=None) -> None:
-        """Start, or resume from a snapshot that is already loaded, and open TensorBoard's file.
+    def stop_if_asked(self, saved: str | None) -> None:
+        """End the run if a signal asked it to stop. All ranks call it.
 
         Args:
-            model: that the loop calls; may be wrapped by DDP.
-            scheduler: ``None`` if a library handles it.
-            snapshot: the content of ``state.pt``, or ``None``.
-            scaler: see :meth:`Guard.attach`.
-            engine: a library's wrapper of the model, if it steps the optimizer itself. The library
-                then tells the clock and the guard of its steps.
+            saved: the snapshot to resume from.
         """
-        if snapshot and scheduler:
-            scheduler.load_state_dict(snapshot["scheduler"])
-            scheduler.last_epoch -= 1
-            scheduler.step()  # to this run's learning rate: --epochs may have changed
-        if snapshot:
-            self.clock.load_state_dict(snapshot["clock"])
-            self.state.load_state_dict(snapshot["run"], self.steps_per_epoch, self.total_steps)
-            self.start_epoch = self.state.epochs
-            done = self.start_epoch >= self.epochs
-            if done and self.store.has_result():
-                exit_done(self)
-            at = f"epoch {self.start_epoch + 1}, step {self.step + 1}"
-            print0(f"resumed from {self.store.resumed} at {'the end' if done else at}")
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.guard.attach(state.plain(model), optimizer, scaler)
-        self.clock.attach(*((model, optimizer) if engine is None else (engine, None)))
-        if world().rank == 0:
-            self.store.archive_previous_run()
-        self.display.open(self.step + 1)
-        self.stop.listen()
-        hangs.listen(self.args.timeout)  # to the groups of a mesh, too
+        self.display.flush()
+        if signum := self.stop.agreed:
+            self.display.close()
+            when = f"{signal.Signals(signum).name} after step {self.step} of {self.total_steps}"
+            where = f"snapshot {saved}" if saved else "no snapshot was written"
+            print0(f"stopped by {when}: {where}; resume with --resume auto")
+            exit_all(128 + signum)
 
 
 class Run(Resumable):
@@ -250,11 +246,11 @@ class Run(Resumable):
             metrics: what :func:`common.evaluate` returned.
         """
         loss_sum, samples = self.state.totals()
+        mean = loss_sum / samples if samples else math.nan  # if all steps were skipped
         if samples:
-            self.guard.check_loss(loss_sum / samples)
+            self.guard.check_loss(mean)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics["loss"])
-        mean = loss_sum / samples if samples else math.nan
         epoch = self.state.end_epoch(mean, metrics, self.clock.epoch_seconds)
         self.display.epoch(f"epoch {self.state.epochs}/{self.epochs}", self.step, epoch)
         if self.step % self.steps_per_epoch == 0:  # not cut short by --max-steps
