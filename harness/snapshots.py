@@ -17,7 +17,6 @@ from harness.world import (
     gather_objects,
     is_first_here,
     launch_id,
-    max_over_ranks,
     print0,
     this_script,
     together,
@@ -41,7 +40,7 @@ def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """What is wrong with a snapshot's files; ``None`` if they are intact.
 
     Args:
-        rank, ranks: verify the checksums of this rank's share of the files only.
+        rank, ranks: only this rank's share of the files is read.
     """
     try:
         *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
@@ -64,14 +63,13 @@ def list_snapshots(folder: Path) -> list[Path]:
 
 
 def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
-    """Write a snapshot atomically, and delete all but the last two.
+    """Write a snapshot atomically, and delete all but the last two. All ranks call it.
 
-    It is written under a name that begins with a dot, flushed to disk, and then renamed. All ranks
-    call this.
+    It is written under a name that begins with a dot, flushed to disk, and then renamed.
 
     Args:
         folder: ``.../step-*``; the last two by name are kept.
-        write: writes the files into the given folder; all ranks call it.
+        write: writes the files into the given folder, on every rank.
 
     Returns:
         ``None``, or why it could not be written, on all ranks. Older snapshots still exist then.
@@ -129,19 +127,13 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
 
 
 def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, bool]]:
-    """The snapshots that ``--resume`` selects, best first. It may name one, or a folder with
-    several. Rank 0 calls it.
-
-    Returns:
-        arguments of :func:`read_snapshot`.
-    """
+    """The snapshots that ``--resume`` selects, best first: it may name one, or a folder with
+    several. As arguments of :func:`read_snapshot`; rank 0 calls it."""
     folder = output_dir / "snapshots"
     if asked == "none":
         return []
     if asked != "auto":
         folder = fetch_input(asked, "--resume")
-        if not folder.exists():
-            fail(f"--resume {folder}: no such folder; give auto, none or a snapshot's folder")
         if (output_dir / "previous").resolve() in folder.resolve().parents:
             fail(f"--resume {folder}: a new run replaces previous/; move it away first")
         if (folder / "state.pt").exists() or (folder / SUMS).exists():
@@ -196,9 +188,7 @@ class SnapshotStore:
 
             self.mirror = Mirror(args.output_dir, self.output_dir, find_damage, print0)
 
-    def save(
-        self, name: str, state: dict, writers: list[Callable[[Path], None]]
-    ) -> tuple[str | None, str | None]:
+    def save(self, name: str, state: dict, writers: list[Callable]) -> tuple[str | None, ...]:
         """Write the snapshot of a step.
 
         Args:
@@ -206,8 +196,7 @@ class SnapshotStore:
             writers: write all other files, into the folder that they are given.
 
         Returns:
-            the snapshot's path for ``--resume``, if it was written; and the error with its fix, if
-            there was one.
+            the path or URL for ``--resume``, if it was written; and the error with its fix, if any.
         """
         folder = self.folder / name
 
@@ -221,7 +210,7 @@ class SnapshotStore:
             return None, f"{failure}; free some disk space"
         if failure := self.copy_snapshot(folder):
             return str(folder), f"{failure}; check the server"
-        return self.name_of(folder), None
+        return self.mirror.url_of(name) if self.mirror else str(folder), None
 
     def fetch(self) -> None:
         """Download the newest remote snapshot to every machine."""
@@ -243,30 +232,21 @@ class SnapshotStore:
 
     def copy_results(self) -> None:
         """Upload all results of a run."""
-        if not self.mirror:
-            return
-        try:
-            together(self.mirror.push_results, here=world().rank == 0)
-        except Failed as error:
-            fail(
-                f"{error}; all files are in {self.output_dir}; to upload them, run the same "
-                "command again with --resume auto",
-                code=3,
-            )
-        print0(f"files copied to {self.mirror.remote.url}")
-
-    def name_of(self, path: Path) -> str:
-        """The path or URL by which a later run finds a snapshot."""
-        return self.mirror.url_of(path.name) if self.mirror else str(path)
+        if self.mirror:
+            try:
+                together(self.mirror.push_results, here=world().rank == 0)
+            except Failed as error:
+                again = "to upload them, run the same command again with --resume auto"
+                fail(f"{error}; all files are in {self.output_dir}; {again}", code=3)
+            print0(f"files copied to {self.mirror.remote.url}")
 
     def newest(self) -> Path | None:
         """The snapshot that this run wrote last, or else resumes from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
 
     def has_result(self) -> bool:
-        """Whether a run has finished in this folder. All ranks call it."""
-        found = world().rank == 0 and (self.output_dir / "result.json").exists()
-        return max_over_ranks([found])[0] > 0
+        """Whether a run has finished in this folder, as rank 0 sees it."""
+        return gather_objects((self.output_dir / "result.json").exists())[0]
 
     # ------------------------------------------------------------------------------- resume
 
@@ -277,28 +257,23 @@ class SnapshotStore:
         A run that its launcher has restarted uses its own snapshot, if it has written one; any
         other run uses ``--resume``.
         """
-        fetch_input(self.args.resume, "--resume")  # by all ranks; below it is already local
-        restarted = max_over_ranks([world().restarts])[0] > 0  # each machine counts its own
-        if restarted or self.args.resume == "auto":
+        asked = self.args.resume
+        fetch_input(asked, "--resume")  # by all ranks; below it is already local
+        restarted = any(gather_objects(world().restarts))  # each machine counts its own
+        if restarted or asked == "auto":
             self.fetch()
         own = list_snapshots(self.folder) if restarted else []
         found = self.first_valid([(path, launch_id(), False) for path in own])
         if not found:  # only now: what --resume names may be deleted by the time of a restart
-            first = world().rank == 0
-            found = self.first_valid(asked_for(self.args.resume, self.output_dir) if first else [])
-        if not found and self.args.resume not in ("auto", "none"):
-            fail(
-                f"--resume {self.args.resume} has no valid snapshot; give a folder such as "
-                "snapshots/step-00001000 (a model.pt goes to --weights)"
-            )
+            found = self.first_valid(asked_for(asked, self.output_dir) if world().rank == 0 else [])
+        if not found and asked not in ("auto", "none"):
+            such = "snapshots/step-00001000 (a model.pt goes to --weights)"
+            fail(f"--resume {asked} has no valid snapshot; give a folder such as {such}")
         return found
 
     def first_valid(self, candidates: list[tuple]) -> dict | None:
-        """The content of the first valid snapshot among those that rank 0 gives.
-
-        Args:
-            candidates: arguments of :func:`read_snapshot`, best first.
-        """
+        """The content of the first valid snapshot among those that rank 0 gives, best first, as
+        arguments of :func:`read_snapshot`."""
         for candidate in gather_objects(candidates)[0]:
             if snapshot := read_snapshot(*candidate):
                 return self.check(candidate[0], snapshot)
@@ -312,11 +287,9 @@ class SnapshotStore:
         for name, ours in self.about["identity"].items():
             theirs = snapshot["identity"].get(name)
             if theirs != ours:
-                flag = f"--{name.replace('_', '-')}"
-                fail(
-                    f"--resume {path} is from a run with {flag} {theirs}, and this run has {ours}; "
-                    "use the same value, or --resume none"
-                )
+                both = f"--{name.replace('_', '-')} {theirs}, and this run has {ours}"
+                same = "use the same value, or --resume none"
+                fail(f"--resume {path} is from a run with {both}; {same}")
         return snapshot
 
     def archive_previous_run(self) -> None:
@@ -325,10 +298,8 @@ class SnapshotStore:
         own = self.resumes_itself()
         try:
             if self.mirror and not own and self.mirror.is_used():
-                fail(
-                    f"--output-dir {self.mirror.remote.url} contains a run; resume it with "
-                    "--resume auto, or give another"
-                )
+                instead = "resume it with --resume auto, or give another"
+                fail(f"--output-dir {self.mirror.remote.url} contains a run; {instead}")
             self.archive_local_files()
             if self.mirror:
                 self.mirror.begin(self.resumed.name if own else None)
@@ -342,22 +313,19 @@ class SnapshotStore:
     def archive_local_files(self) -> None:
         """Move the files of an earlier run to ``previous/``, and delete its curves and traces. If
         the run resumes, move only snapshots that are damaged or newer than the resumed one."""
-        output_dir = self.output_dir
-        aside = [output_dir / "model.pt", output_dir / "result.json", self.folder]
+        result = self.output_dir / "result.json"
         if self.resumes_itself():
             aside = [path for path in list_snapshots(self.folder) if path.name > self.resumed.name]
-            (output_dir / "result.json").unlink(missing_ok=True)  # it comes back when this run ends
+            result.unlink(missing_ok=True)  # it comes back when this run ends
         else:
-            for events in output_dir.glob("events.out.tfevents.*"):
-                events.unlink()
-            for trace in output_dir.glob("trace/rank*.json.gz"):
-                trace.unlink()
-            if not list_snapshots(self.folder):  # an attempt that wrote none
-                shutil.rmtree(self.folder, ignore_errors=True)
-        for path in aside:
-            if path.exists():
-                place = output_dir / "previous" / path.relative_to(output_dir)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if place.is_dir():
-                    shutil.rmtree(place)
-                os.replace(path, place)
+            aside = [self.output_dir / "model.pt", result]
+            aside += [self.folder] if list_snapshots(self.folder) else []
+            for old in ("events.out.tfevents.*", "trace/rank*.json.gz"):
+                for path in self.output_dir.glob(old):
+                    path.unlink()
+        for path in filter(Path.exists, aside):
+            place = self.output_dir / "previous" / path.relative_to(self.output_dir)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.is_dir():
+                shutil.rmtree(place)
+            os.replace(path, place)
