@@ -28,7 +28,6 @@ from harness.measure import device_name, whole
 from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
 from harness.state import load_file, save_file
-from harness.urls import check_output_url, check_urls
 from harness.world import (
     die_with_launcher,
     keep_no_free_memory,
@@ -65,7 +64,6 @@ def parse_args(parser: ArgumentParser) -> Settings:
     """Read the command line, fill in defaults that depend on device, model and data, and check all
     flags. Nobody changes the settings that this returns."""
     args = check_flags(read_flags(parser, Settings))
-    check_urls(args)
     if parser.only_gpt:
         choice.check_is_gpt(args)
     if args.experts and not parser.experts:
@@ -87,7 +85,7 @@ def prepare_process(args: Settings) -> None:
         keep_no_free_memory()
     if world().rank == 0:
         cli.check_writable(folder, f"--output-dir {folder}")
-        check_output_url(args.output_dir)
+        cli.check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)
 

@@ -69,7 +69,7 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     """The flags of this script, frozen, and those that are passed to the training scripts."""
     parser = make_parser(__doc__)
     # fmt: off
-    flag = parser.add_flags("task")
+    flag = parser.add_argument_group("task").add_argument
     flag("--model", default="resnet50", metavar="NAME",
          help="any torchvision classifier, a GPT or a Llama (default: resnet50)")
     flag("--module", metavar="FILE:FUNCTION",

@@ -1,20 +1,21 @@
-"""The command line: a parser with one-line errors, types of flags, and how to end with an error."""
+"""The command line: a parser with one-line errors, types of flags, files that they name, by path or
+URL, and how to end with an error."""
 
 import argparse
+import functools
 import importlib
 import math
-import os
 import shlex
 import signal
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from harness.world import this_script, world
-from remote.storage import is_url, trim_url
+from harness.world import Failed, is_first_here, print0, this_script, together, world
+from remote.storage import DATA, Remote, RemoteError, fetch_files, is_url, local_folder, trim_url
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -29,17 +30,6 @@ def fail(message: object, code: int = 2) -> NoReturn:
         time.sleep(2 + world().local_rank)
     print(f"{this_script()}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     raise SystemExit(code)
-
-
-def check_writable(folder: Path, flag: str) -> None:
-    """Create the folder, and check that files can be written to it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        fail(f"{flag} cannot be written ({error.strerror}); give another path")
 
 
 def import_optional(library: str):
@@ -60,32 +50,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors, help from rank 0 only, and comments in ``@FILE``."""
 
-    def __init__(self, **options):
-        self.own: dict[str, argparse.Action] = {}  # flags that are in no group: the script's own
-        super().__init__(**options)
-
     def add_argument(self, *names: str, **options):
         if "--local-rank" in names:  # the launcher sets it
             options.setdefault("help", argparse.SUPPRESS)
-        action = super().add_argument(*names, **options)
-        self.own |= {action.dest: action} if "--local-rank" not in names else {}
-        return action
-
-    def add_flags(self, title: str, shown: bool = True) -> Callable:
-        """Add a group of flags.
-
-        Args:
-            shown: whether the help shows the flags; they are accepted in any case.
-
-        Returns:
-            a function that adds a flag to the group, as ``add_argument()`` does.
-        """
-        group = self.add_argument_group(title)
-
-        def add_flag(*names: str, help: str, **options):
-            group.add_argument(*names, help=help if shown else argparse.SUPPRESS, **options)
-
-        return add_flag
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the flags)")
@@ -151,3 +119,42 @@ def given_flags() -> str:
         words += shlex.split(Path(word[1:]).read_text(), comments=True) if is_file else [word]
     launchers = ("--local-rank", "--local_rank")
     return shlex.join(word for word in words if word.partition("=")[0] not in launchers)
+
+
+# ------------------------------------------------------------------------- files that flags name
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Create the folder, and check that files can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fail(f"{flag} cannot be written ({error.strerror}); give another path")
+
+
+def check_output_url(url: Path | str) -> None:
+    """Check that files can be written to ``--output-dir``, if it is a URL."""
+    if not is_url(url):
+        return
+    try:
+        with tempfile.NamedTemporaryFile() as probe:
+            remote, file = Remote(url), Path(probe.name)
+            remote.upload(file.parent, [file.name])
+            remote.remove(file.name)
+    except RemoteError as error:
+        fail(f"--output-dir {error}; give another")
+
+
+@functools.cache
+def fetch_input(place: Path | str, flag: str) -> Path:
+    """The local path for ``--data-dir``, ``--weights`` or ``--resume``. The first rank of each
+    machine downloads a URL, once per process. All ranks call it."""
+    if not is_url(place):
+        return Path(place)
+    path, again = local_folder(place, DATA), flag != "--data-dir"
+    try:
+        together(fetch_files, Remote(place), path, again, print0, here=is_first_here())
+    except Failed as error:
+        fail(f"{flag} {error}; give another, or a local path")
+    return path

@@ -8,8 +8,9 @@ default, and let :func:`jobs.choice.resolve` fill in those that depend on device
     settings = dataclasses.replace(settings, context=32)  # nobody writes a field
 """
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ import torch
 
 from harness.cli import ArgumentParser, fail, not_negative, number, place, positive
 from harness.world import this_script, why_ranks_are_unclear, world
-from remote.storage import trim_url
+from remote.storage import find_mistake, trim_url
 
 Kind = TypeVar("Kind")
 
@@ -43,19 +44,24 @@ def flags_of(kind: Any) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(kind) if field.metadata]
 
 
-def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps: str) -> Callable:
-    """Add the flags of a subject as a group. Returns a function that adds further flags to it.
+def spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps: str):
+    """Add the flags of a subject as a group of the parser, and return the group.
 
     Args:
         shown: whether the help shows them; they are accepted in any case.
         helps: help texts that replace those of the fields, by name.
     """
-    add = parser.add_flags(subject.TITLE, shown)
+    group, defaults = parser.add_argument_group(subject.TITLE), subject()
     for field in flags_of(subject):
-        name, options = f"--{field.name.replace('_', '-')}", dict(field.metadata["options"])
-        options["help"] = helps.get(field.name, options["help"])
-        add(*field.metadata["names"], name, default=getattr(subject(), field.name), **options)
-    return add
+        names, options = field.metadata["names"], dict(field.metadata["options"])
+        options["help"] = helps.get(field.name, options["help"]) if shown else argparse.SUPPRESS
+        options["default"] = getattr(defaults, field.name)
+        group.add_argument(*names, spelled(field.name), **options)
+    return group
 
 
 def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None = None) -> Kind:
@@ -65,16 +71,11 @@ def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None
     Args:
         words: the command line; ``None``: that of this process.
     """
-    values, own = vars(parser.parse_args(words)), {}
-    for name, action in parser.own.items():
-        options = {"action": "store_true"} if action.nargs == 0 else {}
-        own[name] = {"options": options, "own": True}
-    known = {field.name for field in dataclasses.fields(kind)} - own.keys()
-    fields = [
-        (name, Any, dataclasses.field(metadata=own.get(name, {})))
-        for name in values
-        if name not in known
-    ]
+    values, fields = vars(parser.parse_args(words)), []
+    for name in [name for name in values if name not in {flag.name for flag in flags_of(kind)}]:
+        options = {"action": "store_true"} if parser.get_default(name) is False else {}
+        about = {"options": options, "own": True} if name != "local_rank" else {}
+        fields.append((name, Any, dataclasses.field(metadata=about)))
     options = {"bases": (kind,), "frozen": True, "kw_only": True}
     return dataclasses.make_dataclass("Arguments", fields, **options)(**values)
 
@@ -111,7 +112,7 @@ def as_words(settings: Any) -> list[str]:
         was_given = value in options.get("choices", [value])  # or a script's own
         if is_set and was_given and field.name != "resume":
             said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-            words += [f"--{field.name.replace('_', '-')}"] + ([] if is_switch else [str(said)])
+            words += [spelled(field.name)] + ([] if is_switch else [str(said)])
     return words
 
 
@@ -218,6 +219,9 @@ def check_flags(settings: Kind) -> Kind:
     """Choose device and dtype, and check the flags that all training tasks have."""
     if why := why_ranks_are_unclear():
         fail(why)
+    for name in ("output_dir", "resume", "data_dir", "weights"):
+        if mistake := find_mistake(str(getattr(settings, name))):
+            fail(f"{spelled(name)} {mistake}")
     if settings.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if settings.trace and settings.profile_memory:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from harness.cli import fail
+from harness.cli import fail, fetch_input
 from harness.state import load_file, sync
-from harness.urls import fetch_input
 from harness.world import (
     Failed,
     gather_objects,

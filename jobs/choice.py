@@ -173,8 +173,8 @@ def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool 
     add_flags(parser, TextOptions)
     add_flags(parser, Experts, shown=experts)
     for subject in (Output, Hardware, Reproducibility):
-        add = add_flags(parser, subject)
-    add("-h", "--help", action="help", help="print this help and exit")
+        group = add_flags(parser, subject)
+    group.add_argument("-h", "--help", action="help", help="print this help and exit")
 
 
 def init_weights(args, model: nn.Module, classes: list[str]) -> None:

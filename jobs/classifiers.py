@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from harness.cli import fail
+from harness.cli import fail, fetch_input
 from harness.state import check_weights, load_file
-from harness.urls import fetch_input
 from harness.world import world
 from libraries.download import fetch
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.cli import fail
+from harness.cli import fail, fetch_input
 from harness.state import check_weights, load_file
-from harness.urls import fetch_input
 from jobs import gpt, llama
 from jobs.gpt import Decoder, Size
 from jobs.llama import LlamaSize

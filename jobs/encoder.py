@@ -7,9 +7,8 @@ import re
 import torch
 from torch import Tensor, nn
 
-from harness.cli import fail, import_optional
+from harness.cli import fail, fetch_input, import_optional
 from harness.state import check_weights, load_file
-from harness.urls import fetch_input
 from jobs import reviews
 from libraries import hub
 

@@ -12,10 +12,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.cli import fail
+from harness.cli import fail, fetch_input
 from harness.data import TaskData, Unreadable, how_many
 from harness.settings import fill
-from harness.urls import fetch_input
 from harness.world import print0, world
 from libraries.download import fetch
 

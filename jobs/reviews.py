@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.cli import fail
+from harness.cli import fail, fetch_input
 from harness.data import TaskData, how_many
 from harness.settings import fill
-from harness.urls import fetch_input
 from harness.world import print0
 from libraries import hub
 

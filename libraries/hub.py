@@ -10,8 +10,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from harness.cli import fail, import_optional
-from harness.urls import fetch_input
+from harness.cli import fail, fetch_input, import_optional
 from libraries.download import why_unreachable
 
 NAMES = {  # of a Llama's modules, ours and theirs

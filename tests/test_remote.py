@@ -29,7 +29,7 @@ from conftest import (
 )
 
 import common
-from harness import urls
+from harness import cli
 from harness.snapshots import SUMS, SnapshotStore, find_damage
 from remote import mirror
 from remote import storage as remote
@@ -263,7 +263,7 @@ def fails(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), *shlex.split(flags)])
     with pytest.raises(SystemExit) as end:
         args = common.parse_args(common.argument_parser(""))
-        urls.check_output_url(args.output_dir)
+        cli.check_output_url(args.output_dir)
         train_set, _ = common.make_datasets(args)
         common.make_model(args, train_set.classes)
         loader = common.make_loader(args, train_set, args.batch_size)
@@ -463,7 +463,7 @@ def test_data_is_downloaded_once(on, tmp_path):
     there = Remote(f"memory://{tmp_path}/data")
     there.upload(folder, ["a", "b"])
     on("here")
-    path = urls.fetch_input(there.url, "--data-dir")
+    path = cli.fetch_input(there.url, "--data-dir")
     assert sorted(file.name for file in path.iterdir()) == ["a", "b"]
     (path / "a").write_text("A")
     (path / "b").unlink()
