@@ -42,9 +42,8 @@ class World:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "World":
         """Read the variables that every launcher sets."""
-        rank, local_rank, restarts = (
-            int(env.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        )
+        names = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        rank, local_rank, restarts = (int(env.get(name, 0)) for name in names)
         size, local_size = int(env.get("WORLD_SIZE", 1)), count_local_ranks(env)
         return cls(rank, local_rank, size, local_size or size, "LOCAL_RANK" in env, restarts)
 
@@ -114,11 +113,16 @@ def make_store(args) -> dist.Store:
 
 def gather_objects(value) -> list:
     """Gather the values of all ranks on every rank. All ranks call it."""
-    values = [value]
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    """The maximum of each number over all ranks, on every rank. All ranks call it."""
+    return [max(theirs) for theirs in zip(*gather_objects(values), strict=True)]
 
 
 class Failed(Exception):
@@ -145,23 +149,12 @@ def together(task: Callable, *args, here: bool = True) -> list:
     return [result for _, result in everyone]
 
 
-def max_over_ranks(values: list[float]) -> list[float]:
-    """The maximum of each number over all ranks, on every rank."""
-    if not dist.is_initialized():
-        return values
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
 def wait_for_gloo() -> None:
     """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down.
 
     A thread that still has a tensor then aborts the process (pytorch/pytorch#179291). A process
-    group waits for its threads when it is freed. But ``torch.distributed.nn``, imported after
-    ``init_process_group``, keeps the group as a default argument: hence the import above. FSDP's
-    caches and DeepSpeed keep it, too: hence this wait. It is not ``barrier()``, which keeps tensors
+    group waits for its threads when it is freed, but ``torch.distributed.nn``, if imported later
+    (hence the import above), FSDP's caches and DeepSpeed keep it. ``barrier()`` would keep tensors
     sent just before it.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
@@ -186,8 +179,7 @@ def parent() -> int:
 
 
 def launcher_words() -> list[str]:
-    """The command line of the launcher: torchrun, torch.distributed.launch, deepspeed, accelerate
-    or fabric; empty without one."""
+    """The command line of the launcher, such as torchrun; empty without one."""
     words = command_of(parent()) if world().launched else []
     if "deepspeed.launcher.launch" in words:  # itself a child of the `deepspeed` command
         words = command_of(psutil.Process(parent()).ppid())
@@ -232,9 +224,7 @@ def launch_id() -> str:
 
 def die_with_launcher() -> None:
     """Have the kernel kill this process when the launcher dies, even of SIGKILL (Linux only).
-
-    Otherwise the ranks would continue, or wait for each other, without supervision.
-    """
+    Otherwise the ranks would continue, or wait for each other, without supervision."""
     if not world().launched or sys.platform != "linux":
         return
     launcher, set_parent_death_signal = parent(), 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -259,14 +249,10 @@ def stop_with_runner() -> None:
 
 
 def listen_on_loopback() -> None:
-    """Let ranks that share a machine listen on loopback only, unless the user chose an interface.
-
-    This affects the connections between ranks. The store for the rendezvous is torchrun's and
-    listens on all interfaces.
-    """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    """Let ranks that share a machine connect by loopback only, unless the user chose an interface.
+    The store for the rendezvous is torchrun's and listens on all interfaces."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
 
 
 def keep_no_free_memory() -> None:
