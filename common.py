@@ -199,7 +199,7 @@ def make_loader(
     return DataLoader(
         dataset,
         batch_sampler=data.Batches(sampler or SequentialSampler(dataset), batch_size, drop_last),
-        collate_fn=data.hand_on,  # the dataset returns whole batches
+        collate_fn=tuple,  # the dataset returns whole batches
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=args.device == "cuda",

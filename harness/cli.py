@@ -23,7 +23,7 @@ def fail(message: object, code: int = 2) -> NoReturn:
     Code 3 is for an error that ended a run after it had started training.
 
     Usually all ranks of a machine find the same error. Rank 0 prints it and exits, and the launcher
-    stops the others while they wait; a rank that is still alive after the wait prints its own.
+    stops the others while they wait; a rank that is still alive then prints its own.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the signal by which the launcher stops ranks
     if world().local_rank:
@@ -92,11 +92,7 @@ positive, not_negative = number(int, 1), number(int, 0)
 
 
 def make_parser(doc: str) -> ArgumentParser:
-    """A parser without flags. Flags that the script adds directly come first in its help.
-
-    Args:
-        doc: the script's docstring, shown by ``--help``.
-    """
+    """A parser without flags; its help begins with the script's docstring and own flags."""
     parser = ArgumentParser(
         description=doc,
         usage="%(prog)s [flags]",

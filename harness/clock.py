@@ -4,6 +4,7 @@ on the device, without synchronizing with it; peak memory of the steps; where th
 import collections
 import contextlib
 import itertools
+import math
 import os
 import time
 
@@ -38,14 +39,13 @@ class StepClock:
     it waits, but PyTorch mostly spins while it waits for its own threads.
 
     The first steps of a process are slow, so the speed is that of :meth:`settled` steps. Peak
-    memory counts from the end of the warm-up, without evaluation and snapshots: it is read before
-    them, and reset at the next step.
+    memory counts from the end of the warm-up, and is read before evaluation and snapshots.
 
     Args:
         devices: that this process computes on. Steps are timed on the first one.
         data_bytes: size of a dataset on the first device, which does not count as peak memory.
-        look: a :class:`profile.Look` at the last steps, which are then not timed. It is not used
-            if there are no other steps.
+        look: a :class:`profile.Look` at the last steps, which are then not timed, if there are
+            others.
     """
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
@@ -58,7 +58,7 @@ class StepClock:
         self.before = []  # settled steps of earlier processes, from the snapshot
         self.epoch_seconds, self.paused, self.spoilt = 0.0, False, False
         self.look, self.looking = look, False
-        self.hooked, self.after_data = False, "rest"
+        self.after_data = "rest"  # the phase after that of data
         self.traced, self.range = False, contextlib.ExitStack()  # phases are ranges in a trace
         self.spans = []  # start and end of this process's epochs, in Unix time
         self.wall_before = 0.0  # seconds of earlier processes, up to the snapshot
@@ -74,7 +74,6 @@ class StepClock:
                 in nn.DataParallel, or is compiled as a whole, where a hook would break the graph.
             optimizer: ``None`` if the caller sets its marks.
         """
-        self.hooked = True
         compiled = model._compiled_call_impl or hasattr(model, "_orig_mod")
         if len(self.devices) == 1 and not compiled:
             # before and after all other hooks: those of FSDP are part of forward
@@ -95,15 +94,11 @@ class StepClock:
             self.paused = False
             for device in self.devices:
                 reset_peak_memory(device)
-        self.marks, self.spoilt = [], not self.hooked
+        self.marks, self.spoilt = [], False
         self.mark("data")
 
     def begin_step(self, left: int) -> None:
-        """A batch is loaded.
-
-        Args:
-            left: how many steps of the run follow this one.
-        """
+        """A batch is loaded; ``left`` steps of the run follow its own."""
         timed = len(self.seconds) + len(self.unread) > 0
         if self.look and not self.looking and left < self.look.lasts and timed:
             self.read()
@@ -256,10 +251,6 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {name: round(1e3 * float(value), 6) for name, value in found.items()}
 
 
-def differ(a: float, b: float) -> bool:
-    return abs(a - b) > 0.1 * b
-
-
 def find_straggler(ranks: list[list[tuple]]) -> dict | None:
     """The rank for which the other ranks wait: its work, without waiting, takes longest. ``None``
     unless it is later than all others in three of four steps, by :data:`LATE` of a step."""
@@ -282,8 +273,11 @@ def describe_step(result: dict) -> str:
             if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
                 shares[kind] = shares.get(kind, 0.0) + rank[kind]["mean"]
     whole, took = sum(shares.values()) or 1.0, result["step_ms"]
-    more = {"mean {:,.0f} ms": took["mean"], "95% within {:,.0f} ms": took["p95"]}
-    more = [text.format(ms) for text, ms in more.items() if differ(ms, took["p50"])]
+    more = [
+        f"{name} {took[key]:,.0f} ms"
+        for name, key in (("mean", "mean"), ("95% within", "p95"))
+        if not math.isclose(took[key], took["p50"], rel_tol=0.1)
+    ]
     words = [f"step: {took['p50']:,.0f} ms" + (f" ({', '.join(more)})" if more else "")]
     words += [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
     line = ", ".join(words)

@@ -1,5 +1,4 @@
-"""The interface between the harness and a data set, and the loader: resume within an epoch, report
-unreadable files, end the workers."""
+"""The interface of the harness and a data set, and its loader, which resumes within an epoch."""
 
 import itertools
 import multiprocessing
@@ -43,7 +42,6 @@ class TaskData(Dataset):
         """This rank's training batch on its device, inputs and labels: by default not augmented.
 
         Args:
-            batch: from the loader.
             seed, epoch, step: which determine the augmentation.
             dtype: of inputs that are not integers; ``None``: the default dtype.
             share: which part of the global batch this is, and the number of parts.
@@ -101,11 +99,6 @@ def share_of(loader: DataLoader) -> tuple[int, int]:
     return getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
 
 
-def hand_on(batch):
-    """A ``collate_fn`` for datasets that return whole batches."""
-    return batch
-
-
 def batches_of(loader: DataLoader) -> Iterator:
     """The loader's batches; fail at a file that cannot be read."""
     try:
@@ -122,8 +115,7 @@ def ignore_signals(worker: int) -> None:
 
 
 def kill_loaders() -> None:
-    """To be called at exit: after an exception, Python would wait for the worker processes, and the
-    launcher for this rank."""
+    """Called at exit: after an exception, Python would wait for the workers."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report an error
     for process in multiprocessing.active_children():
         process.kill()

@@ -13,7 +13,6 @@ mode, unless the run skips many steps in a row.
 import math
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -26,7 +25,8 @@ from harness.progress import RunState
 from harness.world import gather_objects, max_over_ranks, print0
 
 MAX_SKIPPED = 25  # consecutive steps that may be skipped before the run ends
-WEIGHT, OUTPUT, LOSS = "the weight", "the model's output", "the gradient of the loss"
+WEIGHT, OUTPUT = "the weight", "the model's output"
+LOSS, GRADIENT = "the gradient of the loss", "the gradient of"
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
@@ -46,18 +46,11 @@ class Guard:
     """Implements ``--on-nan``. All ranks call its methods.
 
     Args:
-        mode: watch, stop, skip or ignore.
-        newest_snapshot: returns the path of the snapshot to resume from.
+        newest_snapshot: returns the path of the snapshot to resume from, or ``None``.
         close: called before the guard stops the run.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        state: RunState,
-        newest_snapshot: Callable[[], Path | None],
-        close: Callable[[], None],
-    ):
+    def __init__(self, mode: str, state: RunState, newest_snapshot: Callable, close: Callable):
         self.mode, self.state = mode, state
         self.newest_snapshot, self.close = newest_snapshot, close
         self.exact = self.mode in ("stop", "skip")
@@ -70,9 +63,8 @@ class Guard:
 
         Args:
             model: whose forward computes the loss.
-            optimizer: whose step may be stopped or skipped.
-            scaler: a GradScaler that may skip steps, if there is one. A library that skips steps
-                by itself calls :meth:`library_stepped` instead.
+            scaler: a GradScaler that may skip steps. A library that skips steps by itself calls
+                :meth:`library_stepped` instead.
         """
         self.model, self.optimizer = model, optimizer
         self.good_step = self.fetched = self.state.step  # fetched: step of the last loss
@@ -85,8 +77,6 @@ class Guard:
             model.register_forward_hook(self.remember_output)
             optimizer.register_step_pre_hook(self.before_step)
             optimizer.register_step_post_hook(self.give_back)
-
-    # ---------------------------------------------------------------------------------- watch
 
     def check_loss(self, loss: float) -> None:
         """Check the printed loss: a mean over the last steps and all ranks."""
@@ -112,22 +102,19 @@ class Guard:
         self.good_step = self.state.step
 
     def stop_watching(self, what: str, after: int) -> NoReturn:
-        snapshot, command = self.newest_snapshot(), launch_command()
-        go_on = "no snapshot was written before"
-        if snapshot:
+        command, go_on = launch_command(), "no snapshot was written before"
+        if snapshot := self.newest_snapshot():
             command += f" --resume {shlex.quote(str(snapshot))}"
             go_on = f"the last good snapshot is {snapshot}"
         first, last = after + 1, self.state.step
         where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
-        advice = "Use a lower --lr"
-        if self.mode == "watch":
-            advice = f"To find the first step: {command} --on-nan stop"
-        self.end(f"{where} {what}; {go_on}. {advice}")
+        find = f"To find the first step: {command} --on-nan stop"
+        self.end(f"{where} {what}; {go_on}. {find if self.mode == 'watch' else 'Use a lower --lr'}")
 
     # -------------------------------------------------------------------------- stop and skip
 
     def remember_output(self, module: nn.Module, inputs, output: Tensor) -> None:
-        """Keep this rank's model output and its gradient, to name the rank later: gradients of
+        """Keep this rank's model output and its gradient, which name the rank: gradients of
         parameters are identical on every rank once they are averaged."""
         if module.training and torch.is_tensor(output) and output.requires_grad:
             self.outputs.append((OUTPUT, output.detach()))
@@ -188,18 +175,15 @@ class Guard:
         """Describe what became NaN or Inf first, and on which ranks. All ranks call it."""
         named = list(self.model.named_parameters())
         tensors = [(f"{WEIGHT} {name}", p) for name, p in named] + self.outputs
-        tensors += [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
-        found = next((name for name, tensor in tensors if not all_finite([tensor])), "")
-        everyone = gather_objects(found)
-        known = [name for name in everyone if name]
-        if not known:  # shards of a library have no names
+        tensors += [(f"{GRADIENT} {name}", p.grad) for name, p in named if p.grad is not None]
+        own = next((name for name, tensor in tensors if not all_finite([tensor])), "")
+        everyone = gather_objects(own)
+        kinds = (WEIGHT, OUTPUT, LOSS, GRADIENT)
+        found = [name for kind in kinds for name in everyone if name.startswith(kind)]
+        if not found:  # shards of a library have no names
             return "a gradient is NaN or Inf"
-        order = (WEIGHT, OUTPUT, LOSS, "the gradient of")
-        first = min(known, key=lambda name: next(i for i, o in enumerate(order) if o in name))
-        ranks = ", ".join(str(rank) for rank, name in enumerate(everyone) if name == first)
-        return f"{first} is NaN or Inf on rank {ranks}"
-
-    # ------------------------------------------------------------------ steps skipped in a row
+        ranks = ", ".join(str(rank) for rank, name in enumerate(everyone) if name == found[0])
+        return f"{found[0]} is NaN or Inf on rank {ranks}"
 
     def check_scale(self) -> None:
         """Count the steps that the GradScaler skipped since the last check: each has lowered its

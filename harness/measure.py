@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shlex
 import subprocess
@@ -32,8 +33,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of storage of the tensors on this rank: of a sharded tensor only its shard. A storage
-    that several tensors share counts once, completely."""
+    """Bytes of this rank's storages of the tensors, or of their shards. A storage that several
+    tensors share counts once, completely."""
     storages = [local(t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -53,17 +54,15 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """
     if device.type == "cpu":
         with contextlib.suppress(OSError):  # Linux; getrusage() would include the parent process
-            lines = Path("/proc/self/status").read_text().splitlines()
-            [peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+            [peak] = re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
             return {"process": int(peak) / 2**20}  # from KiB
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, else KiB
         return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
-    allocated = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     process = total - free - torch.cuda.memory_reserved(device) + reserved
-    figures = {"allocated": allocated, "reserved": reserved, "process": process}
-    return {name: value / 2**30 for name, value in figures.items()}
+    figures = {"allocated": torch.cuda.max_memory_allocated(device), "reserved": reserved}
+    return {name: size / 2**30 for name, size in (figures | {"process": process}).items()}
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -116,11 +115,10 @@ def git_commit() -> str | None:
     ``None`` without git."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     written = [":!results", ":!docs", ":!README*", ":!website/data"]
+    quiet = {"text": True, "stderr": subprocess.DEVNULL}
     try:
-        run = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *written])
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).strip()
+        differs = subprocess.call([*git, "diff", "--quiet", "HEAD", "--", ".", *written])
     except (OSError, subprocess.CalledProcessError):
         return None
-    return run.stdout.strip() + "-dirty" * clean.returncode
+    return commit + "-dirty" * bool(differs)

@@ -21,12 +21,7 @@ from remote.storage import local_folder
 
 
 class Look:
-    """A profiler that replaces the clock in the last steps.
-
-    Args:
-        lasts: number of these steps.
-        options: options of the profiler.
-    """
+    """A profiler that replaces the clock in the last ``lasts`` steps, with its options."""
 
     found = None  # result of trace_rows.sum_up()
 
@@ -45,12 +40,7 @@ class Look:
 
 class Tracer(Look):
     """Traces steps: after one in which the profiler warms up, and before the last one, which
-    differs because it prints the loss.
-
-    Args:
-        steps: number of steps.
-        folder: for the file of each rank, named as TensorBoard expects it.
-    """
+    differs because it prints the loss. Files are named as TensorBoard expects it."""
 
     def __init__(self, steps: int, folder: Path):
         when = schedule(wait=0, warmup=1, active=steps, repeat=1)
@@ -82,11 +72,8 @@ class Tracer(Look):
 
 
 class AllocatorProfile(Look):
-    """Peak bytes of this process's tensors in the last step.
-
-    The profiler records each allocation and each free, but no earlier allocations. Those still
-    exist at the end, so the memory at the end is added.
-    """
+    """Peak bytes of this process's tensors in the last step. The profiler records each allocation
+    and each free in it; what was there before still is at the end, so that is added."""
 
     def __init__(self):
         super().__init__(1, activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -119,12 +106,8 @@ def bytes_of_tensors() -> int:
 
 
 def closer_look(args, total: int, per_epoch: int) -> Look | None:
-    """The profiler of the last steps: for --trace, for --profile-memory, or none.
-
-    Args:
-        total: steps of the run.
-        per_epoch: steps per epoch; the last epoch may have fewer.
-    """
+    """The profiler of the last steps: for --trace, for --profile-memory, or none. The run has
+    ``total`` steps, and ``per_epoch`` in each epoch but the last."""
     if args.trace:
         in_last_epoch = (total - 1) % per_epoch + 1
         settled = total - max(1, min(WARMUP_STEPS, total // 2))

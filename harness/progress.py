@@ -47,11 +47,7 @@ class RunState:
         return f"step-{self.step:08}" + ("-evaluated" if self.evaluated == self.step else "")
 
     def end_epoch(self, train_loss: float, metrics: dict, seconds: float) -> dict[str, float]:
-        """Store the results of an epoch, and return them.
-
-        Args:
-            metrics: of the evaluation, see :meth:`Run.report`.
-        """
+        """Store the results of an epoch, with those of :func:`common.evaluate`, and return them."""
         self.evaluated, self.eval_samples = self.step, metrics["samples"]
         figures = (train_loss, metrics["loss"], metrics["accuracy"], seconds)
         for name, value in (epoch := dict(zip(METRICS, figures, strict=True))).items():
@@ -99,11 +95,8 @@ class RunState:
 
     def load_state_dict(self, state: dict, steps_per_epoch: int, total_steps: int) -> None:
         """Restore what :meth:`state_dict` returned. At another number of ranks, rank 0 gets the
-        sums of all ranks, and the random numbers of dropout start from the seed.
-
-        The history ends with the last complete epoch: an epoch whose steps are done may not be
-        evaluated yet.
-        """
+        sums of all ranks, and the random numbers of dropout start from the seed. The history ends
+        with the last complete epoch: one whose steps are done may not be evaluated yet."""
         ranks, device = state["ranks"], self.loss_sum.device
         for name in state.keys() - {"ranks"}:
             setattr(self, name, state[name])

@@ -1,26 +1,17 @@
 """``result.json`` and TensorBoard's HPARAMS: a run's settings, and its measurements."""
 
 import dataclasses
-import json
+import math
 import shlex
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from harness.clock import StepClock, break_down, differ, spread
+from harness import measure
+from harness.clock import StepClock, break_down, spread
 from harness.data import TaskData
-from harness.measure import (
-    count_bytes,
-    device_name,
-    git_commit,
-    gpu_uuids,
-    launch_command,
-    optimizer_tensors,
-    versions,
-)
 from harness.progress import RunState
 from harness.settings import as_words, identity_of, own_flags
 from harness.world import gather_objects, max_over_ranks, this_script, world
@@ -28,33 +19,20 @@ from harness.world import gather_objects, max_over_ranks, this_script, world
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
     """Persistent bytes per rank: parameters, gradients, optimizer state; the maximum over ranks.
-
-    All ranks call it.
-
-    Args:
-        held: additional tensors, by name; or tensors that replace ``parameters``, ``gradients`` or
-            ``optimizer``, where a library keeps its own.
-    """
+    All ranks call it. Tensors in ``held`` are added, or replace those of the same name where a
+    library keeps its own."""
     parameters = list(model.parameters())
     tensors = {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": optimizer_tensors(optimizer),
+        "optimizer": measure.optimizer_tensors(optimizer),
     }
-    kept = {name: count_bytes(theirs) for name, theirs in (tensors | held).items()}
-    return dict(zip(kept, map(int, max_over_ranks(list(kept.values()))), strict=True))
-
-
-def precision_of(args, model: nn.Module) -> str:
-    """The dtype of the computation, or else of the parameters."""
-    if args.dtype != "float32":
-        return args.dtype
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
+    kept = {name: measure.count_bytes(theirs) for name, theirs in (tensors | held).items()}
+    return dict(zip(kept, max_over_ranks(list(kept.values())), strict=True))
 
 
 def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
-    """Whether fp32 was computed in TF32, which GPUs since Ampere support: separately for matrix
-    products and convolutions, as PyTorch has a setting for each."""
+    """Whether fp32 was computed in TF32, which GPUs since Ampere support, by PyTorch's settings."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     able = able and precision == "float32" and torch.version.cuda is not None
     return {
@@ -65,12 +43,12 @@ def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
 
 def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
     """The measurements over all ranks for result.json; all ranks call it. Peak memory, in GiB, is
-    that of training steps, the maximum over ranks, without a dataset that is on the GPU."""
+    the maximum over ranks, of training steps, without a dataset that is on the GPU."""
     clock.pause()  # reads the memory, if there was no step
     memory = clock.peak_memory | ({"dataset": clock.data_gib} if clock.on_gpu else {})
     memory = dict(zip(memory, max_over_ranks(list(memory.values())), strict=True))
     return {
-        "gpu_uuids": [uuid for own in gather_objects(gpu_uuids(clock.devices)) for uuid in own],
+        "gpu_uuids": sum(gather_objects(measure.gpu_uuids(clock.devices)), []),
         "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
         "state_bytes": count_state_bytes(model, optimizer, **held),
         "breakdown": break_down(clock),
@@ -80,16 +58,17 @@ def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[
 def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.Module) -> dict:
     """The description of the run for result.json, on rank 0."""
     device, seconds = clock.devices[0], clock.settled()
-    precision = precision_of(args, model)
+    parameters = str(next(model.parameters()).dtype).removeprefix("torch.")
+    precision = parameters if args.dtype == "float32" else args.dtype
     as_run = dataclasses.replace(args, dataset=data.name)
     return {
         "technique": this_script(),
         "options": own_flags(args),
-        "command": launch_command(),
+        "command": measure.launch_command(),
         "settings": shlex.join(as_words(as_run)),
         "world_size": world().size,
         "devices": world().size * len(clock.devices),
-        "device": device_name(device),
+        "device": measure.device_name(device),
         "threads": torch.get_num_threads(),
         "model": args.model,
         "dataset": data.name,
@@ -111,14 +90,9 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         "step_ms": spread(seconds),
         **state.history,
         "eval_samples": state.eval_samples,
-        "versions": versions(),
-        "git_commit": git_commit(),
+        "versions": measure.versions(),
+        "git_commit": measure.git_commit(),
     }
-
-
-def write_result(result: dict, folder: Path) -> None:
-    """Write ``result.json``."""
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def describe_end(result: dict) -> str:
@@ -126,7 +100,7 @@ def describe_end(result: dict) -> str:
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
     rate, took = result["rate"], result["step_ms"]
     speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
-    if differ(took["mean"], took["p50"]):
+    if not math.isclose(took["mean"], took["p50"], rel_tol=0.1):
         speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} by the mean step)"
     return (
         f"done: loss {result['eval_loss'][-1]:.4f}, accuracy {result['eval_accuracy'][-1]:.2%} of "

@@ -1,5 +1,6 @@
 """Run: time, log, snapshots and results of one training run."""
 
+import json
 import math
 import signal
 import sys
@@ -144,9 +145,7 @@ class Resumable:
         return True
 
     def save(self, model: nn.Module | None, optimizer, scheduler, write=None, **others) -> None:
-        """Write a snapshot for ``--resume``; then end the run if it was asked to stop.
-
-        It is the folder ``snapshots/step-*`` in ``--output-dir``. The last two are kept. All ranks
+        """Write a snapshot for ``--resume``; then end the run if it was asked to stop. All ranks
         call this, and each writes its part of the model and of the optimizer's state.
 
         Args:
@@ -174,11 +173,7 @@ class Resumable:
         return self.store.about | {name: part and part.state_dict() for name, part in parts.items()}
 
     def stop_if_asked(self, saved: str | None) -> None:
-        """End the run if a signal asked it to stop. All ranks call it.
-
-        Args:
-            saved: the snapshot to resume from.
-        """
+        """End the run if a signal asked it to stop; ``saved`` is the snapshot to resume from."""
         self.display.flush()
         if signum := self.stop.agreed:
             self.display.close()
@@ -222,12 +217,9 @@ class Run(Resumable):
         self.clock.end_epoch()
 
     def log(self, loss: Tensor) -> None:
-        """Add the loss of a step.
-
-        Args:
-            loss: mean over this rank's batch, a scalar. It stays on the device. Only every
-                ``--print-freq``-th step prints the mean since the last time, over all ranks.
-        """
+        """Add the loss of a step: the mean over this rank's batch, a scalar. It stays on the
+        device. Only every ``--print-freq``-th step prints the mean since the last time, over all
+        ranks."""
         if not self.guard.left_out:
             self.state.add(loss, self.batch)
         self.stop.vote(self.step)
@@ -240,11 +232,8 @@ class Run(Resumable):
             self.display.step(self.step, loss=mean, **figures)
 
     def report(self, metrics: dict[str, float]) -> None:
-        """End an epoch: print a line, and add a point to each TensorBoard curve.
-
-        Args:
-            metrics: what :func:`common.evaluate` returned.
-        """
+        """End an epoch with the metrics that :func:`common.evaluate` returned: print a line, and
+        add a point to each TensorBoard curve."""
         loss_sum, samples = self.state.totals()
         mean = loss_sum / samples if samples else math.nan  # if all steps were skipped
         if samples:
@@ -261,15 +250,15 @@ class Run(Resumable):
         """Write ``result.json`` and TensorBoard's HPARAMS, and print the last lines.
 
         Args:
-            model, optimizer: of this rank, with the gradients of the last step; their tensors are
-                counted for ``state_bytes``.
-            held: see :func:`result.count_state_bytes`.
+            model, optimizer: of this rank, with the gradients of the last step.
+            held: further tensors for ``state_bytes``: see :func:`result.count_state_bytes`.
         """
         figures = result.gather_figures(self.clock, model, optimizer, held)
         if world().rank == 0:
             found = result.describe(self.args, self.train_set, self.state, self.clock, model)
             found |= figures
-            result.write_result(found, self.store.output_dir)
+            path = self.store.output_dir / "result.json"
+            path.write_text(json.dumps(found, indent=2) + "\n")
             self.display.close(result.hparams(self.args, found))
             print0(describe_step(found))
             print0(f"{result.describe_end(found)}, files in {self.store.output_dir}")

@@ -65,12 +65,8 @@ def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps
 
 
 def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None = None) -> Kind:
-    """Parse a command line into a frozen object of ``kind``, a class of settings, which also has
-    the flags that the script added to the parser.
-
-    Args:
-        words: the command line; ``None``: that of this process.
-    """
+    """Parse a command line (``None``: that of this process) into a frozen object of ``kind``, a
+    class of settings, which also has the flags that the script added to the parser."""
     values, fields = vars(parser.parse_args(words)), []
     for name in [name for name in values if name not in {flag.name for flag in flags_of(kind)}]:
         options = {"action": "store_true"} if parser.get_default(name) is False else {}
@@ -87,11 +83,8 @@ def fill(settings: Kind, **defaults: Any) -> Kind:
 
 
 def identity_of(settings: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The flags, with values, that a run that resumes must have in common with its snapshot.
-
-    Args:
-        names: only those among these.
-    """
+    """The flags, with values, that a run that resumes must have in common with its snapshot; only
+    those among ``names``, if given."""
     fields = [field.name for field in flags_of(settings) if field.metadata.get("identity")]
     return {name: getattr(settings, name) for name in fields if names is None or name in names}
 

@@ -36,11 +36,8 @@ def sha256(path: Path) -> str:
 
 
 def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """What is wrong with a snapshot's files; ``None`` if they are intact.
-
-    Args:
-        rank, ranks: only this rank's share of the files is read.
-    """
+    """What is wrong with a snapshot's files; ``None`` if they are intact. A rank reads only its
+    share of them."""
     try:
         *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -62,12 +59,12 @@ def list_snapshots(folder: Path) -> list[Path]:
 
 
 def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
-    """Write a snapshot atomically, and delete all but the last two. All ranks call it.
+    """Write a snapshot atomically, and delete all but the last two by name. All ranks call it.
 
     It is written under a name that begins with a dot, flushed to disk, and then renamed.
 
     Args:
-        folder: ``.../step-*``; the last two by name are kept.
+        folder: ``.../step-*``.
         write: writes the files into the given folder, on every rank.
 
     Returns:
@@ -143,12 +140,8 @@ def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, boo
 
 
 def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
-    """The content of ``state.pt``, if the snapshot is valid. A damaged one is reported.
-
-    Args:
-        launch: if given, only if this launch wrote it.
-        named: ``--resume`` names this snapshot, under whatever name, so there is no other.
-    """
+    """The content of ``state.pt``, if the snapshot is valid, and of this launch, if one is given. A
+    damaged one is reported; if ``--resume`` named it, there is no other and the run ends."""
     if not path.exists():
         fail(f"{path} is not on this machine; give an --output-dir that all machines share")
     found = gather_objects(find_damage(path, world().rank, world().size))
@@ -169,11 +162,7 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
 
 class SnapshotStore:
     """The snapshots of one run: where they are, and which one to resume from. All ranks call its
-    methods.
-
-    Args:
-        identity: flags and values that must be the same in a snapshot and in this run.
-    """
+    methods. A snapshot and this run must have the same ``identity``: flags and values."""
 
     def __init__(self, args, identity: dict):
         self.args, self.output_dir = args, local_folder(args.output_dir)
@@ -251,11 +240,8 @@ class SnapshotStore:
 
     def find(self) -> dict | None:
         """The content of ``state.pt`` of the snapshot to resume from, identical on every rank; its
-        path is :attr:`resumed`. ``None`` if the run starts from scratch.
-
-        A run that its launcher has restarted uses its own snapshot, if it has written one; any
-        other run uses ``--resume``.
-        """
+        path is :attr:`resumed`. ``None`` if the run starts from scratch. A run that its launcher
+        has restarted uses its own snapshot, if it has written one; any other uses ``--resume``."""
         asked = self.args.resume
         fetch_input(asked, "--resume")  # by all ranks; below it is already local
         restarted = any(gather_objects(world().restarts))  # each machine counts its own

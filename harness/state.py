@@ -40,12 +40,8 @@ def save_file(state: dict, path: Path) -> None:
 
 
 def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
-    """``torch.load`` of a dict of tensors and plain types, onto the CPU.
-
-    Args:
-        flag: that named the file, for the error message.
-        mmap: read each tensor only when it is used.
-    """
+    """``torch.load`` of a dict of tensors and plain types, onto the CPU, with ``mmap`` each tensor
+    only when it is used. An error names the flag that gave the file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files raise any of a dozen types
@@ -59,11 +55,8 @@ def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
 
 
 def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
-    """Check that weights have the names and shapes of a model.
-
-    Args:
-        complaint: start of the error message, which also names an entry that differs.
-    """
+    """Check that weights have the names and shapes of a model. The complaint begins the error,
+    which names an entry that differs."""
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
     wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
@@ -72,7 +65,6 @@ def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
 
 
 # ----------------------------------------------------------------------- tensors of a snapshot
-
 # By name: "model.fc.weight", and "optimizer.fc.weight.exp_avg" for the state of this parameter.
 
 
@@ -92,15 +84,11 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, str
 
 
 def gather(model: nn.Module, optimizer) -> tuple[dict[str, Tensor], list[dict]]:
-    """What :func:`save` writes. All ranks call it.
+    """What :func:`save` writes: this rank's tensors, or its shards of them; and the optimizer's
+    parameter groups of all ranks, which differ by pipeline stage. All ranks call it.
 
-    Args:
-        optimizer: if it updates shards that are no parameters of the model, its attribute ``whole``
-            has ``state``, ``param_groups`` and ``load_state_dict()`` of the model's parameters.
-
-    Returns:
-        this rank's tensors, or its shards of them; and the optimizer's parameter groups of all
-        ranks, which differ by pipeline stage.
+    An optimizer that updates shards that are no parameters of the model has an attribute ``whole``
+    with ``state``, ``param_groups`` and ``load_state_dict()`` of the model's parameters.
     """
     tensors, names = named_tensors(model)
     optimizer = getattr(optimizer, "whole", optimizer)
@@ -110,9 +98,7 @@ def gather(model: nn.Module, optimizer) -> tuple[dict[str, Tensor], list[dict]]:
     for name, tensor in tensors.items():
         if not torch.is_tensor(tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; snapshots contain only tensors")
-    groups = [
-        group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
-    ]
+    groups = [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
     everyone = [group for rank in gather_objects(groups) for group in rank]
     return tensors, list({tuple(group["params"]): group for group in everyone}.values())
 
@@ -130,10 +116,9 @@ class PlainTensors(dcp.DefaultSavePlanner):
 
 @contextlib.contextmanager
 def original_error():
-    """Raise the first error of any rank, which DCP wraps in one of its own. No warning for a single
-    process without a group."""
+    """Raise the first error of any rank, which DCP wraps in one of its own."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings():  # about a single process without a group
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except dcp.CheckpointException as error:
@@ -153,11 +138,8 @@ def save(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
-    """Load what this rank needs from a snapshot. All ranks call it.
-
-    Args:
-        snapshot: the content of ``state.pt``.
-    """
+    """Load what this rank needs from a snapshot, whose ``state.pt`` is already read. All ranks call
+    it."""
     if "param_groups" not in snapshot:
         why = f"was written by {snapshot['technique']}.py in a format that {this_script()}.py "
         why += "cannot read; use one of its own, or --weights with a model.pt"
@@ -210,19 +192,15 @@ def load_others(folder: Path, snapshot: dict, others: dict) -> None:
 
 def make_room(saved: TensorStorageMetadata, parameter: Tensor) -> Tensor:
     """A tensor for an entry of the optimizer's state: sharded as its parameter, or whole."""
-    dtype = saved.properties.dtype
     if saved.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
+    return torch.zeros(saved.size, dtype=saved.properties.dtype)
 
 
 def rebuild_buckets(model: DistributedDataParallel, inputs: Tensor) -> None:
-    """Let DDP sort its gradients into the buckets that it uses from its second step on.
-
-    DDP sorts them in the order of the first step, and the position in a bucket affects the rounding
-    of a sum over more than two ranks. So a resumed run whose bits must match begins with a step
-    that changes nothing.
-    """
+    """Let DDP sort its gradients into the buckets that it uses from its second step on, as these
+    affect the rounding of a sum over more than two ranks. So a resumed run whose bits must match
+    begins with a step that changes nothing."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     gpus = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(gpus):  # dropout draws from it

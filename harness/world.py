@@ -130,14 +130,8 @@ class Failed(Exception):
 
 
 def together(task: Callable, *args, here: bool = True) -> list:
-    """Run a task and gather its results on every rank. All ranks call it.
-
-    Args:
-        here: whether this rank runs the task; otherwise it waits.
-
-    Raises:
-        Failed: on all ranks, if the task failed on any.
-    """
+    """Run a task, on ranks that are ``here``, and gather its results on every rank. All ranks call
+    it, and on all of them it raises :class:`Failed` if the task failed on any."""
     why = result = None
     try:
         result = task(*args) if here else None
@@ -150,13 +144,10 @@ def together(task: Callable, *args, here: bool = True) -> list:
 
 
 def wait_for_gloo() -> None:
-    """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down.
-
-    A thread that still has a tensor then aborts the process (pytorch/pytorch#179291). A process
-    group waits for its threads when it is freed, but ``torch.distributed.nn``, if imported later
-    (hence the import above), FSDP's caches and DeepSpeed keep it. ``barrier()`` would keep tensors
-    sent just before it.
-    """
+    """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down: one
+    that still has a tensor then aborts the process (pytorch/pytorch#179291). A process group waits
+    for its threads when it is freed, but ``torch.distributed.nn``, if imported later (hence the
+    import above), FSDP and DeepSpeed keep it. ``barrier()`` would keep tensors sent before it."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.monitored_barrier()
 
