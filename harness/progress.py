@@ -21,13 +21,9 @@ OF_A_RANK = ("loss_sum", "samples")  # each rank has its own; all others are the
 @dataclasses.dataclass
 class RunState:
     """The progress of a run. ``loss_sum`` and ``samples`` are those of this rank only. Losses are
-    summed on the device, and fetched when they are shown.
+    summed on the device, and fetched when they are shown."""
 
-    Args:
-        loss_sum: of this epoch, weighted by samples: a float64 scalar on the device.
-    """
-
-    loss_sum: Tensor
+    loss_sum: Tensor  # of this epoch, weighted by samples: a float64 scalar on the device
     samples: float = 0.0  # of this epoch
     step: int = 0  # number of optimizer steps
     evaluated: int = 0  # the step after which the model was last evaluated

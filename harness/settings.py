@@ -115,17 +115,11 @@ def as_words(settings: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The optimization, for any model.
-
-    Attributes:
-        dtype: of compute. A script may have a flag for it, for which ``None`` is the fast half
-            precision of the device.
-        accumulate: number of parts in which a rank's batch is computed. A script may have a flag.
-    """
+    """The optimization, for any model. A script may have flags for ``dtype`` and ``accumulate``."""
 
     TITLE = "training"
-    dtype: str | None = "float32"
-    accumulate: int = 1
+    dtype: str | None = "float32"  # of compute; None: the fast half precision of the device
+    accumulate: int = 1  # number of parts in which a rank's batch is computed
     batch_size: int = flag(128, "-b", type=positive, metavar="N", identity=True,
         help="GLOBAL batch size, divided among the ranks (default: %(default)s)")
     epochs: int = flag(5, type=positive, metavar="N",

@@ -124,7 +124,7 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
 
 def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, bool]]:
     """The snapshots that ``--resume`` selects, best first: it may name one, or a folder with
-    several. As arguments of :func:`read_snapshot`; rank 0 calls it."""
+    several. As arguments of :func:`read_snapshot`."""
     folder = output_dir / "snapshots"
     if asked == "none":
         return []
@@ -248,20 +248,14 @@ class SnapshotStore:
         if restarted or asked == "auto":
             self.fetch()
         own = list_snapshots(self.folder) if restarted else []
-        found = self.first_valid([(path, launch_id(), False) for path in own])
-        if not found:  # only now: what --resume names may be deleted by the time of a restart
-            found = self.first_valid(asked_for(asked, self.output_dir) if world().rank == 0 else [])
-        if not found and asked not in ("auto", "none"):
-            such = "snapshots/step-00001000 (a model.pt goes to --weights)"
-            fail(f"--resume {asked} has no valid snapshot; give a folder such as {such}")
-        return found
-
-    def first_valid(self, candidates: list[tuple]) -> dict | None:
-        """The content of the first valid snapshot among those that rank 0 gives, best first, as
-        arguments of :func:`read_snapshot`."""
-        for candidate in gather_objects(candidates)[0]:
+        candidates = [(path, launch_id(), False) for path in own]
+        candidates += asked_for(asked, self.output_dir)  # may be deleted by the time of a restart
+        for candidate in gather_objects(candidates)[0]:  # as rank 0 sees them, best first
             if snapshot := read_snapshot(*candidate):
                 return self.check(candidate[0], snapshot)
+        if asked not in ("auto", "none"):
+            such = "snapshots/step-00001000 (a model.pt goes to --weights)"
+            fail(f"--resume {asked} has no valid snapshot; give a folder such as {such}")
         return None
 
     def check(self, path: Path, snapshot: dict) -> dict:

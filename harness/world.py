@@ -24,20 +24,14 @@ LAUNCHERS = {"torchrun", "deepspeed", "accelerate", "fabric"}  # programs
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, as the launcher describes them to a process.
-
-    Args:
-        local_size: number of ranks on this machine.
-        launched: by torchrun, torch.distributed.launch or deepspeed; not by plain ``python``.
-        restarts: number of times that the launcher has restarted the run.
-    """
+    """The ranks of a run, as the launcher describes them to a process."""
 
     rank: int
     local_rank: int
     size: int
-    local_size: int
-    launched: bool
-    restarts: int
+    local_size: int  # number of ranks on this machine
+    launched: bool  # by torchrun, torch.distributed.launch or deepspeed; not by plain python
+    restarts: int  # number of times that the launcher has restarted the run
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "World":
@@ -74,16 +68,13 @@ def this_script() -> str:
 def why_ranks_are_unclear() -> str | None:
     """Which variable a launcher such as srun or mpirun did not set; ``None`` if all are set."""
     if world().launched and count_local_ranks(os.environ) is None:
-        return (
-            f"WORLD_SIZE is {world().size}, and LOCAL_WORLD_SIZE, the number of ranks on this "
-            "machine, is not set; export it (under srun: LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE)"
-        )
+        why = "LOCAL_WORLD_SIZE, the number of ranks on this machine, is not set; export it"
+        under = "under srun: LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"
+        return f"WORLD_SIZE is {world().size}, and {why} ({under})"
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if not world().launched and int(os.environ.get(name, 1)) > 1:
-            return (
-                f"{name} is {os.environ[name]}, but RANK and LOCAL_RANK are not set; start one "
-                "torchrun per machine, as docs/multi_node.md shows"
-            )
+            instead = "start one torchrun per machine, as docs/multi_node.md shows"
+            return f"{name} is {os.environ[name]}, but RANK and LOCAL_RANK are not set; {instead}"
     return None
 
 
@@ -202,12 +193,9 @@ def launch_id() -> str:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run != "none":
         return run
-    started = ""
-    # A container gives the same number every time. Linux only: psutil's time of the start, in
-    # seconds, changes when the clock is set.
-    with contextlib.suppress(OSError):
-        started = Path(f"/proc/{parent()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"process {parent()} {started}"
+    stat = Path(f"/proc/{parent()}/stat")  # Linux; psutil's time changes when the clock is set
+    started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    return f"process {parent()} {started}"  # in a container the same number every time
 
 
 # ---------------------------------------------------------------------------------- process setup
