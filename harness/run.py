@@ -76,8 +76,7 @@ class Resumable:
         or start from scratch. All ranks call this.
 
         Args:
-            model: may be wrapped by DDP.
-            scheduler, engine: see :meth:`start`.
+            model, scheduler, engine: see :meth:`start`.
             read: reads what ``write`` of :meth:`save` has written: gets the folder and the content
                 of ``state.pt``. If it returns False, model and optimizer are read as usual.
             others: other objects with ``state_dict()`` and ``load_state_dict()``, by name.

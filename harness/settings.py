@@ -68,7 +68,8 @@ def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None
     """Parse a command line (``None``: that of this process) into a frozen object of ``kind``, a
     class of settings, which also has the flags that the script added to the parser."""
     values, fields = vars(parser.parse_args(words)), []
-    for name in [name for name in values if name not in {flag.name for flag in flags_of(kind)}]:
+    declared = {field.name for field in flags_of(kind)}
+    for name in (name for name in values if name not in declared):
         options = {"action": "store_true"} if parser.get_default(name) is False else {}
         about = {"options": options, "own": True} if name != "local_rank" else {}
         fields.append((name, Any, dataclasses.field(metadata=about)))

@@ -61,14 +61,9 @@ def list_snapshots(folder: Path) -> list[Path]:
 def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
     """Write a snapshot atomically, and delete all but the last two by name. All ranks call it.
 
-    It is written under a name that begins with a dot, flushed to disk, and then renamed.
-
-    Args:
-        folder: ``.../step-*``.
-        write: writes the files into the given folder, on every rank.
-
-    Returns:
-        ``None``, or why it could not be written, on all ranks. Older snapshots still exist then.
+    Every rank writes into a folder whose name begins with a dot, which is flushed to disk and then
+    renamed. Returns ``None``, or why it could not be written, on all ranks; older snapshots still
+    exist then.
     """
     part, rank = folder.with_name(f".{folder.name}.part"), world().rank
     try:
@@ -177,15 +172,9 @@ class SnapshotStore:
             self.mirror = Mirror(args.output_dir, self.output_dir, find_damage, print0)
 
     def save(self, name: str, state: dict, writers: list[Callable]) -> tuple[str | None, ...]:
-        """Write the snapshot of a step.
-
-        Args:
-            state: for ``state.pt``, with what is in :attr:`about`.
-            writers: write all other files, into the folder that they are given.
-
-        Returns:
-            the path or URL for ``--resume``, if it was written; and the error with its fix, if any.
-        """
+        """Write the snapshot of a step: ``state.pt``, which also has what is in :attr:`about`, and
+        what the writers write into the folder that they are given. Returns the path or URL for
+        ``--resume``, if it was written; and the error with its fix, if there was one."""
         folder = self.folder / name
 
         def write_all(part: Path) -> None:
