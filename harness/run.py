@@ -24,7 +24,7 @@ from harness.progress import Display, RunState
 from harness.settings import identity_of
 from harness.snapshots import SnapshotStore
 from harness.stop import StopRequest
-from harness.world import exit_all, print0, wait_for_gloo, world
+from harness.world import exit_all, gather_objects, print0, wait_for_gloo, world
 
 
 def total_steps(args, steps_per_epoch: int) -> int:
@@ -124,7 +124,7 @@ class Resumable:
 
     def exit_if_done(self) -> None:
         """Exit if the run from whose end this one resumes had written its result."""
-        if self.store.has_result():
+        if gather_objects((self.store.output_dir / "result.json").exists())[0]:  # on rank 0
             print0(
                 f"nothing left to do: {self.store.resumed} is at step {self.step} of "
                 f"{self.total_steps}; resume with more --epochs or --max-steps, or start from "

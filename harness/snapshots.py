@@ -221,10 +221,6 @@ class SnapshotStore:
         """The snapshot that this run wrote last, or else resumes from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
 
-    def has_result(self) -> bool:
-        """Whether a run has finished in this folder, as rank 0 sees it."""
-        return gather_objects((self.output_dir / "result.json").exists())[0]
-
     # ------------------------------------------------------------------------------- resume
 
     def find(self) -> dict | None:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from harness.world import world
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 VOTE_EVERY = 0.5  # seconds, about; a slower step has a vote every time
 
 
@@ -25,7 +24,7 @@ class StopRequest:
 
     def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():  # not in a notebook's thread
-            for signum in STOP_SIGNALS:
+            for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, self.note)  # Python calls it between two operations
 
     def note(self, signum: int, frame) -> None:
