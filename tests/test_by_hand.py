@@ -5,8 +5,6 @@ communication, and that they resume, is in test_contract.py.
 """
 
 import importlib
-import json
-import re
 
 import pytest
 import torch
@@ -22,17 +20,20 @@ SOME = cases([(s,) for s in ALL], lambda script: "ZeRO" not in script)
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A single process, this one, and the scripts as modules."""
+    """This process as the only rank, and a function that imports a script."""
     monkeypatch.syspath_prepend(str(ROOT))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield lambda name: importlib.import_module(name)
+    yield importlib.import_module
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("script", cases([(s,) for s in ALL], lambda script: "ZeRO" in script))
-def test_one_rank_alone_says_that_nothing_is_sent(script, tmp_path):
-    finished = succeed(f"python {script}.py {GPT} --output-dir {tmp_path}", forked=True)
-    assert "a single rank sends nothing" in finished.stdout and not finished.our_warnings
+def test_plain_python_is_a_world_of_one(script, tmp_path):
+    command = f"python {script}.py {GPT} --output-dir {tmp_path}"
+    finished = succeed(command, forked=True)
+    assert f"{script}: 1 x cpu (gloo)" in finished.lines[0] and not finished.our_warnings
+    assert "a single rank sends nothing" in finished.stdout
+    assert read_run(tmp_path)[1]["command"] == command
 
 
 @pytest.mark.parametrize(
@@ -80,55 +81,6 @@ def test_a_bucket_is_sent_with_its_last_gradient(alone):
         bucket.sent.pop().wait()
         with pytest.raises(IndexError):
             bucket.sent.pop()  # as where a parameter had no gradient, and nothing was sent
-
-
-@pytest.mark.parametrize("script", ALL)
-def test_gradients_are_averaged_and_shards_padded(script, tmp_path):
-    """On three ranks, whose shards of seven numbers are two or three of nine, by the script's own
-    bucket."""
-    program = tmp_path / "program.py"
-    program.write_text(f"""
-import json, os, sys
-sys.argv[0] = "{script}.py"
-sys.path.insert(0, "{ROOT}")
-import torch, torch.distributed as dist
-import {script} as script
-dist.init_process_group("gloo")
-layer = torch.nn.Linear(3, 2, bias=False)
-other = torch.nn.Parameter(torch.tensor([7.0]))
-layer.weight.data = torch.arange(1.0, 7).view(2, 3)
-layer.other = other
-more = [layer] if "FSDP" in script.__name__ else []
-bucket = script.Bucket([layer.weight, other], *more)
-bucket.stage = 2
-for p in bucket.parameters:
-    p.grad = p.detach() * (dist.get_rank() + 1)
-bucket.send()
-found = {{}}
-if "DDP" in script.__name__:
-    bucket.sent.pop().wait()
-    found["average"] = layer.weight.grad.flatten().tolist() + other.grad.tolist()
-else:
-    found["average"] = bucket.shard.grad.tolist()
-    with torch.no_grad():
-        bucket.shard += 100
-    found["freed"] = bucket.row.untyped_storage().nbytes() == 0
-    bucket.gather()
-    found["whole"] = layer.weight.flatten().tolist() + other.tolist()
-print(json.dumps([dist.get_rank(), found]) + "\\n", end="", flush=True)
-dist.destroy_process_group()
-""")
-    command = f"torchrun --standalone --nproc_per_node=3 {program}"
-    lines = re.findall(r"^\[.*\]$", succeed(command, forked=True).stdout, re.MULTILINE)
-    found = [values for _, values in sorted(map(json.loads, lines))]
-    average = [2.0 * n for n in range(1, 8)]  # of once, twice and three times
-    if "DDP" in script:
-        assert [rank["average"] for rank in found] == 3 * [average]
-        return
-    shards = [average[:3], average[3:6], [average[6], 0, 0]]
-    assert [rank["average"] for rank in found] == shards
-    assert [rank["freed"] for rank in found] == 3 * ["FSDP" in script]
-    assert [rank["whole"] for rank in found] == 3 * [[n + 100.0 for n in range(1, 8)]]
 
 
 @pytest.mark.parametrize("script", SOME)

@@ -1,12 +1,12 @@
-"""Context parallelism: it trains as a single process does, it communicates as much as documented,
-and which mistakes in sharding are silent."""
+"""Context parallelism beyond the contract: what a layer computes and keeps, and PyTorch's own ring.
+Which mistakes in sharding are silent is in test_silent.py."""
 
 import json
 import re
 
 import pytest
 import torch
-from conftest import ROOT, launcher, read_run, succeed
+from conftest import ROOT, cases, launcher, read_run, succeed
 
 from libraries import attention_kernels
 
@@ -34,82 +34,56 @@ import pytorch_CP as script
 ONE_LAYER = """
 import json, torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from estimator.live_bytes import LiveBytes
-from estimator.sent import message_of
 
 class Count(TorchDispatchMode):
-    sent = pairs = 0  # bytes; queries and keys that are multiplied in forward
+    pairs = 0  # of queries and keys that are multiplied
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "attention" in func.__name__ and "backward" not in func.__name__:
+        if "attention" in func.__name__:
             causal = len(args) > 4 and args[4]
             self.pairs += args[0].shape[2] * args[1].shape[2] / (1 + causal)
-        if message := message_of(func, args, ""):
-            self.sent += message.sent
         return func(*args, **(kwargs or {}))
 
-class Keep:
-    def __init__(self):
-        self.storages = {}
-    def __call__(self, tensor):
-        storage = tensor.untyped_storage()
-        if tensor.is_floating_point():
-            self.storages[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
+def keep(tensor):
+    if tensor.is_floating_point():
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+    return tensor
 
 dist.init_process_group("gloo")
-rank, n = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-whole = [torch.randn(3, 12, 24, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-expected = jobs.gpt.attend(*whole)
-gradient = torch.randn_like(expected)
-gradients = torch.autograd.grad(expected, whole, gradient)
-
-def part(tensor):
-    return script.attention.shard(tensor.detach(), 2).clone()
-
+n = dist.get_world_size()
 for name in ("ring", "allgather", "ulysses"):
-    own = [part(tensor).requires_grad_() for tensor in whole]
-    attend, keep = script.ATTENTIONS[name](), Keep()
-    with Count() as count:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            found = attend(*own)
-        backward = torch.autograd.grad(found, own, part(gradient))
-    pairs = [(found, expected), *zip(backward, gradients)]
-    off = max((ours - part(theirs)).abs().max().item() for ours, theirs in pairs)
-    kept = sum(size for size, _ in keep.storages.values())
+    own = [torch.randn(3, 12, 24 // n, 5, requires_grad=True) for _ in range(3)]
+    attend, storages = script.ATTENTIONS[name](), {}
+    with Count() as count, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend(*own)
+    kept = sum(storage.nbytes() for storage in storages.values()) / own[0].nbytes / n
     long = [torch.randn(1, 2, 768 // n, 4, requires_grad=True) for _ in range(3)]
     with LiveBytes(block=1) as live:
         found = attend(*long) if name == "ring" else long[0]
         torch.autograd.grad(found.sum(), long, allow_unused=True)
     peak = sum(live.peak().values()) / long[0].nbytes
-    line = [rank, name, off, count.sent / expected.nbytes, kept / expected.nbytes]
-    line += [count.pairs, peak]
-    print(json.dumps(line) + "\\n", end="", flush=True)
+    print(json.dumps([name, kept, count.pairs, peak]) + "\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", cases([(1,), (2,), (3,), (4,)], lambda n: n == 3))
 def test_a_layer(n, tmp_path):
-    """Each attention is the usual one, forward and backward; it sends what the docstring says, and
-    keeps for backward what belongs to 1/N of the positions; allgather all keys and values."""
+    """Each attention has all ranks compute as much, and keeps for backward what belongs to 1/N of
+    the positions; allgather all keys and values."""
     program = write_program(tmp_path, ONE_LAYER)
     finished = succeed(f"torchrun --standalone --nproc_per_node={n} {program}", forked=True)
     lines = [json.loads(line) for line in re.findall(r"^\[.*\]$", finished.stdout, re.MULTILINE)]
     assert len(lines) == 3 * n
-    sent = {"ring": 6, "allgather": 4, "ulysses": 8 / n}
     kept = {"ring": 4 / n, "allgather": 2 + 2 / n, "ulysses": 4 / n}
-    pairs = {name: [line[5] for line in lines if line[1] == name] for name in sent}
-    for name, of_ranks in pairs.items():
+    for name in kept:
+        of_ranks = [pairs for its_name, _, pairs, _ in lines if its_name == name]
         heads = 1 / n if name == "ulysses" else 1
         assert max(of_ranks) < 1.05 * min(of_ranks), "all ranks have as much work"
         assert sum(of_ranks) * heads < (1 + 0.51 / n) * 24**2 / 2, "and hardly what none sees"
-    for _, name, off, bytes_sent, bytes_kept, _, peak in lines:
-        assert off < 1e-14
+    for name, bytes_kept, _, peak in lines:
         assert peak < 20, "of what a shard has; scores alone would be 192 / n"
-        assert bytes_sent == pytest.approx(sent[name] * (n - 1) / n)
         # and sums of scores, one where a query has five numbers; of allgather, its mask
         assert kept[name] <= bytes_kept < kept[name] + 0.4 / n
 

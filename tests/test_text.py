@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import cases, launch, launcher, read_run, relative_difference, succeed
+from conftest import cases, launch, launcher, read_run, relative_difference, state, succeed
 
 import common
 from harness.settings import read_flags
@@ -21,6 +21,7 @@ JOB = (
     "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20 "
     "--batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 )
+DDP = "pytorch_torchrun_DDP"
 
 
 def settled(flags, device="cpu"):
@@ -29,13 +30,10 @@ def settled(flags, device="cpu"):
     return resolve(dataclasses.replace(args, device=device))
 
 
-# ------------------------------------------------------------------------------------------ parity
-
-
 @pytest.mark.parametrize(
     "script, n, part",  # of the bytes for parameters, gradients and optimizer, those on a rank
     cases(
-        [("pytorch_SingleGPU", 1, 1), ("pytorch_torchrun_DDP", 2, 1), ("pytorch_FSDP", 2, 0.5),
+        [("pytorch_SingleGPU", 1, 1), (DDP, 2, 1), ("pytorch_FSDP", 2, 0.5),
          ("pytorch_DDP_ZeRO --use_zero", 2, 0.75)],
         lambda script, *_: script == "pytorch_FSDP",
     ),
@@ -66,9 +64,6 @@ def test_compiled(train, measured):
     assert result["first_step_seconds"] > 100 * result["step_ms"]["p50"] / 1e3
 
 
-# -------------------------------------------------------------------------------------------- data
-
-
 def test_each_position_is_evaluated_once():
     tokens = torch.arange(50, dtype=torch.uint8)
     data = text.Text(tokens, [chr(i) for i in range(50)], 8)
@@ -81,19 +76,15 @@ def test_each_position_is_evaluated_once():
     assert F.cross_entropy(logits, labels).item() == pytest.approx(math.log(50))
 
 
-def test_ranks_evaluate_a_text_that_ends_within_a_window(tmp_path):
+def test_ranks_evaluate_a_text_that_ends_within_a_window(run_once, tmp_path):
     """Labels of -100 count on no rank, and neither do windows that a sampler repeats."""
     (tmp_path / "text.txt").write_text("to be or not to be " * 53)
     flags = f"--dataset text --data-dir {tmp_path}/text.txt --model gpt-1x2x16 --context 16"
     flags += " --batch-size 12 --max-steps 2 --double"
-    losses = []
-    for script, ranks in (("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 3)):
-        command = f"{launcher(script, ranks)} {flags} --output-dir {tmp_path}/{ranks}"
-        succeed(command, forked=True)
-        _, result = read_run(tmp_path / str(ranks))
-        assert result["eval_samples"] == 100 and 100 % 16  # of 101 tokens
-        losses += result["eval_loss"]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    runs = [run_once(script, n, flags) for script, n in (("pytorch_SingleGPU", 1), (DDP, 3))]
+    expected, result = (read_run(output)[1] for _, output in runs)
+    assert result["eval_samples"] == 100 and 100 % 16  # of 101 tokens
+    assert result["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-12)
 
 
 def test_windows_are_a_function_of_seed_epoch_and_step():
@@ -108,14 +99,6 @@ def test_windows_are_a_function_of_seed_epoch_and_step():
     later = inputs[:, 0] - 8 * torch.arange(len(data))
     assert later[:-1].min() >= 0 and later.max() < 8 and later[:-1].unique().numel() > 3
     assert 0 <= labels.min() and labels.max() < 200, "in training every position has a label"
-
-
-def test_ranks_share_out_the_windows():
-    data = text.Text(torch.arange(250, dtype=torch.uint8), [chr(i) for i in range(250)], 8)
-    whole, _ = data.prepare((torch.arange(12),), "cpu", 0, 0, 0)
-    for rank in range(3):
-        part, _ = data.prepare((torch.arange(12)[rank::3],), "cpu", 0, 0, 0, share=(rank, 3))
-        assert torch.equal(part, whole[rank::3])
 
 
 @pytest.mark.parametrize("tokenizer, vocabulary", [("chars", 7), ("bytes", 256)])
@@ -145,9 +128,6 @@ def test_characters_beyond_256(tmp_path):
 def test_synthetic_text_is_drawn_from_the_seed():
     first, again, other = (text.made_up(seed, "eval") for seed in (0, 0, 1))
     assert first == again != other and len(first) > 50_000
-
-
-# ------------------------------------------------------------------------------------------- model
 
 
 def test_sizes():
@@ -199,28 +179,23 @@ def test_plateau():
 
 def test_plateau_goes_on_after_a_resume(tmp_path):
     """Decided from what all ranks have lost, kept in the snapshot."""
-    command = f"{launcher('pytorch_torchrun_DDP', 2)} {JOB} --schedule plateau --optimizer sgd "
+    command = f"{launcher(DDP, 2)} {JOB} --schedule plateau --optimizer sgd "
     command += f"--lr 1e-6 --output-dir {tmp_path} --epochs "
     succeed(f"{command}2", forked=True)
     succeed(f"{command}4 --resume auto", forked=True)
-    snapshot = max((tmp_path / "snapshots").glob("step-*")) / "state.pt"
-    scheduler = torch.load(snapshot, weights_only=True)["scheduler"]
+    scheduler = state(tmp_path)["scheduler"]
     assert scheduler["_last_lr"][0] == pytest.approx(1e-7) and scheduler["num_bad_epochs"] <= 1
-
-
-# ---------------------------------------------------------------------------------------- mistakes
 
 
 def test_weights_know_their_characters(tmp_path):
     """Another text has other characters, or as many, which shapes would not tell."""
-    for name, letters in {"ab": "ab", "cd": "cd"}.items():
-        (tmp_path / name).write_text(letters * 200)
+    for name in ("ab", "cd"):
+        (tmp_path / name).write_text(name * 200)
     command = "python pytorch_SingleGPU.py --model gpt-1x1x8 --context 8 --dataset text -b 8 "
-    command += "--max-steps 1 --data-dir "
-    succeed(f"{command}{tmp_path}/ab --output-dir {tmp_path}/1", forked=True)
+    command += f"--max-steps 1 --data-dir {tmp_path}"
+    succeed(f"{command}/ab --output-dir {tmp_path}/1", forked=True)
     again = f"--weights {tmp_path}/1/model.pt --output-dir {tmp_path}/2"
-    succeed(f"{command}{tmp_path}/ab {again}", forked=True)
-    finished = launch(f"{command}{tmp_path}/cd {again}", forked=True)
+    finished = launch(f"{command}/cd {again}", forked=True)
     assert finished.code == 2 and "was trained on other characters" in finished.errors[0]
     result = json.loads((tmp_path / "1/result.json").read_text())
     assert result["classes"] == ["a", "b"] and result["context"] == 8
