@@ -6,16 +6,7 @@ import shlex
 import pytest
 import torch
 import torchvision
-from conftest import (
-    HOOKED,
-    cases,
-    distance,
-    flat,
-    launcher,
-    read_run,
-    relative_difference,
-    succeed,
-)
+from conftest import cases, distance, flat, read_run, relative_difference
 
 import common
 from jobs import images
@@ -67,49 +58,27 @@ def test_bytes(script, n, optimizer, run_once, measured):
             assert sum(sent.values()) < 4 / 20, "of the 4 that plain DDP sends at two ranks"
 
 
+REAL = [(script, n) for script, n, optimizer in ROWS if optimizer == "sgd" and n <= 2]
+REAL = [row for row in REAL if "rounds" not in technique(row[0].split()[0]).traits]
+
+
 @full
-@pytest.mark.parametrize("script, n, optimizer", ROWS)
-def test_three_steps_of_the_real_resnet(script, n, optimizer, train):
-    if "rounds" in technique(script.split()[0]).traits or "--dtype" in script or n > 2:
-        pytest.skip("in float64, on one or two ranks")
+@pytest.mark.parametrize("script, n", [row for row in REAL if "--dtype" not in row[0]])
+def test_three_steps_of_the_real_resnet(script, n, train):
     flags = f"{DATA} --double --max-steps 3 --model resnet18 --norm group --batch-size 8"
-    expected, _ = train("pytorch_SingleGPU", 1, f"{flags} --optimizer {optimizer}")
-    weights, _ = train(script, n, f"{flags} --optimizer {optimizer}")
-    assert relative_difference(weights, expected) < (1e-12 if optimizer == "sgd" else 1e-9)
+    expected, weights = train("pytorch_SingleGPU", 1, flags)[0], train(script, n, flags)[0]
+    assert relative_difference(weights, expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_FSDP", marks=full)]
-)
-def test_one_step_in_fp32(script, train):
-    """One step only: training itself amplifies the rounding of fp32 from step to step. Another seed
-    or batch is told apart by far."""
-    flags = f"{SMALL} --norm group --max-steps 1"
-    expected, _ = train("pytorch_SingleGPU", 1, flags)
-    weights, _ = train(script, 3, flags)
-    assert distance(weights, expected) < 1e-6
-    for other in ("--seed 1", "--batch-size 48"):
-        assert distance(train("pytorch_SingleGPU", 1, f"{flags} {other}")[0], expected) > 1e-4
+BUFFERS = ["pytorch_DDP", "pytorch_DDP_ZeRO", "pytorch_DDP_AMP --dtype bfloat16"]
+BUFFERS += ["pytorch_gradient_accumulation --accumulate 4", "pytorch_comm_hooks --comm-hook bf16"]
 
 
-# --------------------------------------------------------------------------------------- BatchNorm
-
-
-@pytest.mark.parametrize(
-    "script",
-    cases(
-        [("pytorch_DDP",), ("pytorch_DDP_ZeRO",), ("pytorch_DDP_AMP --dtype bfloat16",),
-         ("pytorch_gradient_accumulation --accumulate 4",),
-         ("pytorch_comm_hooks --comm-hook bf16",)],
-        lambda script: script in ("pytorch_DDP", "pytorch_gradient_accumulation --accumulate 4"),
-    ),
-)  # fmt: skip
-def test_statistics_are_not_sent_at_every_step(script, tmp_path):
+@pytest.mark.parametrize("script", cases([(s,) for s in BUFFERS], lambda s: "accumulate" in s))
+def test_statistics_are_not_sent_at_every_step(script, train):
     """DDP would broadcast BatchNorm's at each forward, and they are only needed to evaluate."""
-    command = f"{launcher(script, 2, HOOKED)} {SMALL} --norm batch --max-steps 3"
-    finished = succeed(f"{command} --output-dir {tmp_path}", forked=True, HOOKS="sent")
-    _, result = read_run(tmp_path)
-    assert set(result["sent"]) == {"allreduce"} and not finished.our_warnings
+    _, result = train(script, 2, f"{SMALL} --norm batch --max-steps 3", "sent")
+    assert set(result["sent"]) == {"allreduce"}
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--selective", marks=full)])
@@ -125,7 +94,7 @@ def test_checkpointing_changes_no_bit(flags, train):
 STOCK = [("pytorch_SingleGPU", 1), ("pytorch_torchrun_DDP", 2), ("pytorch_FSDP", 2)]
 
 
-@pytest.mark.parametrize("script, n", STOCK)
+@pytest.mark.parametrize("script, n", cases(STOCK, lambda script, n: "DDP" in script))
 def test_stock_pytorch_scores_it_as_the_run_did(script, n, train):
     """To the last sample: 203 of them, which two ranks do not divide. BatchNorm's statistics, of
     other images on each rank, have been rank 0's for all."""
@@ -155,25 +124,19 @@ ROUNDED = f"{DATA} --model small_resnet --train-samples 240 --batch-size 8 --nor
 @full
 def test_pure_half_loses_more_than_master_weights_do(train):
     """At a low rate most updates are less than half a digit of the weight, and are rounded away."""
-    low = f"{ROUNDED} --lr 0.0001"
-    exact, result = train("pytorch_SingleGPU", 1, low)
-    pure, pure_result = train("pytorch_half_precision --dtype bfloat16", 1, low)
-    master = "pytorch_half_precision --dtype bfloat16 --master-weights"
-    master, master_result = train(master, 1, low)
+    half = "pytorch_half_precision --dtype bfloat16"
+    scripts = "pytorch_SingleGPU", half, f"{half} --master-weights"
+    runs = (train(script, 1, f"{ROUNDED} --lr 0.0001") for script in scripts)
+    (exact, pure, master), results = zip(*runs, strict=True)
     assert distance(pure, exact) > 1.5 * distance(master, exact)
-    [loss], [pure_loss], [master_loss] = (
-        r["train_loss"] for r in (result, pure_result, master_result)
-    )
+    [loss], [pure_loss], [master_loss] = (result["train_loss"] for result in results)
     assert abs(pure_loss - loss) > 2 * abs(master_loss - loss)
 
 
-@pytest.mark.parametrize(
-    "script, n",
-    cases(
-        [("pytorch_auto_mixed_precision", 1), ("pytorch_DDP_AMP", 2)],
-        lambda script, n: n == 1,
-    ),
-)
+SCALED = [("pytorch_auto_mixed_precision", 1), ("pytorch_DDP_AMP", 2)]
+
+
+@pytest.mark.parametrize("script, n", cases(SCALED, lambda script, n: n == 1))
 def test_clipping_is_of_the_true_gradients(script, n, train):
     """If they were clipped before unscale_, at scales of thousands, weights would hardly move."""
     job = f"{ROUNDED} --lr 0.0003 --weight-decay 0"  # which would move them alone
