@@ -13,7 +13,8 @@ import torch
 import torchvision
 from conftest import HOOKED, ROOT, cases, launcher, snapshots, state, succeed, tensors_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 # 203 evaluation images: not divisible by 2 or 3
 JOB = (
@@ -96,7 +97,7 @@ def test_files(run):
 
 
 def test_curves(run):
-    """Read with TensorBoard's own reader; test_tensorboard.py has more of HPARAMS."""
+    """Read with TensorBoard's own reader, and what its HPARAMS page shows."""
     script, world_size, _, output = run
     reader = EventAccumulator(str(output))
     reader.Reload()
@@ -113,7 +114,12 @@ def test_curves(run):
     accuracies = reader.Scalars("epoch/eval_accuracy")
     assert [e.step for e in accuracies] == [STEPS // 2, STEPS]
     assert [e.value for e in accuracies] == pytest.approx(result["eval_accuracy"])
-    assert script.encode() in reader.PluginTagToContent("hparams")[SESSION_START_INFO_TAG]
+    shown = reader.PluginTagToContent("hparams")
+    session = HParamsPluginData.FromString(shown[SESSION_START_INFO_TAG]).session_start_info.hparams
+    assert session["technique"].string_value == script and session["batch_size"].number_value == 48
+    experiment = HParamsPluginData.FromString(shown[EXPERIMENT_TAG]).experiment
+    metrics = {info.name.tag for info in experiment.metric_infos}
+    assert {"final/accuracy", "final/images_per_second"} <= metrics
     assert reader.Scalars("final/accuracy")[-1].value == pytest.approx(accuracies[-1].value)
 
 
