@@ -51,27 +51,11 @@ def test_products(scaling):
 
 
 @pytest.mark.full
-def test_a_stop_changes_no_bit(tmp_path):
-    """All linear layers but the last are in float8, on two ranks, and resume as they were; also in
-    pytorch_FSDP.py, whose snapshots these are."""
-    for folder, steps in ("whole", [6]), ("stopped", [3, 6]):
-        for number in steps:
-            command = f"{launcher('pytorch_float8', 2)} {JOB} --schedule none --max-steps {number}"
-            command += f" --resume auto --output-dir {tmp_path / folder}"
-            finished = succeed(command, forked=True)
-            assert "float8: 12 of 13 linear layers, tensorwise, emulated" in finished.stdout
-            assert not finished.our_warnings
-    (expected, _), (found, _) = read_run(tmp_path / "whole"), read_run(tmp_path / "stopped")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    command = f"{launcher('pytorch_FSDP --dtype bfloat16', 2)} {JOB} --schedule none --max-steps 8"
-    finished = succeed(f"{command} --resume auto --output-dir {tmp_path / 'whole'}", forked=True)
-    assert "at epoch 1, step 7" in finished.stdout
-
-
-@pytest.mark.full
 def test_compiled(tmp_path):
     for flags in ("", "--compile"):
         command = f"{launcher('pytorch_float8', 1)} {JOB} --max-steps 6 {flags}"
-        succeed(f"{command} --output-dir {tmp_path / f'run{flags}'}")
+        finished = succeed(f"{command} --output-dir {tmp_path / f'run{flags}'}")
+        assert "float8: 12 of 13 linear layers, tensorwise, emulated" in finished.stdout
+
     (expected, _), (found, _) = read_run(tmp_path / "run"), read_run(tmp_path / "run--compile")
     assert 0 < distance(found, expected) < 0.01  # it rounds elsewhere, and AdamW enlarges that

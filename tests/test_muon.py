@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import HOOKED, launcher, read_run, relative_difference, succeed
+from conftest import launcher, read_run, relative_difference, succeed
 from torch.optim import _muon
 
 from pytorch_Muon import orthogonalize
@@ -44,34 +44,25 @@ def test_uneven(train, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("n", [2, 4])
-def test_cost(n, tmp_path, measured):
+def test_cost(n, run_once, measured):
     """Of the optimizers alone: all else of the two scripts is the same."""
     matrices = 4 * [(48, 48)] * 4 + 4 * [(192, 48), (48, 192)]
     theory = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in matrices) / n
-    numbers, found = sum(a * b for a, b in matrices), {}
+    size, weights, costs = 8 * sum(a * b for a, b in matrices), [], []  # in bytes
     for script in ("pytorch_Muon", "pytorch_FSDP"):
-        command = f"{launcher(script, n, HOOKED)} {JOB} {EVEN} --max-steps 3"
-        finished = succeed(f"{command} --output-dir {tmp_path / script}", forked=True, HOOKS=HOOKS)
+        finished, output = run_once(script, n, f"{JOB} {EVEN} --max-steps 3", HOOKS)
         flops = re.findall(r"^flops \d+ (\d+)", finished.stdout, re.MULTILINE)
-        result = read_run(tmp_path / script)[1]
-        found[script] = {
-            "sent": sum(result["sent"].values()) / 8 / numbers,  # in units of the matrices
-            "calls": sum(result["calls"].values()),
-            "flops": max(map(int, flops)) / theory,  # of the rank that has most
-        }
+        state, result = read_run(output)
+        weights.append(state)
+        sent, calls = (sum(result[kind].values()) for kind in ("sent", "calls"))
         if script == "pytorch_Muon":  # what training sends without it
-            sent = result["sent"]["alltoall"] / 8 / numbers
-            fsdp = {"sent": found[script]["sent"] - sent, "flops": 0}
-            fsdp["calls"] = found[script]["calls"] - result["calls"]["alltoall"]
-    for script, costs in found.items():
-        costs = {kind: cost - fsdp[kind] for kind, cost in costs.items()}
-        if script == "pytorch_Muon":
-            costs |= {"sent_theory": 2 * (n - 1) / n**2}
-        name = script if script == "pytorch_Muon" else "pytorch_FSDP with torch.optim.Muon"
-        measured("optimizers", script=name, ranks=n, **costs)
-    weights = [read_run(tmp_path / script)[0] for script in found]
+            others = sent - result["sent"]["alltoall"], calls - result["calls"]["alltoall"]
+        most = max(map(int, flops))  # of all ranks
+        own = {"sent": (sent - others[0]) / size, "calls": calls - others[1]}
+        costs.append(own | {"flops": most / theory})
     assert relative_difference(*weights) < 1e-11
-    ours = found["pytorch_Muon"]
-    assert ours["flops"] == 1 and ours["sent"] - fsdp["sent"] == 2 * (n - 1) / n**2
-    assert ours["calls"] - fsdp["calls"] == 2 * len(matrices) / n
-    assert found["pytorch_FSDP"]["sent"] - fsdp["sent"] > 5 * sent
+    muon, fsdp = costs
+    assert muon == {"sent": 2 * (n - 1) / n**2, "calls": 2 * len(matrices) / n, "flops": 1}
+    assert fsdp["sent"] > 5 * muon["sent"]
+    measured("optimizers", script="pytorch_Muon", ranks=n, **muon, sent_theory=muon["sent"])
+    measured("optimizers", script="pytorch_FSDP with torch.optim.Muon", ranks=n, **fsdp)
