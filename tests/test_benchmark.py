@@ -1,6 +1,7 @@
 """benchmark.py: measure end to end, interrupt and resume, render, and check the pages."""
 
 import contextlib
+import functools
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import copy_checkout
-from conftest import ROOT, environment, launch, succeed, wait_for
+from conftest import ROOT, environment, launch, wait_for
 
 import benchmark
 from measure import everything
@@ -42,27 +43,6 @@ def run(checkout, flags, code=0):
 
 
 @pytest.mark.full
-def test_quick_suite(checkout):
-    finished = run(checkout, "--suite quick")
-    found = json.loads((checkout / "results/quick.json").read_text())
-    assert [row["name"] for row in found["rows"]] == ["SingleGPU", "torchrun_DDP x2", "FSDP x2"]
-    assert found["complete"] and not (checkout / "results/quick.partial.json").exists()
-    assert found["hardware"]["cores"] > 0 and found["versions"]["torch"]
-    for row, ranks in zip(found["rows"], (1, 2, 2), strict=True):
-        assert row["failed"] is None
-        [measured] = row["runs"]
-        assert measured["world_size"] == ranks and measured["images_per_second"] > 0
-        assert "--output-dir" in measured["command"] and measured["steps"] == 12
-        assert row["name"].split()[0] in finished.stdout
-    single, ddp, fsdp = (row["runs"][0] for row in found["rows"])
-    assert single["weights_difference"] is None
-    assert ddp["weights_difference"] > 0, "BatchNorm sees other images on two ranks"
-    assert 2.2 * sum(fsdp["state_bytes"].values()) > sum(single["state_bytes"].values())
-    assert sum(fsdp["state_bytes"].values()) < 0.6 * sum(single["state_bytes"].values())
-    assert (checkout / "runs/benchmark/quick/FSDP-x2/model.pt").is_file()
-
-
-@pytest.mark.full
 def test_a_row_that_fails_says_why(checkout):
     single = "python pytorch_SingleGPU.py"
     ddp = "torchrun --nproc_per_node={ranks} pytorch_DDP_AMP.py"
@@ -74,8 +54,9 @@ def test_a_row_that_fails_says_why(checkout):
         ("bug", "python -c '1/0'"),
         ("program", "no_such_launcher pytorch_SingleGPU.py"),
         ("silent", "python -c 'import time; time.sleep(60)'", 3),
-        ("good", single),
         others=[
+            {"name": "good", "command": single, "reference": True},
+            {"name": "ddp", "command": "torchrun --nproc_per_node=2 pytorch_torchrun_DDP.py"},
             {"name": "odd", "command": ddp, "ranks": [3]},
             {"name": "none", "command": "python none.py", "needs": ["none_such"]},
         ],
@@ -91,7 +72,8 @@ def test_a_row_that_fails_says_why(checkout):
     assert why["package"] == "no_such_package is not installed"
     assert why["program"] == "no_such_launcher is not installed"
     assert why["silent"] == "timed out after 3 s"
-    assert why["good"] is None and [len(row["runs"]) for row in rows] == [0] * 6 + [1, 0, 0]
+    assert why["good"] is None and [len(row["runs"]) for row in rows] == [0] * 6 + [1, 1, 0, 0]
+    assert rows[7]["runs"][0]["weights_difference"] > 0, "BatchNorm sees others on two ranks"
     for said in ("no_such_package is not installed", "left out: none_such is not installed"):
         assert said in finished.stdout, "the table says it"
     assert "left out: a batch of 16 cannot be divided into 3 parts" in finished.stdout
@@ -181,48 +163,45 @@ def test_render_and_check(checkout):
     assert changes(checkout) == {f"{name}{end}" for name in names for end in (".md", ".zh-CN.md")}
 
 
-def test_the_command_to_render_and_check(checkout):
+def test_the_command_to_render_and_check(checkout, monkeypatch, capsys):
+    def ends(flag):
+        monkeypatch.setattr("sys.argv", ["benchmark.py", flag])
+        try:
+            benchmark.main()
+        except SystemExit as end:
+            return end.code
+
+    found = functools.partial(pages.find_changes, checkout)
+    monkeypatch.setattr(pages, "find_changes", found)
+    monkeypatch.setattr(benchmark, "ROOT", checkout)
     path, results = checkout / "README.md", checkout / "results/cpu.json"
     text = path.read_text()
     path.write_text(text.replace("| 16 (16) |", "| 17 (16) |"))
-    finished = run(checkout, "--check", code=1)
-    assert "README.md" in finished.stderr
+    assert ends("--check") == 1 and "README.md" in capsys.readouterr().err
     assert path.read_text() != text, "a check changes nothing"
-    run(checkout, "--render")
-    assert path.read_text() == text
-    run(checkout, "--check")
+    assert not ends("--render") and path.read_text() == text
     results.write_text(results.read_text()[:1000])
-    finished = run(checkout, "--render", code=2)
-    assert len(finished.errors) == 1 and "cpu.json" in finished.errors[0]
-    assert path.read_text() == text
+    assert ends("--render") == 2 and "cpu.json" in capsys.readouterr().err
 
 
 def test_the_repository_is_rendered():
     assert not changes(ROOT), "python benchmark.py --render"
 
 
-WRONG = {  # a file, what stands in it (or all of it), and what would be wrong in its place
-    "schema": ("results/cpu.json", '"schema": 1', '"schema": 99'),
-    "damaged": ("results/cpu.json", r"(?s).+", "{"),
-    "no beginning": ("README.md", "<!-- front-gpt -->", ""),
-    "no end": ("docs/proof.md", "<!-- end -->", ""),
-    "no place": ("docs/reliability.md", r"(?s)<!-- faults -->.*?<!-- end -->", ""),
-    "twice": ("docs/reliability.md", "(<!-- faults -->)", r"\1\n<!-- end -->\n\1"),
-    "unknown": ("docs/inference.md", "<!-- inference -->", "<!-- inferences -->"),
-}
+WRONG = [  # a file, what stands in it, and what would be wrong in its place
+    ("results/cpu.json", '"schema": 1', '"schema": 99'),
+    ("README.md", "<!-- front-gpt -->", ""),
+    ("docs/proof.md", "<!-- end -->", ""),
+    ("docs/inference.md", "<!-- inference -->", "<!-- inferences -->"),
+]
 
 
-@pytest.mark.parametrize("how", [*WRONG, "no page"])
-def test_nothing_is_rendered_from_what_is_wrong(how, checkout):
-    name, pattern, new = WRONG.get(how, ("docs/proof.zh-CN.md", None, None))
-    if pattern:
-        text, count = re.subn(pattern, new, (checkout / name).read_text(), count=1)
-        assert count == 1
-        (checkout / name).write_text(text)
-    else:
-        (checkout / name).unlink()
-    named = "faults" if how == "no place" else name.removeprefix("results/")
-    with pytest.raises(Unusable, match=re.escape(named)):
+@pytest.mark.parametrize("name, old, new", WRONG)
+def test_nothing_is_rendered_from_what_is_wrong(name, old, new, checkout):
+    text = (checkout / name).read_text()
+    assert old in text
+    (checkout / name).write_text(text.replace(old, new, 1))
+    with pytest.raises(Unusable, match=name.removeprefix("results/")):
         pages.find_changes(checkout)
 
 
@@ -292,22 +271,9 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     assert "python " in printed or "torchrun " in printed
 
 
-@pytest.mark.parametrize("loop", ["bare", pytest.param("pytorch_train", marks=pytest.mark.full)])
-def test_a_suite_keeps_what_peers_measure(loop, tmp_path):
-    flags = "--train-samples 32 --batch-size 8 --max-steps 4 --model shufflenet_v2_x0_5 -j 1"
-    command = f"python measure/peers.py --loop {loop} --dataset synthetic {flags}"
-    succeed(f"{command} --output-dir {tmp_path}", forked=True)
-    result = json.loads((tmp_path / "result.json").read_text())
-    shown = "technique world_size device threads precision tf32 images_per_second step_ms"
-    assert {*shown.split(), "peak_memory_gib", "state_bytes", "train_samples"} <= result.keys()
-    assert result["devices"] == 1
-    [[begin, end]] = result["trained_between"]
-    assert 0 < end - begin < 60 and result["gpu_uuids"] == []
-
-
 @pytest.mark.full
 def test_a_suite_of_text(checkout):
-    """Tokens, the curve of the loss, and memory from a run of its own."""
+    """Tokens, the curve of the loss, and memory from a run of its own; all in results/."""
     job = "--device cpu --model gpt-1x2x16 --context 8 --dataset synthetic --train-samples 32 "
     job += "--eval-samples 4 --batch-size 8 --epochs 1 --print-freq 2"
     memory = "--profile-memory --max-steps 3"
@@ -316,9 +282,12 @@ def test_a_suite_of_text(checkout):
     finished = run(checkout, "--suite quick")
     assert "tokens/s (min–max)" in finished.stdout and "| loss |" in finished.stdout
     found = json.loads((checkout / "results/quick.json").read_text())
+    assert found["complete"] and not (checkout / "results/quick.partial.json").exists()
+    assert found["hardware"]["cores"] > 0 and found["versions"]["torch"]
     [row] = found["rows"]
     [measured] = row["runs"]
     assert measured["steps"] == 4 and measured["context"] == 8
+    assert measured["weights_difference"] is None and "--output-dir" in measured["command"]
     assert "--profile-memory --max-steps 3" in row["memory"]["command"]
     memory = row["memory"]["peak_memory_gib"]
     assert measured["peak_memory_gib"] == memory and 0 < memory["allocated"] < memory["process"]
@@ -332,7 +301,6 @@ def test_a_suite_of_text(checkout):
 
 
 def test_all_is_measured_once(checkout, monkeypatch, capsys):
-    (checkout / "results/all.json").unlink(missing_ok=True)
     counted, fails = checkout / "counted", checkout / "fails"
     fails.touch()
     parts = {
@@ -342,31 +310,20 @@ def test_all_is_measured_once(checkout, monkeypatch, capsys):
     }
     (checkout / "config/measure_all.json").write_text(json.dumps(parts))
     monkeypatch.setattr(everything, "busy_cores", lambda: 0.1)
-    monkeypatch.setattr(everything, "state_of", lambda *_: {"code": code})
-    code = "before"
-    assert everything.measure(checkout, "0" * 40, gpu=False) == ["bad"]
+    measure = functools.partial(everything.measure, checkout, "0" * 40, gpu=False)
+    assert measure() == ["bad"]
     assert (checkout / "runs/all/bad.log").read_text() == "to the log\n"
     fails.unlink()
-    assert not everything.measure(checkout, "0" * 40, gpu=False)
-    assert counted.read_text() == "\nsaid\n", "what was measured is not measured again"
-    found = everything.read(checkout)
-    assert [part["code"] for part in found.values()] == [0, 0] and "gpu" not in found
+    assert not measure() and counted.read_text() == "\nsaid\n", "the good one is not run again"
     everything.print_plan(checkout, gpu=False)
     assert re.search(r"good +\d+\.\d min  done", capsys.readouterr().out)
-    code = "after"
-    assert not everything.measure(checkout, "0" * 40, gpu=False, only=["bad"])
-    assert counted.read_text() == "\nsaid\n", "one part alone"
-    rows = [{"name": "long", "failed": "timed out after 9 s"},
-            {"name": "large", "failed": "out of memory"}]  # fmt: skip
-    (checkout / "results/bad.json").write_text(json.dumps({"rows": rows}))
-    code = "later"
-    assert everything.measure(checkout, "0" * 40, gpu=False, only=["bad"]) == ["bad"]
-    assert (checkout / "runs/all/bad.log").read_text().endswith("failed: long\n")
-    (checkout / "results/bad.json").unlink()
     with pytest.raises(Unusable, match="--only gone: the parts are good, bad"):
-        everything.measure(checkout, "0" * 40, gpu=False, only=["gone"])
-    assert not everything.measure(checkout, "0" * 40, gpu=False)
-    assert counted.read_text() == 2 * "\nsaid\n"
+        measure(only=["gone"])
+    (checkout / "common.py").write_text("changed = True")
+    monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
+    with pytest.raises(Unusable, match=r"other programs use 1\.3 cores"):
+        measure(only=["bad"])
+    assert counted.read_text() == "\nsaid\n"
 
 
 def test_utilization_is_of_the_gpus_and_the_time_that_trained():
@@ -380,16 +337,3 @@ def test_utilization_is_of_the_gpus_and_the_time_that_trained():
     for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
         assert benchmark.mean_utilization(samples, unknown, spans) is None
     assert benchmark.mean_utilization(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
-
-
-def test_nothing_is_timed_on_a_busy_machine(checkout, monkeypatch, capsys):
-    monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
-    parts = {"losses": {"untimed": True, "commands": ["true"]}}
-    (checkout / "config/measure_all.json").write_text(json.dumps(parts))
-    assert not everything.measure(checkout, "0" * 40, gpu=False)
-    monkeypatch.setattr(everything, "to_do", lambda root, parts: [*parts])
-    monkeypatch.setattr("sys.argv", ["benchmark.py", "--suite", "all"])
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.main()
-    assert stopped.value.code == 2
-    assert re.search(r"other programs use 1\.3 cores", capsys.readouterr().err)
