@@ -1,7 +1,7 @@
 """Mixture of experts: unit tests. Parity is in test_contract.py."""
 
 import torch
-from conftest import launch
+from test_inference import infer
 
 from jobs.experts import MixtureOfExperts, grouped
 from jobs.gpt import MLP
@@ -53,14 +53,18 @@ def test_all_experts_at_once():
     torch.testing.assert_close(at_once.grad, apart.grad, rtol=0.05, atol=0.01)
 
 
-def test_a_rank_without_tokens(train):
+def test_a_rank_without_tokens(train, tmp_path):
     """All are routed to rank 0's first expert: nothing hangs, and the weights are those of one
-    process, with clipping and an optimizer that has a state for each."""
+    process, with clipping and an optimizer that has a state for each. Inference knows no experts.
+    """
     flags = "--experts 4 --max-steps 6 --optimizer adamw"
     expected, _ = train("pytorch_SingleGPU", 1, flags, hooks="all_to_one")
     weights, _ = train("pytorch_EP", 2, flags, hooks="all_to_one")
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11)
+    torch.save(weights, tmp_path / "model.pt")
+    finished = infer(f"--model gpt-2x2x16 --weights {tmp_path}/model.pt --prompt a")
+    assert finished.code == 2 and "is a mixture of experts" in finished.errors[0], str(finished)
 
 
 def test_balance_has_the_router_use_all_experts():
@@ -80,13 +84,3 @@ def test_balance_has_the_router_use_all_experts():
         (0 * mixture(x)).sum().backward()  # the balance alone
         optimizer.step()
     assert before > 0.9 and most_used() < 0.5
-
-
-def test_inference_knows_no_experts(train, tmp_path):
-    weights, _ = train("pytorch_SingleGPU --experts 4 --balance 0", 1, "--max-steps 12")
-    torch.save(weights, tmp_path / "model.pt")
-    command = (
-        f"python model_inference.py --model gpt-2x2x16 --weights {tmp_path}/model.pt --prompt a"
-    )
-    finished = launch(command, forked=True)
-    assert finished.code == 2 and "is a mixture of experts" in finished.errors[0], str(finished)

@@ -1,12 +1,10 @@
 """From a GPT's weights to text: sample, test, export, sample again from the ONNX file."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import environment, launcher, succeed
+from conftest import launcher, succeed
 from test_inference import infer
 
 from inference import language
@@ -15,16 +13,6 @@ JOB = (
     "--model gpt-2x2x32 --context 16 --dataset synthetic --train-samples 960 --eval-samples 100 "
     "-b 32 --epochs 2 --lr 0.01"
 )
-IN_STOCK_ORT = """
-import json, sys, numpy, onnxruntime
-session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-vocabulary = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
-tokens = [vocabulary.index(character) for character in sys.argv[2]]
-for _ in range(8):
-    [logits] = session.run(None, {"tokens": numpy.array([tokens[-16:]])})
-    tokens.append(int(logits[0, :, -1].argmax()))
-print("".join(vocabulary[token] for token in tokens))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +62,6 @@ def test_sampling(trained, exported):
 
 def vocabulary(path):
     return json.loads(path.with_name("result.json").read_text())["classes"]
-
-
-def test_stock_onnxruntime_writes_the_same(trained, exported):
-    prompt = vocabulary(trained)[1]
-    command = [sys.executable, "-c", IN_STOCK_ORT, exported, prompt]
-    written = subprocess.run(command, capture_output=True, text=True, env=environment())
-    flags = f"--prompt {prompt} --tokens 8 --temperature 0"
-    assert written.stdout.strip("\n") == read_json(f"--weights {trained} {flags}")["text"]
 
 
 def test_weights_without_their_result(trained, tmp_path):

@@ -5,27 +5,24 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, cases, distance, launch, launcher, read_run, succeed
+from conftest import ROOT, cases, distance, read_run, succeed
+from test_inference import infer
 
 transformers = pytest.importorskip("transformers")
 
 from jobs import reviews  # noqa: E402
 
+REVIEWS = "--dataset reviews --data-dir"
 TINY = "--model encoder-1x2x16 --context 12 --batch-size 16 --print-freq 1"
-
-
-def train(script, ranks, folder, output, flags):
-    command = f"{launcher(script, ranks)} --dataset reviews --data-dir {folder} {flags}"
-    succeed(f"{command} --output-dir {output}", forked=True)
-    return read_run(output)
 
 
 @pytest.fixture(scope="module")
 def trained(review_folder, tmp_path_factory):
     """The folder it ran in, where runs/ is; on reviews that the tokenizer need not cut off."""
     folder = tmp_path_factory.mktemp("trained")
-    flags = f"{TINY} --context 40 --epochs 20 --lr 0.01"
-    train("pytorch_SingleGPU", 1, review_folder, folder / "runs/pytorch_SingleGPU", flags)
+    flags = f"{REVIEWS} {review_folder} {TINY} --context 40 --epochs 20 --lr 0.01"
+    output = folder / "runs/pytorch_SingleGPU"
+    succeed(f"python pytorch_SingleGPU.py {flags} --output-dir {output}", forked=True)
     return folder
 
 
@@ -37,26 +34,19 @@ def test_it_learns(trained):
     assert result["reviews_per_second"] > 0
 
 
-TECHNIQUES = ["pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_FSDP_by_hand", "lightning_Fabric"]
-MORE = ["pytorch_DDP_ZeRO --use_zero", "pytorch_ZeRO_by_hand --stage 2", "pytorch_HSDP --shard 2"]
-MORE += ["pytorch_gradient_accumulation --accumulate 2", "pytorch_activation_checkpointing"]
-MORE += ["pytorch_FSDP_offload", "lightning_Trainer", "lightning_Trainer --strategy fsdp"]
+USUAL = ["pytorch_FSDP", "pytorch_gradient_accumulation --accumulate 2"]
+MORE = ["pytorch_torchrun_DDP", "pytorch_FSDP_by_hand", "pytorch_DDP_ZeRO --use_zero"]
+MORE += ["pytorch_ZeRO_by_hand --stage 2", "pytorch_HSDP --shard 2", "pytorch_FSDP_offload"]
+MORE += ["pytorch_activation_checkpointing", "lightning_Fabric", "lightning_Trainer"]
+MORE += ["lightning_Trainer --strategy fsdp"]
 
 
-EIGHT_STEPS = f"{TINY} --double --dropout 0 --max-steps 8 --epochs 3"
-
-
-USUAL = ("pytorch_FSDP", "pytorch_gradient_accumulation --accumulate 2")
-
-
-@pytest.mark.parametrize("script", cases([(s,) for s in TECHNIQUES + MORE], USUAL.__contains__))
-def test_techniques_agree(script, review_folder, tmp_path):
+@pytest.mark.parametrize("script", cases([(s,) for s in USUAL + MORE], USUAL.__contains__))
+def test_techniques_agree(script, review_folder, train):
     """In float64, after eight steps: each review has one label, however long it is, so a mean over
     parts of equal size is right. FSDP makes the model of two ranks without memory."""
-    both = [
-        train(name, n, review_folder, tmp_path / str(n), EIGHT_STEPS)[0]
-        for name, n in (("pytorch_SingleGPU", 1), (script, 2))
-    ]
+    flags = f"{REVIEWS} {review_folder} {TINY} --double --dropout 0 --max-steps 8 --epochs 3"
+    both = train("pytorch_SingleGPU", 1, flags)[0], train(script, 2, flags)[0]
     expected, weights = ({k: t for k, t in w.items() if t.is_floating_point()} for w in both)
     assert distance(weights, expected) < 1e-11
 
@@ -81,8 +71,7 @@ def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch
 
 
 def test_inference_is_not_of_texts(trained):
-    weights = trained / "runs/pytorch_SingleGPU/model.pt"
-    finished = launch(f"python model_inference.py --weights {weights} --input test", forked=True)
+    finished = infer(f"--weights {trained}/runs/pytorch_SingleGPU/model.pt --input test")
     assert finished.code == 2
     assert "encoder-1x2x16 classifies text, which this script does not support" in finished.stderr
 
@@ -90,11 +79,11 @@ def test_inference_is_not_of_texts(trained):
 @pytest.mark.parametrize(
     "script, ranks", cases([("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 2)
 )
-def test_pretrained_weights(script, ranks, review_folder, pretrained, tmp_path):
+def test_pretrained_weights(script, ranks, review_folder, pretrained, train):
     """At a rate of nothing, what is evaluated is what was loaded."""
-    flags = f"--weights {pretrained} --context 12 --batch-size 16 --max-steps 1 --lr 1e-30"
-    flags += " --weight-decay 0"
-    weights, result = train(script, ranks, review_folder, tmp_path, flags)
+    flags = f"{REVIEWS} {review_folder} --weights {pretrained} --context 12 --batch-size 16"
+    flags += " --max-steps 1 --lr 1e-30 --weight-decay 0"
+    weights, result = train(script, ranks, flags)
     stock = transformers.BertForSequenceClassification.from_pretrained(pretrained).eval()
     for name, tensor in stock.state_dict().items():
         assert torch.allclose(weights[f"encoder.{name}"], tensor, atol=1e-20)
@@ -132,10 +121,6 @@ def test_a_broken_line_is_told_by_its_number(line, words, tmp_path, capsys):
 @pytest.mark.full
 def test_memory_is_predicted(review_folder):
     """Of the encoder's shape, with labels of whole reviews."""
-    command = (
-        f"python estimate.py --dataset reviews --data-dir {review_folder} --only SingleGPU --json"
-    )
-    command += " --model encoder-1x4x128"
-    finished = succeed(command, forked=True)
-    [row] = json.loads(finished.stdout)
+    flags = f"{REVIEWS} {review_folder} --model encoder-1x4x128 --only SingleGPU --json"
+    [row] = json.loads(succeed(f"python estimate.py {flags}", forked=True).stdout)
     assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * 256
