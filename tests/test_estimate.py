@@ -16,7 +16,6 @@ from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel, load_function
 from estimator.sent import Message
 from measure.estimates import published, published_elsewhere
-from measure.estimates.allocator import MIB, Allocator
 from techniques import TECHNIQUES
 
 IMAGES = "--model resnet18 --batch-size 32"
@@ -80,17 +79,19 @@ def estimate(flags, code=0, through="", hooks=""):
 
 def test_a_row_for_each_technique():
     """As a program reads it, and that the sum is made of its parts."""
-    flags = f"{IMAGES} --gpus 2 --json --memory 8 --only SingleGPU,FSDP"
-    rows = json.loads(estimate(flags).stdout)
-    assert [row["technique"] for row in rows] == ["SingleGPU", "FSDP", "FSDP --dtype bfloat16"]
-    single, fsdp, half = rows
-    for row in rows:
+    flags = f"{IMAGES} --gpus 2 --json --memory 8 --only SingleGPU,DDP_ZeRO,FSDP"
+    rows = {row["technique"]: row for row in json.loads(estimate(flags).stdout)}
+    single, zero, fsdp, half = rows.values()
+    assert [*rows][2:] == ["FSDP", "FSDP --dtype bfloat16"] and single["technique"] == "SingleGPU"
+    for row in rows.values():
         assert row["fits"] and row["peak"] == sum(row["kinds"].values())
     parameters = 11_181_642  # of ResNet-18 with ten classes
     assert single["kinds"]["parameters"] == pytest.approx(4 * parameters, rel=0.01)
     assert fsdp["kinds"]["parameters"] == pytest.approx(2 * parameters, rel=0.01)
     assert single["sent"] == 0 and fsdp["sent"] == pytest.approx(6 * parameters, rel=0.1)
     assert half["kinds"]["activations"] < 0.6 * fsdp["kinds"]["activations"]
+    sent = zero["sent_in"]  # after the step, where nothing hides it
+    assert sent["forward"] == 0 and sent["update"] == pytest.approx(sent["backward"] / 2, rel=0.01)
 
 
 def test_what_a_table_says():
@@ -102,10 +103,8 @@ def test_what_a_table_says():
     assert heads.split() == "GPUs peak weights grads optim activ fits".split()
     assert len(rows) == 2 and re.search(r"  1 +0\.\d\d +\d+M .* yes$", rows[0])
     assert fits.startswith("fits 79.1 GiB with 5.5 GiB reserved: SingleGPU, auto_mixed_precision")
-    [ddp] = re.findall(
-        r"plain DDP\(model\) [^.]*\.",
-        estimate(f"{TEXT} --gpus 2 --only torchrun_DDP,FSDP --memory 24").stdout,
-    )
+    found = estimate(f"{TEXT} --gpus 2 --only torchrun_DDP,FSDP --memory 24").stdout
+    [ddp] = re.findall(r"plain DDP\(model\) [^.]*\.", found)
     assert "twice, which is" in ddp
 
 
@@ -154,21 +153,6 @@ def test_figures_published_elsewhere_are_met(name):
     cells = " | ".join(", ".join(f"{size:.2f}" for size in row) for row in (figures, sizes))
     for page in ("docs/estimate.md", "docs/estimate.zh-CN.md"):
         assert f"| {cells} |" in (ROOT / page).read_text()
-
-
-def test_blocks_are_those_of_the_allocator():
-    """What is too little stays with a large block; what is freed is joined and used again."""
-    allocator = Allocator()
-    allocator.take(0, 16_000_000)
-    assert allocator.allocated == 16 * MIB
-    for number in (1, 2, 3, 4):  # of one segment of 20 MiB, and the last of another
-        allocator.take(number, 6 * MIB)
-    assert allocator.allocated == 40 * MIB and allocator.segments == 3
-    allocator.give_back(1)
-    allocator.give_back(2)
-    allocator.take(5, 12 * MIB)  # in the place of both, with no rest
-    allocator.take(6, 512)
-    assert allocator.allocated == 40 * MIB + 512 and allocator.segments == 4
 
 
 def test_another_tracker_agrees():
@@ -319,7 +303,9 @@ ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are
 ]
 
 
-@pytest.mark.parametrize("name, parameters, inputs, called, others", ESTIMATED)
+@pytest.mark.parametrize(
+    "name, parameters, inputs, called, others", cases(ESTIMATED, lambda name, *_: name != "grey")
+)
 def test_a_module_of_ones_own(name, parameters, inputs, called, others, mine):
     """That takes images or what its example is, and returns logits, more than that, or a loss."""
     if name == "bert":  # once, instead of in each predicted process
@@ -360,22 +346,16 @@ def linear(*others):
     return nn.Sequential(nn.Linear(3, 3), *others)
 
 
+ROWS = torch.ones(2, 3)
 WRONG = {  # what the function returns, or what is wrong with it
     "returned None": lambda: None,
     "returned int 3": lambda: 3,
     "returned ReLU, which has no parameters": nn.ReLU,
     "returned a batch without a tensor, str hi": lambda: (linear(), "hi"),
-    "does not take (missing a required argument: 'input')": lambda: (
-        linear(),
-        {"x": torch.ones(2)},
-    ),
-    "as the loss": lambda: (linear(), torch.ones(2, 3), 5),
-    "loss function that returns a tensor of [2, 3]": lambda: (
-        linear(),
-        torch.ones(2, 3),
-        lambda out, _: out,
-    ),
-    "a module that returns a tensor of [6]": lambda: (linear(nn.Flatten(0)), torch.ones(2, 3)),
+    "does not take (missing a required argument: 'input')": lambda: (linear(), {"x": ROWS[0]}),
+    "as the loss": lambda: (linear(), ROWS, 5),
+    "loss function that returns a tensor of [2, 3]": lambda: (linear(), ROWS, lambda out, _: out),
+    "a module that returns a tensor of [6]": lambda: (linear(nn.Flatten(0)), ROWS),
     "needs size; give a function without arguments": lambda size: linear(),
 }
 
@@ -394,16 +374,14 @@ def test_what_a_function_returns_wrongly_is_one_line(words, tmp_path, capsys):
 GPT = "--model gpt-4x6x48 --context 64 --batch-size 8"
 MISTAKES = {  # that a prediction finds; others are in mistakes.txt
     "--model resnet19": "--model resnet19 is not a torchvision classifier; try resnet",
-    "--no-such-flag 3": "unrecognized arguments: --no-such-flag 3",
     f"{GPT} --gpus 2 --memory 0.006 --spare 0.00599 --recommend": "nothing fits 0.006 GiB "
     "with 0.00599 GiB reserved; the closest, above, needs",
     f"{GPT} --gpus 4 --only ND_parallel --tp 4": "6 heads are not divisible by --tp 4",
     f"{IMAGES} --gpus 2 --memory 1.55 --only FSDP": "nothing fits 1.55 GiB",
 }
-FULL = list(MISTAKES)[-3:]
 
 
-@pytest.mark.parametrize("flags", cases([(f,) for f in MISTAKES], lambda f: f not in FULL))
+@pytest.mark.parametrize("flags", cases([(f,) for f in MISTAKES], lambda f: "resnet19" in f))
 def test_a_mistake_is_one_line(flags):
     failed = estimate(flags, code=2)
     assert MISTAKES[flags] in failed.stderr and failed.stderr.startswith("estimate: error: ")
@@ -429,10 +407,8 @@ def test_seconds_of_a_message(tmp_path):
     small = network.seconds(Message("allreduce", 1000, 1024), links)
     assert small == pytest.approx(2 * (10 * 0.001 + 1e-6))  # a tree
     names = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
-    sweep = {
-        "ranks": 2,
-        "operations": {name: {"latency": 4e-4, "bandwidth": 1e9} for name in names},
-    }
+    operations = {name: {"latency": 4e-4, "bandwidth": 1e9} for name in names}
+    sweep = {"ranks": 2, "operations": operations}
     (tmp_path / "collectives.json").write_text(json.dumps(sweep))
     links = network.link_of(f"{tmp_path}/collectives.json")
     assert network.seconds(Message("allreduce", 10**6, 2), links) == pytest.approx(4e-4 + 1e-3)
@@ -441,19 +417,10 @@ def test_seconds_of_a_message(tmp_path):
 
 def test_what_overlaps_is_not_waited_for():
     links = network.link_of("0,1")
-    messages = [
-        Message("allreduce", 10**9, 2, "temporary"),
-        Message("broadcast", 10**9, 2, "update"),
-    ]
+    kinds = ("allreduce", "temporary"), ("broadcast", "update")
+    messages = [Message(kind, 10**9, 2, phase) for kind, phase in kinds]
     assert network.waiting(messages, 3.0, links) == pytest.approx((0.5, 1.5))
     assert network.waiting(messages, 0.75, links) == pytest.approx((1.0, 1.5))
-
-
-def test_zero_sends_after_the_step():
-    """Where nothing hides it."""
-    [row] = json.loads(estimate(f"{TEXT} --gpus 2 --only DDP_ZeRO --json").stdout)
-    sent = row["sent_in"]
-    assert sent["forward"] == 0 and sent["update"] == pytest.approx(sent["backward"] / 2, rel=0.01)
 
 
 @pytest.mark.full
@@ -534,11 +501,3 @@ def test_what_compute_hides_costs_nothing():
     assert cost(8, shard=4, tp=2)[0] > 0 and cost(8, shard=4, pp=2, microbatches=4)[0] > 0
     assert cost(8, shard=4, cp=2)[0] > 0 and cost(8, shard=8, ac="full")[0] > 0
     assert cost(64, shard=8, replicate=8) < cost(64, shard=4, replicate=8, tp=2)
-
-
-def test_stages_that_may_be_the_fullest():
-    """And their blocks: the first, the one after it, the last, and the first with one more."""
-    assert techniques.stages_of(32, 1) == {0: 32}
-    assert techniques.stages_of(32, 8) == {0: 4, 1: 4, 7: 4}
-    assert techniques.stages_of(9, 4) == {0: 2, 1: 2, 3: 3}
-    assert techniques.stages_of(10, 8) == {0: 1, 1: 1, 3: 2, 7: 2}
