@@ -75,8 +75,6 @@ def train(tmp_path_factory):
     return get
 
 
-# ------------------------------------------------------------------------------------------ parity
-
 EIGHT = f"{IMAGES} --max-steps 8"
 JOBS = {"images": f"{IMAGES} --max-steps 12 --epochs 2", "eight": EIGHT, "gpt": GPT, "half": HALF}
 JOBS |= {"reviews": REVIEWS, "fp32": EIGHT.replace("--double ", "")}
@@ -150,8 +148,6 @@ def test_one_resumes_from_the_snapshots_of_another(name, train, tmp_path):
     assert result["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-4)
     assert result["state_bytes"] == whole["state_bytes"]
 
-
-# -------------------------------------------------------------------------- launchers and signals
 
 LAUNCHED = {
     "accelerate_DDP": DDP,

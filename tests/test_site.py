@@ -123,9 +123,6 @@ def test_a_collective_by_keyboard(page):
         assert form.locator("button", has_text="Next").is_disabled()
 
 
-# ---------------------------------------------------------------------------------------- its data
-
-
 def test_what_fits_is_what_is_recommended():
     """A cell: the combination, its command and its peak."""
     cells = {(c["model"], c["gpus"], c["memory"]): c for c in DATA["fit"]["data"]["cells"]}
