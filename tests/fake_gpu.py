@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import _sharding_prop
-from torch.nn.parallel import DistributedDataParallel, comm, distributed
+from torch.nn.parallel import comm, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -41,21 +41,17 @@ COMPUTES |= {"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"}
 
 
 class FakeCuda:
-    """Stands in for torch.cuda: answers, and notes what was asked of it.
+    """Stands in for torch.cuda, with four GPUs: answers, and notes what was asked of it."""
 
-    Args:
-        capability: of each of the four GPUs.
-    """
-
-    def __init__(self, capability=(8, 0)):
-        self.log, self.current, self.capability = [], 0, tuple(capability)
+    def __init__(self):
+        self.log, self.current = [], 0
         self.known = {  # questions that are not noted
             "is_available": True,
             "is_initialized": True,
             "device_count": 4,
             "get_device_name": "Fake GPU",
-            "get_device_capability": self.capability,
-            "is_bf16_supported": self.capability >= (8, 0),
+            "get_device_capability": (8, 0),
+            "is_bf16_supported": True,
             "is_current_stream_capturing": False,
             "manual_seed_all": None,
         }
@@ -211,7 +207,6 @@ def describe(note, state, path):
 def stand_in_for_ranks(note):
     """All others are like this one."""
     init, all_reduce = dist.init_process_group, dist.all_reduce
-    lazy_init = DistributedDataParallel._lazy_init
 
     def init_process_group(backend, device_id=None, **_):
         note("init_process_group", backend, device_id)
@@ -224,13 +219,7 @@ def stand_in_for_ranks(note):
         all_reduce(tensor, op, group, async_op)
         if op == dist.ReduceOp.SUM:
             tensor.mul_(dist.get_world_size())
-        future = torch.futures.Future()
-        future.set_result([tensor])
-        return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
-
-    def begin(ddp):
-        lazy_init(ddp)
-        DistributedDataParallel.wrapper = ddp
+        return SimpleNamespace(wait=lambda: None)
 
     def all_gather_object(values, value, group=None):
         values[:] = [value] * len(values)
@@ -242,7 +231,6 @@ def stand_in_for_ranks(note):
     # DDP reads what the others say of their parameters, and so does its new order of buckets.
     distributed._verify_param_shape_across_processes = lambda *_: None
     dist.Reducer._rebuild_buckets = lambda reducer: False
-    DistributedDataParallel._lazy_init = begin
     # DTensor asks for shapes on fake tensors: of a mode of its own, as ours leaves the CPU's real.
     _sharding_prop.detect_fake_mode = lambda *_: None
 
@@ -314,17 +302,6 @@ def stand_in_for_drivers(fake, harness):
                     weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
                     for hook in (weight._post_accumulate_grad_hooks or {}).values():
                         hook(weight)
-        ddp = getattr(DistributedDataParallel, "wrapper", None)
-        if ddp and ddp.require_backward_grad_sync:  # its reducer would call the hooks
-            parameters = list(ddp.parameters())
-            buffer = torch.cat([parameter.grad.flatten() for parameter in parameters])
-            parts = buffer.split([parameter.numel() for parameter in parameters])
-            parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-            bucket = {"buffer": buffer, "gradients": parts, "parameters": parameters}
-            bucket |= {"is_last": True, "index": 0}  # the only one
-            answers = {name: lambda value=value: value for name, value in bucket.items()}
-            for hook, state in ddp._comm_hooks:
-                hook(state, SimpleNamespace(**answers)).wait()
         if hasattr(fake.model, "_get_fsdp_state"):  # reduce-scatters them, where hooks have not
             state = fake.model._get_fsdp_state()
             state._state_ctx.manual_backward_finalization_active = False  # PyTorch 2.15 asks
@@ -357,7 +334,7 @@ def main():
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     script = next(word for word in sys.argv if word.startswith("pytorch_"))
     sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
-    cuda = FakeCuda(map(int, os.environ.get("CAPABILITY", "8.0").split(".")))
+    cuda = FakeCuda()
     stand_in_for_ranks(cuda.note)
     import common
     import harness.state
@@ -369,9 +346,6 @@ def main():
 
     def watched_start(run, model, *args, **kwargs):
         fake.model = model
-        if deepspeed := sys.modules.get("deepspeed"):  # which works in hooks of backward
-            deepspeed.DeepSpeedEngine.backward = lambda _, loss: cuda.note("backward", loss.dtype)
-            deepspeed.DeepSpeedEngine.step = lambda _: None
         tensors = [*model.parameters(), *model.buffers()]
         kinds = {f"{str(t.dtype)[6:]} on {t.device}" for t in tensors if t.is_floating_point()}
         cuda.note("model", *sorted(kinds))
