@@ -16,10 +16,12 @@ import tempfile
 import time
 import uuid
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from fork_server import Server
@@ -43,9 +45,7 @@ ONE_PROCESS = (
     "pytorch_auto_mixed_precision",
     "pytorch_DP",
 )
-CLOSED_PORT = (
-    "http://127.0.0.1:9"  # the discard service, which nobody runs: connections are refused
-)
+CLOSED_PORT = "http://127.0.0.1:9"  # the discard service, which nobody runs: it refuses
 HOOKED = "tests/hooks.py"  # runs a script with small models, and what HOOKS asks for
 ECOSYSTEM = ("accelerate", "lightning", "transformers.trainer")
 LIBRARIES = {  # what a server imports for scripts with such a name
@@ -60,7 +60,6 @@ LIBRARIES["deepspeed_"] = LIBRARIES["DeepSpeed"]  # of an example
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
-commands = {}  # of the test that runs, to be repeated by hand if it fails: keys, in their order
 
 
 def environment(**changes):
@@ -127,7 +126,7 @@ class Started:
     def __init__(self, command, cwd=ROOT, forked=False, **env):
         words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
         self.command, self.by_hand, self.began = command, as_typed(words, env), time.monotonic()
-        commands[self.by_hand] = True
+        print("$", self.by_hand)  # pytest shows it if the test fails
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
         options = dict(zip(("stdout", "stderr"), self.files, strict=True))
         options |= {"cwd": cwd, "env": environment(**env)}
@@ -144,8 +143,7 @@ class Started:
 
     @property
     def output(self):
-        """What it has said so far, on either stream. (Not by read(): its own place in the file
-        would move.)"""
+        """What it has said so far, on either stream. (read() would move the place it writes to.)"""
         return [os.pread(file.fileno(), 2**24, 0).decode() for file in self.files]
 
     def send(self, signum, group=False):
@@ -191,10 +189,10 @@ def launch(command, timeout=240, **options):
         return process.end(timeout)
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=120, state=str):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"it did not happen: {state()}"
         time.sleep(0.02)
 
 
@@ -217,18 +215,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
-def pytest_runtest_setup():
-    commands.clear()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    report = yield
-    if report.failed and commands:
-        report.sections.append((f"to repeat by hand, in {ROOT}", "\n".join(commands)))
-    return report
-
-
 def succeed(command, **options):
     finished = launch(command, **options)
     assert finished.code == 0, str(finished)
@@ -239,6 +225,11 @@ def read_run(output):
     """The state dict that a run wrote, and its result."""
     state = torch.load(output / "model.pt", weights_only=True)
     return state, json.loads((output / "result.json").read_text())
+
+
+def same_bits(ours, theirs):
+    """Whether two state dicts are alike."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 def flat(state):
@@ -311,14 +302,8 @@ def launcher(script, world_size=1, through=""):
 
 
 def processes_of_this_session():
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if SESSION in (folder / "environ").read_text(errors="replace"):
-                found.append(f"{folder.name}: {(folder / 'cmdline').read_text()[:200]}")
-        except OSError:  # ended meanwhile, or not ours
-            continue
-    return found
+    found = (process.info for process in psutil.process_iter(["pid", "cmdline", "environ"]))
+    return [info for info in found if (info.pop("environ") or {}).get("LAUNCHED_BY") == SESSION]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -326,10 +311,7 @@ def no_process_is_left():
     yield
     for running in servers.values():
         running.close()
-    deadline = time.monotonic() + 10
-    while (left := processes_of_this_session()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left, f"the tests left processes behind: {left}"
+    wait_for(lambda: not processes_of_this_session(), 10, processes_of_this_session)
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +328,6 @@ def run_once(tmp_path_factory):
             finished = succeed(command, forked=True, HOOKS=hooks)
             assert not finished.our_warnings
             runs[key] = finished, output
-        commands[runs[key][0].by_hand] = True
         return runs[key]
 
     yield get
@@ -386,8 +367,7 @@ def become(monkeypatch):
 
 @pytest.fixture
 def measured(record_property):
-    """Notes what a test measured, for the README's tables: measure/collect_proof.py takes it from
-    there."""
+    """Notes what a test measured, for docs/proof.md: measure/collect_proof.py reads it."""
     return lambda table, **values: record_property(table, json.dumps(values))
 
 
@@ -399,8 +379,7 @@ def review_folder(tmp_path_factory):
     said = said, ["a delight", "warm and funny", "a joy to see", "great fun", "the best of all"]
     lines = [
         f"{label}\t{2 * label - 1.5}\t{said[label][i % 5]}, scene {i} of {i % 7}"
-        for i in range(75)
-        for label in (0, 1)
+        for i, label in product(range(75), (0, 1))
     ]
     for name, part in {"train": lines[:120], "test": lines[120:]}.items():
         (folder / f"{name}.tsv").write_text("\n".join(["label\trating\ttext", *part, ""]))
@@ -430,14 +409,12 @@ def image_folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     colours = {"blue": (60, 90, 200), "green": (70, 180, 80), "red": (210, 70, 60)}
-    for split, count in {"train": 20, "test": 7}.items():
-        for name, colour in colours.items():
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                height, width = [(32, 32), (40, 32), (32, 48), (64, 64)][i % 4]
-                pixels = rng.normal(colour, 25, size=(height, width, 3)).clip(0, 255)
-                image = Image.fromarray(pixels.astype(np.uint8))
-                if i % 5 == 4:
-                    image = image.convert("P")
-                image.save(root / split / name / f"{i:03}.{'png' if i % 5 == 4 else 'jpg'}")
+    for (split, count), (name, colour) in product([("train", 20), ("test", 7)], colours.items()):
+        (root / split / name).mkdir(parents=True)
+        for i in range(count):
+            height, width = [(32, 32), (40, 32), (32, 48), (64, 64)][i % 4]
+            pixels = rng.normal(colour, 25, size=(height, width, 3)).clip(0, 255)
+            image = Image.fromarray(pixels.astype(np.uint8))
+            kind, mode = ("png", "P") if i % 5 == 4 else ("jpg", "RGB")
+            image.convert(mode).save(root / split / name / f"{i:03}.{kind}")
     return root

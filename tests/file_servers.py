@@ -10,23 +10,19 @@ import contextlib
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
+
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 
 
 class Server:
-    """A process that listens on a port.
-
-    Args:
-        command: of the port.
-        env: what a client needs in its environment.
-    """
+    """A process that listens on a port; ``env`` is what a client needs in its environment."""
 
     def __init__(self, command, port, log, env, process_env):
         self.command, self.port, self.log, self.env = command, port, log, env
@@ -48,21 +44,16 @@ class Server:
             assert time.monotonic() < deadline, "it does not listen"
             time.sleep(0.05)
 
-    def kill(self):
+    def processes(self):
         """With its connections."""
-        for process in children(self.process.pid) if self.process.poll() is None else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def kill(self):
+        for process in self.processes() if self.process.poll() is None else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
-
-
-def children(process):
-    """A process and all below it."""
-    found = [process]
-    for parent in found:
-        with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-    return found
 
 
 @contextlib.contextmanager
@@ -89,15 +80,11 @@ def sftp(folder, port, process_env):
         subprocess.run(keygen, check=True)
     if os.getuid() == 0:
         os.makedirs("/run/sshd", exist_ok=True)  # without which it does not start
-    settings = {
-        "ListenAddress": "127.0.0.1",
-        "AuthorizedKeysFile": folder / ".ssh" / "id_ed25519.pub",
-    }
-    settings |= {"StrictModes": "no", "PidFile": "none", "Subsystem": "sftp internal-sftp"}
-    options = [word for k, v in settings.items() for word in ("-o", f"{k}={v}")]
-    command = [SSHD, "-D", "-e", "-f", "/dev/null", "-p", str(port), "-h", str(folder / "host")]
+    command = f"{SSHD} -D -e -f /dev/null -p {port} -h {folder}/host -o ListenAddress=127.0.0.1"
+    command += f" -o AuthorizedKeysFile={folder}/.ssh/id_ed25519.pub -o StrictModes=no"
+    command = [*command.split(), "-o", "PidFile=none", "-o", "Subsystem=sftp internal-sftp"]
     env = {"HOME": str(folder), "SSH_AUTH_SOCK": ""}
-    server = Server([*command, *options], port, folder / "log", env, process_env)
+    server = Server(command, port, folder / "log", env, process_env)
     server.url = f"sftp://{getpass.getuser()}@127.0.0.1:{port}"
     return server
 

@@ -3,6 +3,7 @@ each row of docs/slow.md, produced on purpose.
 Its command: torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace 3
 """
 
+import functools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import time
 import pytest
 import slow
 import torch
-from conftest import HOOKED, ROOT, commands, launch, launcher, succeed
+from conftest import HOOKED, ROOT, launch, launcher, succeed
 
 from harness import clock, profile
 
@@ -119,21 +120,15 @@ LATE, LATENCY, STALL = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY, s
 def run_slowly(tmp_path_factory):
     """A function that trains with DDP on two ranks, in a way of slow.py, and returns what
     result.json says of the steps. The same run is done only once."""
-    runs = {}
 
+    @functools.cache
     def get(way, flags=""):
-        if (way, flags) not in runs:
-            output = tmp_path_factory.mktemp("slow")
-            command = launcher("pytorch_torchrun_DDP", 2, through=HOOKED)
-            command = f"{command} {JOB} {flags} --output-dir {output}"
-            finished = succeed(command, forked=True, HOOKS=way)
-            line, done = finished.lines[-2:]
-            result = json.loads((output / "result.json").read_text())
-            found = result["breakdown"] | {"line": line, "done": done, "result": result}
-            runs[way, flags] = finished.by_hand, found
-        by_hand, found = runs[way, flags]
-        commands[by_hand] = True
-        return found
+        output = tmp_path_factory.mktemp("slow")
+        command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} {flags}"
+        finished = succeed(f"{command} --output-dir {output}", forked=True, HOOKS=way)
+        line, done = finished.lines[-2:]
+        result = json.loads((output / "result.json").read_text())
+        return result["breakdown"] | {"line": line, "done": done, "result": result}
 
     return get
 

@@ -1,14 +1,12 @@
 """Data, output, snapshots and weights in remote storage: on real S3 and sftp servers."""
 
 import argparse
-import functools
 import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import time
 from socket import socket
@@ -23,6 +21,7 @@ from conftest import (
     free_port,
     launch,
     launcher,
+    same_bits,
     started,
     succeed,
     wait_for,
@@ -94,22 +93,8 @@ def machine(folder):
     return folder
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A function: the weights that a run ends with which nothing interrupts."""
-
-    @functools.cache
-    def run(job):
-        folder = tmp_path_factory.mktemp("whole")
-        succeed(command(f"--output-dir {folder}", job=job), forked=True)
-        return torch.load(folder / "model.pt", weights_only=True)
-
-    return run
-
-
-def same_bits(path, expected):
-    found = torch.load(path, weights_only=True)
-    return all(torch.equal(found[name], expected[name]) for name in expected)
+def weights(folder):
+    return torch.load(folder / "model.pt", weights_only=True)
 
 
 def steps(files):
@@ -121,9 +106,10 @@ def steps(files):
 # ------------------------------------------------------------------------------------ a run
 
 
-def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
+def test_killed_in_the_middle_of_a_copy(s3, reins, run_once, tmp_path):
     """The half of a snapshot is named and left out by another machine; on the same one, the newest
     is still there."""
+    whole = weights(run_once("pytorch_SingleGPU", 1, JOB)[1])  # which nothing interrupts
     files, here = Remote("s3://bucket/killed"), machine(tmp_path / "here")
     own = command("--output-dir s3://bucket/killed")
     reins("hold", f"step-00000008-evaluated/{SUMS}")
@@ -138,7 +124,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
     assert "step-00000008-evaluated is damaged and ignored: SHA256SUMS" in str(finished)
     snapshot = "data/remote/s3/bucket/killed/snapshots/step-00000004-evaluated"
     assert f"resumed from {snapshot} at epoch 2, step 5" in finished.stdout
-    assert same_bits(tmp_path / "out" / "model.pt", whole(JOB))
+    assert same_bits(weights(tmp_path / "out"), whole)
 
     finished = succeed(f"{own} --resume auto", cwd=here, forked=True, **s3.env)
     snapshot = "runs/remote/s3/bucket/killed/snapshots/step-00000008-evaluated"
@@ -146,7 +132,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, whole, tmp_path):
     assert finished.lines[-1] == "files copied to s3://bucket/killed"
     assert steps(files.list_files()) == {12: True, 8: True}
     files.download(files.list_files(), tmp_path / "back")
-    assert same_bits(tmp_path / "back" / "model.pt", whole(JOB))
+    assert same_bits(weights(tmp_path / "back"), whole)
     for snapshot in (tmp_path / "back" / "snapshots").iterdir():
         assert not find_damage(snapshot)
     result = json.loads((tmp_path / "back" / "result.json").read_text())
@@ -310,8 +296,8 @@ def test_a_server_that_falls_silent(sftp, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(bytes(2**24))
     files = Remote(f"{sftp.url}{tmp_path}/x")
     files.list_files()
-    for process in file_servers.children(sftp.process.pid):
-        os.kill(process, signal.SIGSTOP)
+    for process in sftp.processes():
+        process.suspend()
     with pytest.raises(RemoteError, match="cannot be written .Timeout"):
         files.upload(tmp_path, ["file"])
 
