@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import HOOKED, cases, launch, launcher, snapshots, state, succeed, tensors_of
+from conftest import HOOKED, cases, launch, launcher, state, succeed, tensors_of
 
 from techniques import TECHNIQUES
 
@@ -31,13 +31,13 @@ SCRIPTS = [
     if case == t.cases[0] or t.name in ("half_precision", "DeepSpeed")
     for script in [f"{t.script} {case.flags}".rstrip()]
 ]
+LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
 # Branches of the guard; ranks of Local SGD do not share their gradients.
 BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_LocalSGD", STAGE(2))
-LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
-EVERY_SCRIPT = cases(SCRIPTS, lambda script, *_: script in BRANCHES)
-THAT_IS_WATCHED = cases(
-    [row for row in SCRIPTS if row[0] not in LEAVES_OUT], lambda script, *_: script in BRANCHES
-)
+USUAL = {"watch": BRANCHES[:3], "stop": BRANCHES[::3], "skip": BRANCHES}
+EVERYWHERE = [
+    (mode, *row) for mode in USUAL for row in SCRIPTS if mode != "watch" or row[0] not in LEAVES_OUT
+]
 
 
 def run(script, ranks, poison, flags, output, check=launch):
@@ -58,21 +58,32 @@ def all_finite(output):
     return all(tensor.isfinite().all() for tensor in tensors)
 
 
-@pytest.mark.parametrize("script, ranks, named", THAT_IS_WATCHED)
-def test_watched(script, ranks, named, tmp_path):
-    """By default: it is found before the next snapshot, which is not written, and the command that
-    is given finds the step."""
+@pytest.mark.parametrize(
+    "mode, script, ranks, named",
+    cases(EVERYWHERE, lambda mode, script, *_: script in USUAL[mode]),
+)
+def test_a_bad_gradient(mode, script, ranks, named, tmp_path):
     output = tmp_path / "two words"
-    finished = run(script, ranks, f"gradient,7,7,{ranks - 1}", "", output)
-    assert finished.code == 3, str(finished)
-    [line] = finished.errors
-    assert "between steps 7 and 9 weights or optimizer became NaN or infinite" in line
-    last = output / "snapshots" / "step-00000006"
-    said, _, command = line.partition(" To find the first step: ")
-    assert said.endswith(f"the last good snapshot is {last}.")
-    assert snapshots(output)[0] == last and all_finite(output)
-    assert not (output / "model.pt").exists()
-    assert shlex.split(command)[-4:] == ["--resume", str(last), "--on-nan", "stop"]
+    flags = "" if mode == "watch" else f"--on-nan {mode}"  # the default
+    finished = run(script, ranks, f"gradient,7,7,{ranks - 1}", flags, output)
+    if mode == "skip":  # all ranks leave the step out, and the run ends well
+        assert finished.code == 0, str(finished)
+        assert f"step 7: {named}" in finished.stdout and "the step is skipped" in finished.stdout
+        result = json.loads((output / "result.json").read_text())
+        assert result["steps"] == 12 and all(loss == loss for loss in result["train_loss"])
+    else:
+        assert finished.code == 3, str(finished)
+        assert not (output / "model.pt").exists() and state(output)["step"] == 6
+        [line] = finished.errors
+    if mode == "stop":  # before a weight changes
+        assert f"error: step 7: {named}" in line and "no weight has changed" in line
+    elif mode == "watch":  # before the next snapshot; the command that is given finds the step
+        assert "between steps 7 and 9 weights or optimizer became NaN or infinite" in line
+        last = output / "snapshots" / "step-00000006"
+        said, _, command = line.partition(" To find the first step: ")
+        assert said.endswith(f"the last good snapshot is {last}.")
+        assert shlex.split(command)[-4:] == ["--resume", str(last), "--on-nan", "stop"]
+    assert all_finite(output)
 
 
 @pytest.mark.parametrize("script", cases([(s,) for s in LEAVES_OUT], lambda s: s == STAGE(2)))
@@ -103,25 +114,6 @@ def test_the_command_that_is_given_finds_the_step(tmp_path):
     assert "resumed from" in again.stdout
     [line] = again.errors
     assert f"error: step 7: {GRADIENT} on rank 0; no weight has changed" in line
-
-
-@pytest.mark.parametrize("script, ranks, named", EVERY_SCRIPT)
-def test_stopped_before_a_weight_changes(script, ranks, named, tmp_path):
-    finished = run(script, ranks, "gradient,7,7,0", "--on-nan stop", tmp_path)
-    assert finished.code == 3, str(finished)
-    [line] = finished.errors
-    assert f"error: step 7: {named}" in line and "no weight has changed" in line
-    assert state(tmp_path)["step"] == 6 and not (tmp_path / "model.pt").exists()
-
-
-@pytest.mark.parametrize("script, ranks, named", EVERY_SCRIPT)
-def test_left_out(script, ranks, named, tmp_path):
-    """All ranks leave the step out, and the run ends well."""
-    finished = run(script, ranks, "gradient,7,7,0", "--on-nan skip", tmp_path, succeed)
-    assert f"step 7: {named}" in finished.stdout and "the step is skipped" in finished.stdout
-    assert all_finite(tmp_path)
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["steps"] == 12 and all(loss == loss for loss in result["train_loss"])
 
 
 @pytest.mark.parametrize(
@@ -192,10 +184,8 @@ def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
     finished = run(script, ranks, "gradient,2,1000,0", flags, tmp_path)
     assert finished.code == 3, str(finished)
     [line] = finished.errors
-    step, skipped = map(
-        int, re.search(r"step (\d+): the last (\d+) steps were skipped", line).groups()
-    )
-    assert 25 <= skipped <= step <= 40
+    step, skipped = re.search(r"step (\d+): the last (\d+) steps were skipped", line).groups()
+    assert 25 <= int(skipped) <= int(step) <= 40
     assert not (tmp_path / "model.pt").exists()
 
 

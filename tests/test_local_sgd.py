@@ -1,4 +1,5 @@
-"""Local SGD and DiLoCo: what they compute, when they sync, what they send, how they resume."""
+"""Local SGD and DiLoCo: what they compute, when they sync, what they send, who may resume them.
+That they resume with the same bits: test_contract.py."""
 
 import json
 import re
@@ -17,7 +18,6 @@ from conftest import (
     read_run,
     relative_difference,
     snapshots,
-    state,
     succeed,
 )
 from torch.utils.data import DistributedSampler
@@ -90,12 +90,11 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
     weights, result = train(f"{LOCAL} --sync-every 4 {OUTER[outer]}", 3, flags)
     words = shlex.split(f"{JOB} {flags} --device cpu")
     args = resolve(read_flags(common.argument_parser(""), Settings, words))
-    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         found = play_ranks(args, 3, 4, *re.findall(r"[\d.]+", OUTER[outer]))
     finally:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(torch.float32)
     assert relative_difference(weights, found) < 1e-10
     assert result["steps"] == 12
 
@@ -103,8 +102,8 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
 def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
     """Local SGD with all ranks in this process."""
     ranks = []
+    train_set, _ = common.make_datasets(args)
     for rank in range(n):
-        train_set, _ = common.make_datasets(args)
         sampler = DistributedSampler(train_set, n, rank, seed=args.seed, drop_last=True)
         size = args.batch_size // n
         loader = common.make_loader(args, train_set, size, sampler, drop_last=True)
@@ -112,17 +111,17 @@ def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
         model = common.make_model(args, train_set.classes)
         optimizer = common.make_optimizer(args, model, fused=False)
         scheduler = common.make_scheduler(args, optimizer, len(loader))
-        ranks.append((train_set, sampler, loader, model, optimizer, scheduler))
-    shared = [p.detach().clone().requires_grad_() for p in ranks[0][3].parameters()]
+        ranks.append((sampler, loader, model, optimizer, scheduler))
+    shared = [p.detach().clone().requires_grad_() for p in model.parameters()]
     nesterov = float(momentum) > 0
     outer = torch.optim.SGD(shared, lr=float(lr), momentum=float(momentum), nesterov=nesterov)
     step = 0
     for epoch in range(2):
-        for _, sampler, *_ in ranks:
+        for sampler, *_ in ranks:
             sampler.set_epoch(epoch)
-        for index, batches in enumerate(zip(*(rank[2] for rank in ranks), strict=True)):
+        for index, batches in enumerate(zip(*(rank[1] for rank in ranks), strict=True)):
             for rank, batch in enumerate(batches):
-                train_set, *_, model, optimizer, scheduler = ranks[rank]
+                _, _, model, optimizer, scheduler = ranks[rank]
                 place = args.seed, epoch, index
                 tokens, labels = train_set.prepare(batch, "cpu", *place, share=(rank, n))
                 optimizer.zero_grad()
@@ -134,7 +133,7 @@ def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
             step += 1
             if step not in (4, 6, 8, 12):
                 continue
-            everyones = list(zip(*(rank[3].parameters() for rank in ranks), strict=True))
+            everyones = list(zip(*(rank[2].parameters() for rank in ranks), strict=True))
             with torch.no_grad():
                 for p, theirs in zip(shared, everyones, strict=True):
                     p.grad = p - sum(theirs) / n
@@ -142,7 +141,7 @@ def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
                 for p, theirs in zip(shared, everyones, strict=True):
                     for own in theirs:
                         own.copy_(p)
-    return ranks[0][3].state_dict()
+    return model.state_dict()
 
 
 # ------------------------------------------------------------------------ what is sent and kept
@@ -171,32 +170,6 @@ def test_a_sync_every_h_steps_is_one_message(flags, messages, tmp_path):
 
 # ------------------------------------------------------------------------------------- going on
 
-STOPPED = [  # six steps an epoch; a sync after 4, 6, 8 and 12
-    (2, f"{GPT} {ADAMW} --dropout 0.2 --sync-every 4 {DILOCO}", (3, 6)),
-    (3, f"{GPT} {ADAMW} --sync-every 4", (1, 4, 7, 10)),
-    (3, "--model small_resnet --max-steps 12 --sync-every 5", (4, 6)),
-]
-
-
-@pytest.mark.parametrize("n, flags, steps", cases(STOPPED, lambda n, *_: n == 2))
-def test_stopped_at_any_step_it_goes_on_with_the_same_bits(n, flags, steps, tmp_path):
-    """In fp32. After each of these steps the ranks agree to stop, and the next start goes on."""
-    command = f"{launcher(LOCAL, n, HOOKED)} {DATA} --epochs 9 {flags} --resume auto"
-    command += f" --output-dir {tmp_path}"
-    succeed(f"{command}/whole", forked=True)
-    parts = tmp_path / "parts"
-    for step in steps:
-        finished = launch(f"{command}/parts", forked=True, HOOKS=f"stop_at:{step}")
-        assert finished.code == 128 + signal.SIGTERM, str(finished)
-        assert f"stopped by SIGTERM after step {step} of 12" in finished.stdout
-        assert state(parts)["step"] == step and not finished.our_warnings
-    finished = succeed(f"{command}/parts", forked=True)
-    assert "resumed from" in finished.stdout
-    (expected, whole), (found, result) = read_run(tmp_path / "whole"), read_run(parts)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for name in ("train_loss", "eval_loss", "eval_accuracy", "steps", "epochs"):
-        assert result[name] == whole[name]
-
 
 def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     job = f"{JOB} {GPT} {SGD} --output-dir {tmp_path}/run"
@@ -220,8 +193,7 @@ def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
 def test_after_a_sync_any_ranks_and_scripts_go_on(tmp_path):
     """Within an epoch, and where that is exact: with the mean of what the ranks' momentum was."""
     flags = f"{JOB} {GPT} {SGD} --warmup-steps 20"
-    flags = flags.replace("--max-steps 12", "")
-    run("pytorch_SingleGPU", 1, f"{flags} --max-steps 12 --output-dir {tmp_path}/whole")
+    run("pytorch_SingleGPU", 1, f"{flags} --output-dir {tmp_path}/whole")
     job = f"{flags} --output-dir {tmp_path}/parts --resume auto"
     for script, n, steps in [
         (f"{LOCAL} --sync-every 1", 3, 2),
