@@ -12,6 +12,7 @@ otherwise unchanged.
 
 import atexit
 import collections
+import contextlib
 import functools
 import hashlib
 import json
@@ -62,29 +63,17 @@ class CountSent(TorchDispatchMode):
         self.counts = False
 
     def count(self, message):
-        self.calls[message.kind] += 1
-        self.sent[message.kind] += message.sent
+        if message and self.counts:
+            self.calls[message.kind] += 1
+            self.sent[message.kind] += message.sent
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         from estimator.sent import message_of
 
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again with what is in it
-        if self.counts and (message := message_of(func, args)):
-            self.count(message)
+        self.count(message_of(func, args))
         return func(*args, **(kwargs or {}))
-
-    def pause(self, method):
-        """The method, uncounted: what the record of a run sends is not the technique's."""
-
-        @functools.wraps(method)
-        def call(*args, **kwargs):
-            counts, self.counts = self.counts, False
-            result = method(*args, **kwargs)
-            self.counts = counts
-            return result
-
-        return call
 
 
 def sent():
@@ -96,21 +85,23 @@ def sent():
     from harness.run import Run
     from harness.world import gather_objects
 
-    counter, all_reduce, finish = CountSent(), dist.all_reduce, Run.finish
+    counter, log, finish, all_reduce = CountSent(), Run.log, Run.finish, dist.all_reduce
 
     def count_last(run, batches):
         for batch in batches:
-            if run.step < run.total_steps:
+            counter.counts = run.step == run.total_steps
+            with counter if counter.counts else contextlib.nullcontext():
                 yield batch
-                continue
-            counter.counts = True
-            with counter:
-                yield batch
-            counter.counts = False
+        counter.counts = False
+
+    def uncounted_log(run, loss):  # what the record of a run sends is not the technique's
+        counts, counter.counts = counter.counts, False
+        log(run, loss)
+        counter.counts = counts
 
     def counted_all_reduce(tensor, *args, **kwargs):
-        in_callback = threading.current_thread() is not threading.main_thread()
-        if counter.counts and in_callback:  # PowerSGD's: the mode is of the main thread
+        if threading.current_thread() is not threading.main_thread():
+            # PowerSGD's: the mode is of the main thread
             counter.count(Message("allreduce", tensor.nbytes, dist.get_world_size()))
         return all_reduce(tensor, *args, **kwargs)
 
@@ -124,9 +115,7 @@ def sent():
             path.write_text(json.dumps(result, indent=2) + "\n")
 
     around_batches(count_last)
-    Run.finish, dist.all_reduce = finish_and_write, counted_all_reduce
-    for name in {"log", "all_finite"} & set(vars(Run)):
-        setattr(Run, name, counter.pause(getattr(Run, name)))
+    Run.log, Run.finish, dist.all_reduce = uncounted_log, finish_and_write, counted_all_reduce
 
 
 # `tolist` of a CPU tensor is not dispatched: hence the methods, besides the dispatcher's own.

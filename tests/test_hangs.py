@@ -13,6 +13,7 @@ import hang  # noqa: E402
 
 HANGS = [(script, fault) for script in hang.SCRIPTS for fault in hang.FAULTS]
 USUAL = [("pytorch_TP", "shape"), ("pytorch_ND_parallel", "loop")]
+SCRIPT = "pytorch_torchrun_DDP.py"
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
 
 
@@ -61,42 +62,38 @@ def test_a_process_may_end_while_it_is_asked(tmp_path):
     succeed(f"{sys.executable} {script} {tmp_path}/records", PYTHONPATH=str(ROOT))
 
 
-def entry(number, kind, sizes, line, over):
-    """As nccl's watchdog records it."""
-    frames = [{"name": "main", "filename": str(ROOT / "pytorch_torchrun_DDP.py"), "line": line}]
-    return {
-        "process_group": ("0", "default_pg"), "collective_seq_id": number, "p2p_seq_id": 0,
-        "profiling_name": f"nccl:{kind}", "input_sizes": sizes, "input_dtypes": ["Float"],
-        "output_sizes": sizes, "output_dtypes": ["Float"], "state": "completed" if over else
-        "started", "time_created_ns": number, "retired": over, "is_p2p": False, "frames": frames,
-    }  # fmt: skip
+def dump(rank, last):
+    """What nccl's watchdog records of a rank whose last collective did not end."""
+    entries = []
+    for n in range(1, last + 1):
+        frames = [{"name": "main", "filename": str(ROOT / SCRIPT), "line": 60 + n}]
+        entries.append({
+            "process_group": ("0", "default_pg"), "collective_seq_id": n, "p2p_seq_id": 0,
+            "profiling_name": "nccl:all_reduce", "input_sizes": [[512]], "output_sizes": [[512]],
+            "input_dtypes": ["Float"], "output_dtypes": ["Float"], "time_created_ns": n,
+            "state": "completed" if n < 8 else "started", "retired": n < 8, "is_p2p": False,
+            "frames": frames,
+        })  # fmt: skip
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    return pickle.dumps({"version": "2.10", "entries": entries, "pg_config": groups}, protocol=2)
 
 
 def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
-    """Its watchdog ends a process without a word of Python."""
+    """Once: its watchdog ends a process without a word of Python. A file that would run code, and
+    one that is cut off, are no records."""
     folder = tmp_path / "flight_recorder"
     folder.mkdir()
-    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
-    for rank, last in ((0, 8), (1, 7)):
-        entries = [entry(n, "all_reduce", [[512]], 60 + n, n < 8) for n in range(1, last + 1)]
-        dump = {"version": "2.10", "entries": entries, "pg_config": groups}
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
-    command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1"
+    command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1 --resume none"
     command += f" --model small_resnet --output-dir {tmp_path}"
-    said = succeed(command, forked=True).stdout
-    assert (
-        "the last run hung: rank 1 did not join collective 8, all_reduce of float32 [512]" in said
-    )
-    assert "rank 0 waits at pytorch_torchrun_DDP.py:68 " in said
-    assert "the last run hung" not in succeed(command + " --resume none", forked=True).stdout
 
+    def said(*files):
+        for rank, content in enumerate(files):
+            (folder / f"rank_{rank}").write_bytes(content)
+        return succeed(command, forked=True).stdout
 
-def test_what_is_no_record_is_left_alone(tmp_path):
-    """A file that would run code, and one that is cut off."""
-    folder = tmp_path / "flight_recorder"
-    folder.mkdir()
-    (folder / "rank_0").write_bytes(pickle.dumps(attack(tmp_path / "attacked"), protocol=2))
-    (folder / "rank_1").write_bytes(b"\x80\x04")
-    command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1"
-    said = succeed(f"{command} --model small_resnet --output-dir {tmp_path}", forked=True).stdout
-    assert "the last run hung" not in said and not (tmp_path / "attacked").exists()
+    hung = "the last run hung: rank 1 did not join collective 8, all_reduce of float32 [512]"
+    assert "hung" not in said(pickle.dumps(attack(tmp_path / "attacked"), protocol=2), b"\x80\x04")
+    assert not (tmp_path / "attacked").exists()
+    found = said(dump(0, 8), dump(1, 7))
+    assert hung in found and f"rank 0 waits at {SCRIPT}:68 " in found
+    assert "hung" not in said()

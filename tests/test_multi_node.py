@@ -9,17 +9,7 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import (
-    ROOT,
-    environment,
-    free_port,
-    launch,
-    launcher,
-    snapshots,
-    started,
-    succeed,
-    wait_for,
-)
+from conftest import ROOT, environment, free_port, snapshots, started, succeed, wait_for
 from test_snapshots import JOB, same
 
 SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic --epochs 20"  # seconds, for a signal
@@ -28,12 +18,8 @@ ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def check_that_a_lost_agent_can_come_back(nodes, output, reference, lost=1, how=signal.SIGKILL):
-    """Train on both nodes, end an agent by a signal, start it again, and finish.
-
-    Args:
-        nodes: command and variables of the two agents. The first one holds the store where they
-            meet: without it the other one ends, too, and both are started again.
-    """
+    """Train on both nodes, end an agent by a signal, start it again, and finish. The first agent
+    holds the store where they meet: without it the other one ends, too, and both start again."""
     with contextlib.ExitStack() as stack:
         agents = [stack.enter_context(started(command, **env)) for command, env in nodes]
         wait_for(lambda: snapshots(output))
@@ -55,39 +41,27 @@ def check_that_a_lost_agent_can_come_back(nodes, output, reference, lost=1, how=
     assert json.loads((output / "result.json").read_text())["world_size"] == 2
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
+@pytest.fixture
+def reference(run_once):
     """The same job on two ranks of one machine, without an accident."""
-    folder = tmp_path_factory.mktemp("reference")
-    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --output-dir {folder}"
-    succeed(command, forked=True)
-    shutil.rmtree(folder / "snapshots")
-    return folder
-
-
-def read_kubeflow_file():
-    return list(yaml.safe_load_all((ROOT / "config" / "kubeflow_torchrun.yaml").read_text()))
+    return run_once("pytorch_torchrun_DDP", 2, SMALL)[1]
 
 
 def kubeflow_node(rank, port, output):
     """What Kubeflow Trainer runs in a Pod, and the variables there."""
-    runtime, job = (document["spec"] for document in read_kubeflow_file())
+    documents = yaml.safe_load_all((ROOT / "config" / "kubeflow_torchrun.yaml").read_text())
+    runtime, job = (document["spec"] for document in documents)
     [pods], trainer = runtime["template"]["spec"]["replicatedJobs"], job["trainer"]
     [container] = pods["template"]["spec"]["template"]["spec"]["containers"]
-    fields = {
-        "status.podIP": "127.0.0.1",
-        "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "job",
-    }
+    labels = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
+    fields = {"status.podIP": "127.0.0.1", labels: "job"}
     env = {  # those of the file, and its own
         each["name"]: each.get("value") or fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container["env"]
-    } | {
-        "PET_NNODES": str(trainer["numNodes"]),
-        "PET_NPROC_PER_NODE": "1",
-        "PET_NODE_RANK": str(rank),
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
     }
+    env |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1"}
+    env |= {"PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1"}
+    env |= {"PET_MASTER_PORT": str(port)}
     flags = f"{SMALL} --output-dir {output}".split()
     return [*trainer["command"], *trainer["args"], *flags], env
 
@@ -116,7 +90,6 @@ def skypilot_node(rank, port, output):
         (kubeflow_node, 0, signal.SIGTERM),  # all of them are,
         (skypilot_node, 0, signal.SIGTERM),  # and all machines
     ],
-    ids="kubeflow kubeflow-killed kubeflow-first skypilot".split(),
 )
 def test_files_of_clusters(node, lost, how, reference, tmp_path):
     """Their commands, as they are, with the variables that the cluster sets."""
@@ -132,10 +105,9 @@ as_root = os.geteuid() == 0 and shutil.which("ip") is not None
 def networks():
     """Two network namespaces that see each other through a virtual cable."""
     names = [f"{side}{os.getpid()}" for side in "ab"]
+    a, b = names
     setup = [f"ip netns add {name}" for name in names]
-    setup += [
-        f"ip link add v{names[0]} netns {names[0]} type veth peer v{names[1]} netns {names[1]}"
-    ]
+    setup += [f"ip link add v{a} netns {a} type veth peer v{b} netns {b}"]
     for number, name in enumerate(names, 1):
         setup += [f"ip -n {name} addr add 10.77.0.{number}/24 dev v{name}"]
         setup += [f"ip -n {name} link set {device} up" for device in ("lo", f"v{name}")]
@@ -181,13 +153,8 @@ def test_slurm_file(tmp_path):
     calls = tmp_path / "calls"
     output = tmp_path / "run"
     path = os.pathsep.join([str(tools), environment()["PATH"]])
-    slurm = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NODELIST": "node1",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_GPUS_ON_NODE": "1",
-    }
-    env = slurm | {"PATH": path, "CALLS": str(calls)}
+    env = {"PATH": path, "CALLS": str(calls), "SLURM_JOB_ID": str(os.getpid())}
+    env |= {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}
     command = f"bash config/slurm_torchrun.sbatch {SMALL} --output-dir {output}"
     with started(command, **env) as job:
         wait_for(lambda: snapshots(output))
@@ -196,6 +163,5 @@ def test_slurm_file(tmp_path):
     assert "stopped by SIGTERM after step" in finished.stdout, str(finished)
     assert calls.read_text() == f"requeue {os.getpid()}\n"
     assert not (output / "model.pt").exists()
-    finished = launch(command, **env, SLURM_RESTART_COUNT="1")
-    assert finished.code == 0, str(finished)
+    finished = succeed(command, **env, SLURM_RESTART_COUNT="1")
     assert "resumed from" in finished.stdout and (output / "model.pt").is_file()
