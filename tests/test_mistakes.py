@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -99,12 +100,13 @@ def refuse(become, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
 
     def run(script, flags, ranks=0):
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(flags)])
+        path = str(ROOT / f"{script}.py")
+        monkeypatch.setattr(sys, "argv", [path, *shlex.split(flags)])
         if ranks > 1 or ranks and script not in ONE_PROCESS:
             become(size=ranks)
         stderr = io.StringIO()
         with as_it_was(), contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as end:
-            runpy.run_path(f"{script}.py", run_name="__main__")
+            runpy.run_path(path, run_name="__main__")
         return end.value.code, stderr.getvalue()
 
     return run
@@ -114,15 +116,12 @@ def refuse(become, monkeypatch, tmp_path):
 def as_it_was():
     """What a script changes in its process is undone."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    variables, random = dict(os.environ), torch.get_rng_state()
-    yield
+    with mock.patch.dict(os.environ), torch.random.fork_rng(devices=[]):
+        yield
     if dist.is_initialized():
         dist.destroy_process_group()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    os.environ.clear()
-    os.environ.update(variables)
-    torch.set_rng_state(random)
     torch.set_default_dtype(torch.float32)
 
 
@@ -149,6 +148,7 @@ def read_mistakes():
 
 
 MISTAKES = read_mistakes()
+WITH_SERVERS = MISTAKES.pop("1 x pytorch_SingleGPU with servers")  # test_remote.py starts them
 
 
 def in_this_process(head):
@@ -219,13 +219,6 @@ def test_a_gpu_without_bfloat16(monkeypatch, capsys):
 
 
 # -------------------------------------------------------------------------- in processes of its own
-
-
-def test_a_process_of_its_own(tmp_path):
-    """As it is typed, without a fork."""
-    command = f"python pytorch_SingleGPU.py --model resnet19 --output-dir {tmp_path}"
-    finished = launch(command, timeout=60)
-    check_line(finished.code, finished.stderr, ["--model resnet19", "resnet18"])
 
 
 @pytest.mark.parametrize(

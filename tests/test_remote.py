@@ -3,8 +3,6 @@
 import argparse
 import hashlib
 import json
-import os
-import re
 import shlex
 import shutil
 import sys
@@ -13,8 +11,8 @@ from socket import socket
 
 import file_servers
 import pytest
+import test_mistakes
 import torch
-from checkout import copy_checkout
 from conftest import (
     ROOT,
     environment,
@@ -40,6 +38,7 @@ JOB = (
 )
 LARGE = JOB.replace("1x2x16", "1x2x512")  # whose snapshots take a while to copy
 
+refuse = test_mistakes.refuse  # a fixture
 needs_sshd = pytest.mark.skipif(
     not (file_servers.SSHD and shutil.which("ssh-keygen")), reason="OpenSSH's sshd not installed"
 )
@@ -155,31 +154,6 @@ def test_shards_of_two_ranks_and_weights(s3, tmp_path):
     assert "--weights s3://bucket/shards/model.pt" in result["settings"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("server", ["moto_server", pytest.param("sshd", marks=needs_sshd)])
-def test_the_commands_of_the_page(server, tmp_path):
-    """As typed, but for the ports and a shorter job."""
-    page = (ROOT / "docs/reliability.md").read_text()
-    [block] = [b for b in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if server in b]
-    (tmp_path / ".ssh").mkdir()
-    make_key = f"ssh-keygen -q -t ed25519 -N '' -f {tmp_path}/.ssh/id_ed25519"
-    port = free_port()
-    block = re.sub(r"\b(5000|2222)\b", str(port), block)
-    block = block.replace("/usr/sbin/sshd", str(file_servers.SSHD))
-    listens = f"until (echo > /dev/tcp/127.0.0.1/{port}) 2> /dev/null; do sleep 0.1; done"
-    script = ["trap 'kill $(jobs -p)' EXIT"] + [make_key] * (server == "sshd")
-    for line in block.splitlines():
-        script.append(f"{line} {JOB}" if line.startswith("python pytorch_") else line)
-        if line.endswith("&"):
-            script.append(listens)
-    if os.getuid() == 0:
-        os.makedirs("/run/sshd", exist_ok=True)
-    checkout = copy_checkout(machine(tmp_path / "checkout"))
-    env = {"HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
-    finished = succeed(["bash", "-ec", "\n".join(script)], cwd=checkout, **env)
-    assert finished.lines[-1].startswith("files copied to s"), str(finished)
-
-
 # --------------------------------------------------------------------------------- what goes wrong
 
 
@@ -227,53 +201,31 @@ def test_a_server_that_is_gone_in_the_middle_of_a_save(sftp, tmp_path):
         assert not find_damage(snapshot)
 
 
-MISTAKES = [
-    ("--output-dir nosuch://x/y", ["--output-dir nosuch://x/y", "no nosuch://", "s3://"]),
-    ("--data-dir nosuch://x/y", ["--data-dir nosuch://x/y", "use a path"]),
-    ("--weights nosuch://x/y", ["--weights nosuch://x/y", "use a path"]),
-    ("--resume nosuch://x/y", ["--resume nosuch://x/y", "use a path"]),
-    ("--output-dir sftp://me:secret@host/x", ["password", "FSSPEC_SFTP_PASSWORD"]),
-    ("--output-dir s3://bucket/*", ["--output-dir s3://bucket/*", "one file"]),
-    ("--output-dir gs://bucket/x", ["--output-dir gs://bucket/x", "gcsfs", "pip install"]),
-    ("--output-dir s3://nowhere/x", ["--output-dir s3://nowhere/x", "bucket does not exist"]),
-    ("--output-dir sftp://127.0.0.1:9/x", ["sftp://127.0.0.1:9/x", "cannot be written"]),
-    ("--dataset text --data-dir s3://bucket/no", ["--data-dir s3://bucket/no", "no such file"]),
-    ("--dataset text --data-dir s3://nowhere/x", ["--data-dir s3://nowhere/x", "give another"]),
-    ("--weights s3://bucket/nothing", ["--weights s3://bucket/nothing", "no such file"]),
-    ("--resume s3://bucket/nothing", ["--resume s3://bucket/nothing", "give another"]),
-]
-
-
-def fails(flags, monkeypatch, capsys):
-    """The line with which a run ends that begins with these flags, before its first step."""
-    monkeypatch.setattr(sys, "argv", ["x.py", *shlex.split(JOB), *shlex.split(flags)])
-    with pytest.raises(SystemExit) as end:
-        args = common.parse_args(common.argument_parser(""))
-        cli.check_output_url(args.output_dir)
-        train_set, _ = common.make_datasets(args)
-        common.make_model(args, train_set.classes)
-        loader = common.make_loader(args, train_set, args.batch_size)
-        common.Run(args, torch.device("cpu"), loader).resume(None, None, None)
-    assert end.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    return lines[-1]
-
-
-@pytest.mark.parametrize("flags, words", MISTAKES, ids=[flags for flags, _ in MISTAKES])
-def test_mistakes(flags, words, s3, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def fails(refuse, tmp_path, monkeypatch):
+    """A function: the line with which a run ends that begins with these flags."""
     monkeypatch.chdir(tmp_path)
+
+    def run(flags):
+        code, stderr = refuse("pytorch_SingleGPU", f"{JOB} {flags}")
+        assert code == 2 and "secret" not in stderr
+        return stderr.splitlines()[-1]
+
+    return run
+
+
+@pytest.mark.parametrize("flags, words", test_mistakes.WITH_SERVERS)
+def test_mistakes(flags, words, s3, fails):
     began = time.monotonic()
-    line = fails(flags, monkeypatch, capsys)
+    line = fails(flags)
     assert time.monotonic() - began < 20
-    for word in words:
+    for word in words.split(" | "):
         assert word in line
-    assert "secret" not in line
 
 
 @pytest.mark.parametrize("protocol, listens", [("s3", False), ("s3", True), ("sftp", True)])
-def test_a_server_that_never_answers(protocol, listens, s3, tmp_path, monkeypatch, capsys):
+def test_a_server_that_never_answers(protocol, listens, s3, fails, monkeypatch):
     """There is none, or it accepts connections and falls silent."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(remote, "ANSWER", 1)
     with socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -282,7 +234,7 @@ def test_a_server_that_never_answers(protocol, listens, s3, tmp_path, monkeypatc
         place = f"127.0.0.1:{held.getsockname()[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
         host = "bucket" if protocol == "s3" else place
-        line = fails(f"--output-dir {protocol}://{host}/x", monkeypatch, capsys)
+        line = fails(f"--output-dir {protocol}://{host}/x")
     assert f"--output-dir {protocol}://{host}/x cannot be written" in line
     assert ("no answer within 1 s" in line) == listens and "give another" in line
 
@@ -302,9 +254,9 @@ def test_a_server_that_falls_silent(sftp, tmp_path, monkeypatch):
         files.upload(tmp_path, ["file"])
 
 
-def test_without_fsspec(tmp_path, monkeypatch, capsys):
+def test_without_fsspec(fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    line = fails("--output-dir s3://bucket/x", monkeypatch, capsys)
+    line = fails("--output-dir s3://bucket/x")
     assert "import of fsspec" in line and "requirements-ecosystem.txt" in line
 
 
