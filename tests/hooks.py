@@ -206,23 +206,6 @@ def threads():
     atexit.register(count)
 
 
-def reduced():
-    """Print the bytes of rank 0's all-reduces of weights: not of loss, vote or snapshot."""
-    from libraries import local_sgd
-
-    local_sgd.mean = lambda tensor: tensor  # of a snapshot
-    sizes, all_reduce = [], dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        if tensor.nbytes > 1000:
-            sizes.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    if RANK == 0:
-        atexit.register(lambda: print_line("reduced", json.dumps(sizes)))
-
-
 def all_blocks():
     """estimate.py predicts models with all of their blocks, instead of two with some."""
     from estimator import techniques
