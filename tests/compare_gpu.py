@@ -69,11 +69,8 @@ IMAGES, VOLUME, VECTORS = torch.zeros(2, 3, 32, 32), torch.zeros(2, 3, 8, 8, 8),
 MODELS = {
     "resnet18": (torchvision.models.resnet18, IMAGES),
     "vit": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, 0.1, 0.1), IMAGES),
-    "llama": (
-        lambda: Llama(list(range(65)), LlamaSize(2, 4, 32, kv_heads=2, mlp_width=64)),
-        TOKENS,
-    ),
-    "gpt": (lambda: GPT(list(range(65)), Size(2, 2, 32), 16, 0.1), TOKENS),
+    "llama": (lambda: Llama(range(65), LlamaSize(2, 4, 32, kv_heads=2, mlp_width=64)), TOKENS),
+    "gpt": (lambda: GPT(range(65), Size(2, 2, 32), 16, 0.1), TOKENS),
     "encoder": (encoder, torch.zeros(2, 16, 32)),
     "unet": (UNet, IMAGES),
 }
@@ -149,14 +146,13 @@ def main():
         for dtype in [torch.bfloat16, torch.float16] + [torch.float32] * (not autocast)
     ]
     found = {name: {} for name, *_ in cases}
-    plain = F.scaled_dot_product_attention
+    plain, F.scaled_dot_product_attention = F.scaled_dot_product_attention, on_gpu_attention
     for side, device in (("gpu", "cuda"), ("told", "cpu")):
         if side == "told":
+            F.scaled_dot_product_attention = plain
             gpu_rules.stand_in_for_a_gpu()
-        F.scaled_dot_product_attention = on_gpu_attention if side == "gpu" else plain
         with OnFakes(allow_non_fake_inputs=True):
-            for name, *case in cases:
-                make, example, *how = case
+            for name, make, example, *how in cases:
                 found[name][side] = run(make, example, device, *how)
     print(json.dumps(found))
 

@@ -1,7 +1,6 @@
 """Inference on a GPU, as far as it can be tested without one: what PyTorch and ONNX Runtime are
 asked to do, and whether ONNX Runtime's CUDA provider supports what an exported file needs."""
 
-import argparse
 import functools
 import math
 from pathlib import Path
@@ -15,7 +14,6 @@ import common
 import model_inference
 from inference import export
 from inference.classifier import Classifier
-from inference.measure import is_worth_it
 from inference.runtimes import TorchRunner, make_session
 from inference.trained import Trained
 
@@ -43,43 +41,30 @@ def torch_settings():
     return torch.backends.cudnn.benchmark, conv.fp32_precision, matmul.fp32_precision
 
 
+def is_channels_last(tensor):
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def small_classifier():
-    """A convolution that notes how its images lie in memory, and a matrix product."""
+    """A convolution and a matrix product."""
     layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 2)]
-    classifier = Classifier(torch.nn.Sequential(*layers), torch.float32).eval()
-    classifier.seen = []
-    layers[0].register_forward_pre_hook(
-        lambda _, inputs: classifier.seen.append(
-            inputs[0].is_contiguous(memory_format=torch.channels_last)
-        )
-    )
-    return classifier
+    return Classifier(torch.nn.Sequential(*layers), torch.float32).eval()
 
 
 def test_torch_on_a_gpu(pretend_gpu):
     """channels_last, cuDNN's search, and TF32 in convolutions and matrix products alike."""
     classifier = small_classifier()
-    weight, images = classifier.model[0].weight, torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    conv, images, seen = classifier.model[0], torch.zeros(2, 3, 8, 8, dtype=torch.uint8), []
+    conv.register_forward_pre_hook(lambda _, inputs: seen.append(is_channels_last(*inputs)))
     expected = TorchRunner(classifier, "cpu")(images)
     assert torch_settings() == (False, "tf32", "none")
     runner = TorchRunner(classifier, "cuda")
     assert torch_settings() == (True, "tf32", "tf32")
-    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert is_channels_last(conv.weight)
     torch.testing.assert_close(runner.run(runner.put(images)), expected)
-    assert classifier.seen == [False, True]
+    assert seen == [False, True]
     TorchRunner(classifier, "cuda", use_tf32=False)
     assert torch_settings() == (True, "ieee", "ieee")
-
-
-def test_comparing_without_tf32(monkeypatch):
-    """On both sides."""
-    asked = []
-    monkeypatch.setattr(export, "OnnxRunner", lambda *_: None)
-    monkeypatch.setattr(export, "make_session", lambda *_, **options: asked.append(options))
-    monkeypatch.setattr(export, "TorchRunner", lambda *_, **options: asked.append(options))
-    args = argparse.Namespace(provider=CUDA, device="cuda")
-    export.open_both(args, small_classifier(), Path("model.onnx"))
-    assert asked == [{"use_tf32": False}] * 2
 
 
 def test_nan_is_a_difference():
@@ -97,9 +82,7 @@ def test_every_batch_size_is_compiled_once(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     monkeypatch.setattr(torch.compiler.config, "recompile_limit", 8)
-    classifier = small_classifier()
-    classifier.model[0]._forward_pre_hooks.clear()
-    runner = TorchRunner(classifier, "cpu", compiled=True)
+    runner = TorchRunner(small_classifier(), "cpu", compiled=True)
     for _ in range(2):
         for size in range(1, 11):
             assert runner(torch.zeros(size, 3, 8, 8, dtype=torch.uint8)).shape == (size, 2)
@@ -161,16 +144,6 @@ def test_nothing_else_is(on_cpu, named, sessions, monkeypatch, capsys):
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and named in line and f"--provider {CUDA}" in line
     assert "--device cpu" in line
-
-
-# -------------------------------------------------------------------------------------- bfloat16
-
-
-def test_bfloat16_is_measured_in_pytorch():
-    for device in ("cpu", "cuda"):
-        args = argparse.Namespace(device=device, precision=None)
-        assert is_worth_it(args, "torch", "bf16")
-        assert not is_worth_it(args, "onnxruntime", "bf16")
 
 
 def test_a_gpu_without_bfloat16_says_so(monkeypatch, tmp_path, capsys):
