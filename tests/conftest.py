@@ -47,15 +47,11 @@ ONE_PROCESS = (
 )
 CLOSED_PORT = "http://127.0.0.1:9"  # the discard service, which nobody runs: it refuses
 HOOKED = "tests/hooks.py"  # runs a script with small models, and what HOOKS asks for
-ECOSYSTEM = ("accelerate", "lightning", "transformers.trainer")
 LIBRARIES = {  # what a server imports for scripts with such a name
     # What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
-    "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
-    "accelerate_": ECOSYSTEM,
-    "lightning_": ECOSYSTEM,
-    "transformers_": ECOSYSTEM,
+    "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
+    "(accelerate|lightning|transformers)_": ("accelerate", "lightning", "transformers.trainer"),
 }
-LIBRARIES["deepspeed_"] = LIBRARIES["DeepSpeed"]  # of an example
 
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
@@ -66,12 +62,10 @@ def environment(**changes):
     """Ours, without what a launcher or the network would add. One thread a process: tests run side
     by side, and threads that wait for each other's cores make both many times slower."""
     env = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
-    env["OMP_NUM_THREADS"] = "1"
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env |= {"LAUNCHED_BY": SESSION, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
     env |= {"http_proxy": CLOSED_PORT, "https_proxy": CLOSED_PORT, "no_proxy": ""}
-    env["TMPDIR"] = str(TEMPORARY)
-    return env | changes
+    return env | {"OMP_NUM_THREADS": "1", "TMPDIR": str(TEMPORARY)} | changes
 
 
 class Finished(NamedTuple):
@@ -107,8 +101,8 @@ class Finished(NamedTuple):
 
 def server(words):
     """That which has imported what a command needs, started when first asked for."""
-    scripts = " ".join(word for word in words if word.endswith(".py"))
-    modules = next((theirs for name, theirs in LIBRARIES.items() if name in scripts), ())
+    scripts = " ".join(word for word in words if word.endswith(".py")).lower()
+    modules = next((m for name, m in LIBRARIES.items() if re.search(name, scripts)), ())
     if modules not in servers:
         servers[modules] = Server(environment(DS_ACCELERATOR="cpu"), *modules)
     return servers[modules]
@@ -116,12 +110,8 @@ def server(words):
 
 class Started:
     """A command that runs, as a group of processes. What it says is in files, so it never waits for
-    a reader.
-
-    Args:
-        forked: have a server fork the processes of a script, instead of its launcher: seconds less
-            for each of them. The exit code is that of the first rank that failed.
-    """
+    a reader. If ``forked``, a server forks the processes of a script instead of its launcher, which
+    takes seconds less; the exit code is that of the first rank that failed."""
 
     def __init__(self, command, cwd=ROOT, forked=False, **env):
         words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
@@ -301,6 +291,11 @@ def launcher(script, world_size=1, through=""):
     return " ".join(f"{start} {through} {name}.py {flags}".split())
 
 
+def hooked(script, n=1, flags=""):
+    """The command of a script on n ranks, with small models, and with HOOKS."""
+    return f"{launcher(script, n, HOOKED)} {flags}"
+
+
 def processes_of_this_session():
     found = (process.info for process in psutil.process_iter(["pid", "cmdline", "environ"]))
     return [info for info in found if (info.pop("environ") or {}).get("LAUNCHED_BY") == SESSION]
@@ -324,7 +319,7 @@ def run_once(tmp_path_factory):
         key = script, world_size, flags, hooks
         if key not in runs:
             output = folder / str(len(runs))
-            command = f"{launcher(script, world_size, HOOKED)} {flags} --output-dir {output}"
+            command = hooked(script, world_size, f"{flags} --output-dir {output}")
             finished = succeed(command, forked=True, HOOKS=hooks)
             assert not finished.our_warnings
             runs[key] = finished, output

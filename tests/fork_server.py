@@ -1,20 +1,16 @@
-"""Runs scripts in processes that are forked from one that has already imported PyTorch.
+"""Runs scripts in processes that are forked from one that has already imported PyTorch, which is
+most of the time of a test with `torchrun`.
 
-Tests with `torchrun` spend most of their time importing PyTorch, in one process after the other.
-This server imports it once, and the rooms that every script of ours imports. For each run it forks
-a launcher, which forks a process per rank, sets what `torchrun` would set, forwards signals, and
-ends all ranks when one has failed. A rank then runs its script as `python SCRIPT` does; in another
-folder than this repository's it forgets our files, as there may be others of these names.
+For each run the server forks a launcher, which forks a process per rank, sets what `torchrun` would
+set, forwards signals, and ends all ranks when one has failed. A rank runs its script as `python
+SCRIPT` does; in another folder than this repository's it forgets our files, as there may be others
+of these names. The server is separate from pytest, which has threads, and a fork copies only one
+thread. Nor does it call torch.set_num_threads(): that creates a thread pool, which each rank would
+have to create again, and autograd's threads abort ("Invalid thread pool!") when two try at once.
 
-The server is separate from pytest, which has threads, and a fork copies only one thread. It has no
-other thread. Nor does it call torch.set_num_threads(): that creates a thread pool, which each rank
-would have to create again, and autograd's threads abort ("Invalid thread pool!") when two of them
-try at once.
-
-A forked rank differs from a real one in five ways, so every kind of test also has a case with a
-real launcher: all MODULES are imported; C libraries have read their environment in the server; the
-ranks of all runs share the server's seed of hash(); their bytecode is in a separate folder; and
-modules are not freed at the end.
+A forked rank differs from a real one, so every kind of test also has a case with a real launcher:
+all MODULES are imported; C libraries have read their environment in the server; the ranks of all
+runs share the server's seed of hash(); and modules are not freed at the end.
 """
 
 import atexit
@@ -47,12 +43,8 @@ PATIENCE = 30  # seconds from SIGTERM to SIGKILL, as torchrun has it
 
 
 class Server:
-    """What pytest sees of a server: `start` starts a command as `subprocess.Popen` does.
-
-    Args:
-        env: of the server itself.
-        modules: to be imported besides MODULES.
-    """
+    """What pytest sees of a server, which has an environment, and imports ``modules`` besides
+    MODULES: `start` starts a command as `subprocess.Popen` does."""
 
     def __init__(self, env: dict, *modules: str):
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -146,25 +138,20 @@ def launch(job: dict, report: int, stdout: int, stderr: int) -> list[str]:
 
 
 def die_with_parent() -> None:
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def rank_environment(rank: int, world_size: int, address: tuple[str, int], run: str) -> dict:
     """What torchrun sets that PyTorch or our scripts read."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": 0}
-    numbers |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": address[1]}
-    env = {"MASTER_ADDR": address[0], "TORCHELASTIC_RUN_ID": run}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the launcher's
-    return env | {name: str(number) for name, number in numbers.items()}
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    env |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
+    env |= {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": 0}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # the launcher's
+    return {name: str(value) for name, value in env.items()}
 
 
 def wait_for(ranks: set[int]) -> int:
-    """Until all have ended; as soon as one fails, the others have to.
-
-    Returns:
-        the code of the one that failed first, or 0.
-    """
+    """Until all have ended; as soon as one fails, the others have to. Returns its code, or 0."""
 
     def send(signum: int) -> None:
         for process in ranks:

@@ -1,4 +1,4 @@
-"""The clock: phases of a step, peaks, memory of tensors; and the breakdown shows why a run is slow:
+"""The clock: phases of a step, peaks; and the breakdown shows why a run is slow:
 each row of docs/slow.md, produced on purpose.
 Its command: torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace 3
 """
@@ -13,9 +13,9 @@ import time
 import pytest
 import slow
 import torch
-from conftest import HOOKED, ROOT, launch, launcher, succeed
+from conftest import ROOT, hooked, launch, succeed
 
-from harness import clock, profile
+from harness import clock
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
@@ -35,28 +35,28 @@ def test_the_peak_is_that_of_the_steps():
 
 
 def make_clock(model, devices=1):
-    """On a CPU, with an optimizer that has something to do; an epoch begins."""
+    """On a CPU, when an epoch begins; and a function that trains for a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours = clock.StepClock([torch.device("cpu")] * devices)
     ours.attach(model, optimizer)
     ours.start()
-    return ours, optimizer
 
+    def train_step(pause=0.0):
+        ours.has_data()
+        loss = model(torch.ones(1, 2)).sum()
+        time.sleep(pause)
+        loss.backward()
+        optimizer.step()
+        ours.tick()
 
-def train_step(ours, model, optimizer, pause=0.0):
-    ours.has_data()
-    loss = model(torch.ones(1, 2)).sum()
-    time.sleep(pause)
-    loss.backward()
-    optimizer.step()
-    ours.tick()
+    return ours, train_step
 
 
 def test_the_phases_of_a_step():
     """Blocked, not computing: that is waiting. An evaluation after the step is no part of it."""
     model = torch.nn.Linear(2, 2)
-    ours, optimizer = make_clock(model)
-    train_step(ours, model, optimizer, pause=0.1)
+    ours, train_step = make_clock(model)
+    train_step(pause=0.1)
     ours.end_epoch()
     model(torch.ones(1, 2))
     [(number, seconds, waits)] = ours.steps
@@ -65,13 +65,12 @@ def test_the_phases_of_a_step():
 
 
 def test_a_step_with_a_snapshot_is_left_out_and_memory_is_bounded():
-    model = torch.nn.Linear(2, 2)
-    ours, optimizer = make_clock(model)
+    ours, train_step = make_clock(torch.nn.Linear(2, 2))
     for _ in range(2 * clock.KEPT + 5):
-        train_step(ours, model, optimizer)
+        train_step()
         assert len(ours.unread) <= clock.KEPT
     ours.pause()
-    train_step(ours, model, optimizer)
+    train_step()
     ours.end_epoch()
     assert len(ours.seconds) == 2 * clock.KEPT + 6
     assert len(ours.steps) == clock.KEPT and ours.steps[-1][0] == len(ours.seconds) - 1
@@ -83,30 +82,13 @@ def test_a_forward_without_hooks_is_one_with_backward(how):
     model = torch.nn.Linear(2, 2)
     if how == "compiled":
         model.compile(backend="eager")
-    ours, optimizer = make_clock(model, devices=2 if how == "threads" else 1)
+    ours, train_step = make_clock(model, devices=2 if how == "threads" else 1)
     assert not model._forward_hooks and not model._forward_pre_hooks
     for _ in range(2):
-        train_step(ours, model, optimizer)
+        train_step()
     ours.end_epoch()
     _, (_, seconds, _) = ours.steps
     assert list(seconds) == ["data", "forward and backward", "optimizer", "rest"]
-
-
-def test_what_tensors_take_on_a_cpu():
-    """At most, and of those from before only what is there at the end; no dataset."""
-    mib = 2**20
-    kept = torch.zeros(4 * mib, dtype=torch.uint8)
-    data = torch.utils.data.TensorDataset(torch.zeros(64 * mib, dtype=torch.uint8))
-    data.images = data.tensors[0]
-    before = profile.bytes_of_tensors()
-    assert kept.nbytes <= before < data.images.nbytes
-    look = profile.AllocatorProfile()
-    look.start()
-    most = torch.zeros(16 * mib, dtype=torch.uint8), torch.zeros(8 * mib, dtype=torch.uint8)
-    del most
-    grown = torch.zeros(2 * mib, dtype=torch.uint8)
-    assert look.peak_bytes() == before + 24 * mib
-    assert profile.bytes_of_tensors() == before + grown.nbytes
 
 
 # ------------------------------------------------------------------------------- slow on purpose
@@ -124,8 +106,8 @@ def run_slowly(tmp_path_factory):
     @functools.cache
     def get(way, flags=""):
         output = tmp_path_factory.mktemp("slow")
-        command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} {flags}"
-        finished = succeed(f"{command} --output-dir {output}", forked=True, HOOKS=way)
+        command = hooked("pytorch_torchrun_DDP", 2, f"{JOB} {flags} --output-dir {output}")
+        finished = succeed(command, forked=True, HOOKS=way)
         line, done = finished.lines[-2:]
         result = json.loads((output / "result.json").read_text())
         return result["breakdown"] | {"line": line, "done": done, "result": result}
@@ -144,8 +126,7 @@ def test_a_slow_loader_on_one_rank(run_slowly):
 
 @pytest.mark.full
 def test_slow_loaders_on_all_ranks(run_slowly):
-    loaders = [rank["data"]["p50"] for rank in run_slowly("loaders")["ranks"]]
-    assert len(loaders) == 2 and min(loaders) > LATE
+    assert all(rank["data"]["p50"] > LATE for rank in run_slowly("loaders")["ranks"])
 
 
 def test_a_stall_now_and_then(run_slowly):
@@ -239,8 +220,8 @@ def test_a_trace_of_each_rank(run_slowly):
 
 def test_a_run_that_is_stopped_while_it_is_traced(tmp_path):
     """Ends as any other does, and leaves no trace."""
-    command = f"python {HOOKED} pytorch_SingleGPU.py {JOB} --trace 10"
-    finished = launch(f"{command} --output-dir {tmp_path}", forked=True, HOOKS="send:SIGTERM,0,18")
+    command = hooked("pytorch_SingleGPU", 1, f"{JOB} --trace 10 --output-dir {tmp_path}")
+    finished = launch(command, forked=True, HOOKS="send:SIGTERM,0,18")
     assert finished.code == 143, str(finished)
     assert "stopped by SIGTERM after step 18 of 24" in finished.stdout
     assert not list(tmp_path.glob("trace/*")) and list(tmp_path.glob("snapshots/*"))

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import (
-    HOOKED,
     distance,
+    hooked,
     launch,
-    launcher,
     read_run,
     relative_difference,
     same_bits,
@@ -136,10 +135,6 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=()):
 
 def is_first(one):
     return one.case == one.technique.cases[0] and one.n == one.case.ranks[0]
-
-
-def command_of(one, flags):
-    return f"{launcher(one.technique.script, one.n, HOOKED)} {one.case.flags} {flags}"
 
 
 def single(one, run_once):
@@ -297,7 +292,7 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
     job = one.job.replace(one.steps, f"--double --max-steps 1 --weights {path}")
     job = job.replace("--double", "") if one.rounds else job
     job += f" --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
-    succeed(command_of(one, job), forked=True)
+    succeed(hooked(one.script, one.n, job), forked=True)
     expected, weights = torch.load(path, weights_only=True), read_run(tmp_path)[0]
     if one.technique.name == "half_precision" and "--master-weights" not in one.script:
         dtype = getattr(torch, one.case.flags.split()[1])
@@ -325,7 +320,7 @@ def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
         _, folder = run_once(one.technique.script, 5 - one.n, flags)
     [snapshot] = folder.glob("snapshots/step-00000010")
     flags = f"{one.job} --resume {snapshot} --output-dir {tmp_path}"
-    finished = succeed(command_of(one, flags), forked=True)
+    finished = succeed(hooked(one.script, one.n, flags), forked=True)
     assert f"resumed from {snapshot} at epoch 2, step 11" in finished.stdout
     (weights, result), (expected, theirs) = read_run(tmp_path), read_run(reference)
     assert relative_difference(weights, expected) < TOLERANCE["adamw"] * one.slack
@@ -380,7 +375,7 @@ def check_same_bits(one, run_once, folder):
 def test_ended_early_it_goes_on_with_the_same_bits(way, one, run_once, tmp_path):
     hooks, code, said = WAYS[way]
     flags = f"{one.dropping} --snapshot-every 1 --output-dir {tmp_path} --resume auto"
-    command = command_of(one, flags)
+    command = hooked(one.script, one.n, flags)
     finished = launch(command, forked=True, HOOKS=hooks)
     assert finished.code == code and said in finished.stdout, str(finished)
     assert not (tmp_path / "model.pt").exists()
@@ -405,7 +400,7 @@ def test_resumed_from_its_own_snapshot_it_has_the_same_bits(one, run_once, tmp_p
     _, whole = run_once(one.technique.script, one.n, flags)
     [snapshot] = whole.glob("snapshots/step-00000003")
     flags = f"{one.dropping} --resume {snapshot} --output-dir {tmp_path}"
-    finished = succeed(command_of(one, flags), forked=True)
+    finished = succeed(hooked(one.script, one.n, flags), forked=True)
     assert "at epoch 1, step 4" in finished.stdout
     check_same_bits(one, run_once, tmp_path)
 

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import HOOKED, cases, launch, launcher, state, succeed, tensors_of
+from conftest import cases, hooked, launch, state, succeed, tensors_of
 
 from techniques import TECHNIQUES
 
@@ -41,8 +41,7 @@ EVERYWHERE = [
 
 
 def run(script, ranks, poison, flags, output, check=launch):
-    command = f"{launcher(script, ranks, HOOKED)} {JOB} {flags}"
-    command = [*command.split(), "--output-dir", output]
+    command = [*hooked(script, ranks, f"{JOB} {flags}").split(), "--output-dir", output]
     return check(command, forked=True, HOOKS=f"poison:{poison}")
 
 
@@ -100,20 +99,6 @@ def test_the_loss_says_nothing_of_the_step_that_follows_it(tmp_path):
     finished = run("pytorch_SingleGPU", 1, "gradient,5,5,0", "", tmp_path)
     [line] = finished.errors
     assert "between steps 5 and 6 " in line
-
-
-@pytest.mark.full
-def test_the_command_that_is_given_finds_the_step(tmp_path):
-    """As it stands, by the real launcher."""
-    script, poison = "pytorch_torchrun_DDP", "gradient,7,7,0"
-    command = f"{launcher(script, through=HOOKED)} {JOB} --output-dir {tmp_path}"
-    first = launch(command, HOOKS=f"poison:{poison}")
-    assert first.code == 1 and "exitcode  : 3 " in first.stderr, str(first)
-    [line] = first.errors
-    again = launch(line.partition("To find the first step: ")[2], HOOKS=f"poison:{poison}")
-    assert "resumed from" in again.stdout
-    [line] = again.errors
-    assert f"error: step 7: {GRADIENT} on rank 0; no weight has changed" in line
 
 
 @pytest.mark.parametrize(

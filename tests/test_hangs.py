@@ -5,7 +5,7 @@ import pickle
 import sys
 
 import pytest
-from conftest import HOOKED, ROOT, cases, launch, launcher, server, succeed
+from conftest import ROOT, cases, hooked, launch, launcher, server, succeed
 from test_snapshots import attack
 
 sys.path.insert(0, str(ROOT / "measure" / "faults"))
@@ -83,8 +83,8 @@ def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
     one that is cut off, are no records."""
     folder = tmp_path / "flight_recorder"
     folder.mkdir()
-    command = f"{launcher('pytorch_torchrun_DDP', 2, HOOKED)} {JOB} --max-steps 1 --resume none"
-    command += f" --model small_resnet --output-dir {tmp_path}"
+    flags = f"{JOB} --max-steps 1 --resume none --model small_resnet --output-dir {tmp_path}"
+    command = hooked("pytorch_torchrun_DDP", 2, flags)
 
     def said(*files):
         for rank, content in enumerate(files):

@@ -2,7 +2,6 @@
 how a run ends. That a resumed run has the same bits: test_contract.py. Random trials of all of it:
 test_faults.py."""
 
-import contextlib
 import json
 import os
 import re
@@ -15,9 +14,9 @@ import psutil
 import pytest
 import torch
 from conftest import (
-    HOOKED,
     ROOT,
     cases,
+    hooked,
     launch,
     launcher,
     same_bits,
@@ -53,7 +52,7 @@ def result(folder):
 
 def start(script, n=1, flags=""):
     """The command of a job, with a small model."""
-    return f"{launcher(script, n, HOOKED)} {SMALL} {flags}"
+    return hooked(script, n, f"{SMALL} {flags}")
 
 
 def run(command, **env):
@@ -86,7 +85,7 @@ def test_cut_short_by_max_steps_and_then_nothing_is_left(run_once, tmp_path):
     """Four steps make an epoch: 6 and then 2 more are the 8 of two epochs. (The warm-up is longer
     than both, which makes the rate independent of their number.)"""
     _, whole = run_once("pytorch_SingleGPU", 1, LONGER)
-    job = f"{launcher('pytorch_SingleGPU', 1, HOOKED)} {LONGER}"
+    job = hooked("pytorch_SingleGPU", 1, LONGER)
     parts = tmp_path / "parts"
     run(f"{job} --max-steps 6 --output-dir {parts}")
     assert state(parts)["step"] == 6
@@ -164,7 +163,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(script, tmp_path
 
 def test_another_scripts_snapshot_has_no_scaler(run_once, tmp_path):
     _, snapshot = snapshots(run_once("pytorch_SingleGPU", 1, LONGER)[1])
-    job = f"{launcher('pytorch_auto_mixed_precision --dtype float16', 1, HOOKED)} {LONGER}"
+    job = hooked("pytorch_auto_mixed_precision --dtype float16", 1, LONGER)
     finished = run(f"{job} --output-dir {tmp_path} --resume {snapshot}")
     assert f"{snapshot} contains no scaler state; scaler is reset" in finished.stdout
 
@@ -235,23 +234,17 @@ def test_sigterm_to_the_launcher_saves_a_snapshot_at_once(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, signum, code",
-    [
-        ("pytorch_SingleGPU", signal.SIGTERM, 143),
-        pytest.param("pytorch_torchrun_DDP", signal.SIGINT, 130, marks=full),
-    ],
-    ids=["SIGTERM", "Ctrl-C"],
+    "signum", cases([(signal.SIGTERM,), (signal.SIGINT,)], lambda signum: signum == signal.SIGTERM)
 )
-def test_one_process_is_stopped_with_a_documented_code(script, signum, code, tmp_path):
+def test_one_process_is_stopped_with_a_documented_code(signum, tmp_path):
     """A single process, which listens to nobody else."""
-    command = f"python {HOOKED} {script}.py {SMALL} --epochs 500 --workers 1"
-    forked = signum == signal.SIGTERM
-    with started(f"{command} --output-dir {tmp_path}", forked=forked) as process:
+    command = start("pytorch_SingleGPU", 1, f"--epochs 500 --workers 1 --output-dir {tmp_path}")
+    with started(command, forked=True) as process:
         wait_for(lambda: snapshots(tmp_path))
         assert all(a == "127.0.0.1" for a in listening(process.process.pid))
-        process.send(signum, group=not forked)  # as a terminal does, to its children as well
+        process.send(signum)
         finished = process.end()
-    assert finished.code == code
+    assert finished.code == 128 + signum
     output = finished.stdout + finished.stderr
     assert f"stopped by {signum.name} after step" in output and "Traceback" not in output
 
@@ -283,15 +276,11 @@ def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
     assert finished.code == 1 and "InjectedFault" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    "script", ["pytorch_torchrun_DDP", pytest.param("pytorch_DeepSpeed", marks=full)]
-)
-def test_ranks_end_with_their_launcher(script, tmp_path):
-    forked = script == "pytorch_torchrun_DDP"
-    command = start(script, 2, f"--epochs 500 --output-dir {tmp_path}")
-    with started(command, forked=forked) as process:
+def test_ranks_end_with_their_launcher(tmp_path):
+    command = start("pytorch_torchrun_DDP", 2, f"--epochs 500 --output-dir {tmp_path}")
+    with started(command) as process:
         wait_for(lambda: snapshots(tmp_path))
-        assert len(ranks_of(tmp_path)) == 2 or forked
+        assert len(ranks_of(tmp_path)) == 2
         process.send(signal.SIGKILL)
         wait_for(lambda: not ranks_of(tmp_path), 15)
 
@@ -299,43 +288,41 @@ def test_ranks_end_with_their_launcher(script, tmp_path):
 # ------------------------------------------------------------------------------------- the disk
 
 
-@contextlib.contextmanager
-def file_system(folder, size):
-    """One of its own, in memory."""
+@pytest.fixture
+def small(tmp_path):
+    """A file system of its own, in memory."""
+    folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=18m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+NO_SPACE = [("pytorch_SingleGPU", 1, "continue"), ("pytorch_FSDP", 2, "stop")]
+NO_SPACE += [("pytorch_FSDP", 2, "continue")]
 
 
 @needs_root
 @pytest.mark.parametrize(
-    "script, n, on_save_error",
-    [("pytorch_SingleGPU", 1, "continue"), ("pytorch_FSDP", 2, "stop"),
-     pytest.param("pytorch_FSDP", 2, "continue", marks=full)],
-)  # fmt: skip
-def test_no_space(script, n, on_save_error, tmp_path):
+    "script, n, on_save_error", cases(NO_SPACE, lambda *row: row in NO_SPACE[:2])
+)
+def test_no_space(script, n, on_save_error, small):
     """There is room for one snapshot of 10 MB and the model of 5 MB, not for a second snapshot."""
-    small = tmp_path / "small"
-    with file_system(small, "18m"):
-        command = f"{launcher(script, n)} {JOB} --model shufflenet_v2_x1_0 --epochs 2"
-        command += f" --on-save-error {on_save_error} --output-dir {small}/run"
-        finished = launch(command, forked=True)
-        words = finished.stdout + finished.stderr
-        assert "step 8: " in words and "step 4: " not in words, str(finished)
-        assert "No space left on device" in words and "bytes" in words
-        assert str(small / "run" / "snapshots" / "step-00000008-evaluated") in words
-        if on_save_error == "stop":
-            assert finished.code == 3, str(finished)
-            assert "free some disk space" in words
-        else:
-            assert finished.code == 0, str(finished)
-            assert "training continues" in words and (small / "run" / "model.pt").is_file()
-        [good] = snapshots(small / "run")
-        assert good.name == "step-00000004-evaluated" and not disk.find_damage(good)
-        assert not list((small / "run" / "snapshots").glob(".*")), "nothing half is left"
+    command = f"{launcher(script, n)} {JOB} --model shufflenet_v2_x1_0 --epochs 2"
+    command += f" --on-save-error {on_save_error} --output-dir {small}/run"
+    finished = launch(command, forked=True)
+    words = finished.stdout + finished.stderr
+    assert "step 8: " in words and "step 4: " not in words, str(finished)
+    assert "No space left on device" in words and "bytes" in words
+    assert str(small / "run" / "snapshots" / "step-00000008-evaluated") in words
+    assert finished.code == (3 if on_save_error == "stop" else 0), str(finished)
+    if on_save_error == "stop":
+        assert "free some disk space" in words
+    else:
+        assert "training continues" in words and (small / "run" / "model.pt").is_file()
+    [good] = snapshots(small / "run")
+    assert good.name == "step-00000004-evaluated" and not disk.find_damage(good)
+    assert not list((small / "run" / "snapshots").glob(".*")), "nothing half is left"
 
 
 UNWRITABLE = [
@@ -360,40 +347,22 @@ def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path)
     assert names == ["step-00000004-evaluated", "step-00000003"]
 
 
-def writes(size):
-    """A snapshot of so many bytes."""
-    return lambda folder: torch.save(torch.zeros(size // 4), folder / "state.pt")
-
-
-@needs_root
-def test_full_while_writing_the_one_before_stays_good(tmp_path):
-    small = tmp_path / "small"
-    with file_system(small, "3m"):
-        folder = small / "snapshots"
-        assert disk.write_snapshot(folder / "step-1", writes(2**20)) is None
-        why = disk.write_snapshot(folder / "step-2", writes(2**22))
-        assert "step-2 could not be written" in why
-        assert [path.name for path in folder.iterdir()] == ["step-1"]
-        assert disk.find_damage(folder / "step-1") is None
-        subprocess.run(["mount", "-o", "remount,ro", small], check=True)
-        why = disk.write_snapshot(folder / "step-2", writes(2**20))
-        assert "Read-only file system" in why
-        assert disk.find_damage(folder / "step-1") is None
-
-
 def test_a_folder_that_vanishes(tmp_path):
     """While a snapshot is written; or between two, when it is made again."""
 
     def write(folder):
-        writes(40)(folder)
+        torch.save(torch.zeros(10), folder / "state.pt")
+
+    def vanish(folder):
+        write(folder)
         shutil.rmtree(folder)
 
     folder = tmp_path / "a"
-    assert "step-1 could not be written" in disk.write_snapshot(folder / "step-1", write)
+    assert "step-1 could not be written" in disk.write_snapshot(folder / "step-1", vanish)
     assert not disk.list_snapshots(folder)
     shutil.rmtree(folder)
     for number in (1, 2, 3):
-        assert disk.write_snapshot(folder / f"step-{number}", writes(40)) is None
+        assert disk.write_snapshot(folder / f"step-{number}", write) is None
     assert [path.name for path in disk.list_snapshots(folder)] == ["step-3", "step-2"]
 
 
@@ -429,8 +398,8 @@ def test_a_snapshot_that_would_run_code_is_refused(script, file, run_once, tmp_p
         (snapshot / "latest").write_text("evil")
     torch.save({"step": attack(marker)}, snapshot / file)
     sign(snapshot)
-    command = f"{launcher(script, 1, HOOKED)} {LONGER} --output-dir {tmp_path}/run"
-    finished = launch(f"{command} --resume {snapshot}", forked=True)
+    flags = f"{LONGER} --output-dir {tmp_path}/run --resume {snapshot}"
+    finished = launch(hooked(script, 1, flags), forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
     [line] = finished.errors
     assert str(snapshot) in line
