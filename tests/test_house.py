@@ -67,7 +67,6 @@ ABOVE = {
     "estimator": 1910,
     "inference": 900,
     "techniques.py": 400,
-    "tests": 10920,
 }
 
 
