@@ -236,7 +236,8 @@ def test_a_server_that_never_answers(protocol, listens, s3, fails, monkeypatch):
         host = "bucket" if protocol == "s3" else place
         line = fails(f"--output-dir {protocol}://{host}/x")
     assert f"--output-dir {protocol}://{host}/x cannot be written" in line
-    assert ("no answer within 1 s" in line) == listens and "give another" in line
+    assert "give another" in line
+    assert not listens or "no answer within 1 s" in line  # s3fs may try again until then
 
 
 @pytest.mark.full
