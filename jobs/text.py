@@ -217,11 +217,12 @@ def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
         numbers = [tokenizer(text.decode(), add_special_tokens=False) for text in texts]
         tokens = [torch.tensor(found["input_ids"], dtype=torch.int32) for found in numbers]
         return tokens, [token or "" for token in tokenizer.convert_ids_to_tokens(range(n))]
-    points = [np.frombuffer(text.decode().encode("utf-32-le"), dtype=np.uint32) for text in texts]
-    known = np.unique(np.concatenate(points))
-    kind = np.uint8 if len(known) <= 256 else np.int32
-    tokens = [torch.from_numpy(np.searchsorted(known, p).astype(kind)) for p in points]
-    return tokens, [chr(point) for point in known]
+    strings = [text.decode() for text in texts]
+    vocabulary = sorted(set().union(*strings))
+    kind, encoding = (np.uint8, "latin-1") if len(vocabulary) <= 256 else (np.int32, "utf-32-le")
+    codes = {ord(character): code for code, character in enumerate(vocabulary)}
+    coded = (string.translate(codes).encode(encoding, "surrogatepass") for string in strings)
+    return [torch.from_numpy(np.frombuffer(text, kind).copy()) for text in coded], vocabulary
 
 
 def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> Text:
@@ -235,7 +236,7 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
     wanted = how_many(args, split, len(whole))
     if args.device == "cpu" and name != "text" and getattr(args, f"{split}_samples") is None:
         wanted = min(wanted, AT_MOST[split])
-    chosen = Text(tokens[: wanted * args.context + 1], vocabulary, args.context)
+    chosen = Text(tokens[: wanted * args.context + 1].clone(), vocabulary, args.context)
     chosen.name = name
     return chosen
 

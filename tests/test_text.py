@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import shutil
+import tracemalloc
 
 import pytest
 import torch
@@ -103,26 +104,32 @@ def test_windows_are_a_function_of_seed_epoch_and_step():
 
 @pytest.mark.parametrize("tokenizer, vocabulary", [("chars", 7), ("bytes", 256)])
 def test_files_of_ones_own(tokenizer, vocabulary, tmp_path):
-    (tmp_path / "b.txt").write_text("süß€" * 10)
+    """Every rank encodes them: characters may need several bytes of memory, but not 13."""
+    (tmp_path / "b.txt").write_text("süß€" * 10_000)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("ab" * 10)
     (tmp_path / ".hidden").write_bytes(b"\xff")
     flags = f"--model gpt-1x1x8 --context 4 --dataset text --data-dir {tmp_path}"
     args = settled(f"{flags} --tokenizer {tokenizer}")
+    tracemalloc.start()
     train_set, eval_set = text.make_datasets(args)
+    assert tracemalloc.get_traced_memory()[1] < 12 * 40_021
+    tracemalloc.stop()
     assert train_set.classes == eval_set.classes and len(train_set.classes) == vocabulary
     codes = torch.cat([train_set.tokens, eval_set.tokens]).tolist()
     found = "".join(train_set.classes[code] for code in codes)
     if tokenizer == "bytes":
         found = found.encode("latin-1").decode()
-    assert found == "süß€" * 10 + "\n" + "ab" * 10
+    assert found == "süß€" * 10_000 + "\n" + "ab" * 10
 
 
 def test_characters_beyond_256(tmp_path):
+    """Only the tokens of the samples stay in memory."""
     (tmp_path / "a").write_text("".join(chr(0x4E00 + i) for i in range(400)))
-    args = settled(f"--model gpt-1x1x8 --context 4 --dataset text --data-dir {tmp_path}")
-    train_set, _ = text.make_datasets(args)
-    assert train_set.tokens.tolist() == list(range(360)) and len(train_set.classes) == 400
+    flags = f"--context 4 --train-samples 80 --dataset text --data-dir {tmp_path}"
+    train_set, _ = text.make_datasets(settled(f"--model gpt-1x1x8 {flags}"))
+    assert train_set.tokens.tolist() == list(range(321)) and len(train_set.classes) == 400
+    assert train_set.tokens.untyped_storage().nbytes() == 4 * 321
 
 
 def test_synthetic_text_is_drawn_from_the_seed():
