@@ -127,13 +127,13 @@ def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
-    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     rows = world_size // args.tp  # 2-D: T adjacent ranks are a row; rank r + T has r's TP shards
     common.announce(args, device, readers=rows)  # TP: all ranks of a row work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout on every rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
+    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
     mesh = init_device_mesh(device.type, (rows, args.tp), mesh_dim_names=("dp", "tp"))
     row = mesh["dp"].get_local_rank()
     batch_size = args.batch_size // rows  # 2-D: a row's share of the global batch

@@ -142,7 +142,6 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
     args = resolve(args, common.size_of(args), world_size)
-    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}")
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares
     owners, microbatches = [0], 1
@@ -167,6 +166,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
+    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
     share = mesh["replicate"].get_local_rank() * args.dp_shard
     share += mesh["shard"].get_local_rank() // args.cp
     shared = {"num_replicas": shares, "rank": share}

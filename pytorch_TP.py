@@ -120,12 +120,12 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
-    common.check_tensor_parallel(args, world_size, f"{world_size} ranks")
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout on every rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
+    common.check_tensor_parallel(args, world_size, f"{world_size} ranks", train_set.classes)
     batch_size = args.batch_size  # TP: the whole global batch
     replica = {"num_replicas": 1, "rank": 0}  # TP: every rank reads every sample
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)

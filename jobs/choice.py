@@ -194,14 +194,14 @@ def size_of(args):
     return args.task.models.size_of(args)
 
 
-def check_tensor_parallel(args, ranks: int, flag: str) -> None:
+def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) -> None:
     """Check that the ranks divide the heads, the MLP, and with ``--sequence-parallel`` the
-    positions.
+    positions, and that it leaves none of them an empty shard of the vocabulary.
 
     Args:
         flag: that sets the number of ranks, for the error message.
     """
-    size = size_of(args)
+    size, tokens = size_of(args), len(vocabulary)
     if size.kv_heads % ranks:
         why = f"{size.kv_heads} heads are not divisible by {flag}"
         fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
@@ -209,6 +209,9 @@ def check_tensor_parallel(args, ranks: int, flag: str) -> None:
         fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
     if args.sequence_parallel and args.context % ranks:
         fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
+    if args.sequence_parallel and -(-tokens // ranks) * (ranks - 1) >= tokens:
+        why = f"with {flag}, a rank gets none of the {tokens} tokens of the vocabulary"
+        fail(f"--sequence-parallel: {why}; use fewer ranks, or --tokenizer bytes")
 
 
 def check_is_gpt(args) -> None:
