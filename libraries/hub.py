@@ -107,6 +107,10 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
         found = reader.read_metadata().state_dict_metadata
     except Exception as error:  # a damaged file, safetensors' own exception
         fail(f"--weights {folder}: its safetensors cannot be read ({error}); copy them again")
+    if not found:
+        fail(
+            f"--weights {folder} has no *.safetensors; save them with transformers' save_pretrained"
+        )
     for name, tensor in tensors.items():
         theirs = tuple(found[name].size) if name in found else None
         if theirs != tuple(tensor.shape):

@@ -6,6 +6,7 @@ Most are in mistakes.txt, and are tried in this process: a script runs until it 
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -24,7 +25,8 @@ from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
-from libraries import download
+from jobs import decoder
+from libraries import download, hub
 from techniques import LIBRARIES
 
 LAST = "step-00000002-evaluated"
@@ -67,6 +69,9 @@ def places(tmp_path_factory, image_folder):
     (root / "latin").write_bytes("süß".encode("latin-1") * 99)
     for name, text in DEEPSPEED.items():
         (root / f"{name}.json").write_text(text)
+    (root / "no_weights").mkdir()
+    config = hub.make_config(decoder.size_of_name("llama-1x2x8", None, None), 16, 27, False)
+    (root / "no_weights" / "config.json").write_text(json.dumps(config))
     (root / "same").mkdir()
     shutil.copy(root / "run" / "model.pt", root / "same")
     return root
