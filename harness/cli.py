@@ -2,9 +2,12 @@
 URL, and how to end with an error."""
 
 import argparse
+import contextlib
 import functools
 import importlib
+import json
 import math
+import os
 import shlex
 import signal
 import sys
@@ -28,7 +31,12 @@ def fail(message: object, code: int = 2) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the signal by which the launcher stops ranks
     if world().local_rank:
         time.sleep(2 + world().local_rank)
-    print(f"{this_script()}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    line = f"{this_script()}: error: {' '.join(str(message).split())}"
+    print(line, file=sys.stderr, flush=True)
+    found = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    report = json.dumps({"message": {"message": line, "extraInfo": found}})
+    with contextlib.suppress(OSError):  # torchrun's own report ends with what this file contains
+        Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).write_text(report)
     raise SystemExit(code)
 
 
@@ -109,12 +117,8 @@ def make_parser(doc: str) -> ArgumentParser:
 def given_flags() -> str:
     """The flags on the command line, including those of ``@FILE``, without those that the launcher
     added."""
-    words = []
-    for word in sys.argv[1:]:
-        is_file = word.startswith("@")
-        words += shlex.split(Path(word[1:]).read_text(), comments=True) if is_file else [word]
-    launchers = ("--local-rank", "--local_rank")
-    return shlex.join(word for word in words if word.partition("=")[0] not in launchers)
+    words = make_parser("")._read_args_from_files(sys.argv[1:])
+    return shlex.join(w for w in words if not w.startswith(("--local-rank", "--local_rank")))
 
 
 # ------------------------------------------------------------------------- files that flags name

@@ -240,7 +240,7 @@ def test_no_rank_waits_for_another(flags, words, places, tmp_path):
 
 
 def test_several_ranks_of_a_launcher(tmp_path):
-    """It adds lines of its own to ours."""
+    """It adds lines of its own to ours, which it repeats at the end."""
     command = f"{launcher('pytorch_torchrun_DDP', 3)} {SMALL} --output-dir {tmp_path}"
     finished = launch(f"{command} --batch-size 32", timeout=60)
     [line] = set(finished.errors)  # a slow machine gives the others time to say it, too
@@ -248,6 +248,7 @@ def test_several_ranks_of_a_launcher(tmp_path):
     ours = r'(common|pytorch_\w+|(harness|jobs)/\w+)\.py", line'
     assert not re.search(ours, finished.stderr), "a traceback of ours"
     assert "exitcode  : 2 " in finished.stderr, "the code with which the worker ended"
+    assert finished.stderr.rstrip("=\n").endswith(f"traceback : {line}")
 
 
 def test_a_mistake_that_one_rank_alone_makes_is_reported_too(tmp_path):
