@@ -1,13 +1,20 @@
-"""torch.compile with DDP: compiled alone, its all-reduce is late; compiled late, ranks time out.
+"""torch.compile: compiled alone, DDP's all-reduce is late; compiled late, ranks time out; a cache
+holds half a library.
 
 torchrun --nproc_per_node=2 examples/troubles/compiled.py
 """
 
+import os
+import shutil
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from shared import PATIENCE, Model, backward, show
+from torch._inductor.utils import clear_caches
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -42,5 +49,19 @@ def compiled_late(remedy):
     backward(DistributedDataParallel(model))
 
 
+def half_a_library(remedy):
+    """A run was killed while it compiled: the next one takes what it finds for a whole library."""
+    with tempfile.TemporaryDirectory() as cache:
+        for run in ("killed", "next"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{run}"
+            torch.compiler.reset()
+            clear_caches()  # those in memory
+            torch.compile(torch.sin)(torch.ones(9))
+            if run == "killed" and not remedy:
+                shutil.copytree(f"{cache}/killed", f"{cache}/next")
+                for library in Path(cache, "next").rglob("*.so"):
+                    library.write_bytes(b"")
+
+
 if __name__ == "__main__":
-    show(compiled_alone, compiled_late, hang=(compiled_late,))
+    show(compiled_alone, compiled_late, half_a_library, hang=(compiled_late,))

@@ -1,11 +1,15 @@
-"""Start and network: a port in use, a name that is unknown, a wrong network card.
+"""Start and network: a port in use, a name that is unknown, a wrong network card, a safe path.
 
 torchrun --nproc_per_node=2 examples/troubles/network.py
 """
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from shared import show
@@ -37,5 +41,16 @@ def wrong_card(remedy):
     dist.new_group()
 
 
+def safe_path(remedy):
+    """Python does not look for modules beside the script, except in PYTHONPATH."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "common.py").touch()
+        Path(folder, "script.py").write_text("import common")
+        os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": folder if remedy else ""}
+        command = [sys.executable, f"{folder}/script.py"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 if __name__ == "__main__":
-    show(port_in_use, unknown_host, nobody_listens, wrong_card)
+    show(port_in_use, unknown_host, nobody_listens, wrong_card, safe_path)
