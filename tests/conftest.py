@@ -58,6 +58,10 @@ LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come
 servers = {}  # by what they have imported besides PyTorch
 
 
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
 def environment(**changes):
     """Ours, without what a launcher or the network would add. One thread a process: tests run side
     by side, and threads that wait for each other's cores make both many times slower."""

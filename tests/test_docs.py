@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from checkout import copy_checkout
-from conftest import ROOT, cases, launch, succeed
+from conftest import ROOT, cases, launch, name_of, succeed
 from torch.nn.parallel import DistributedDataParallel
 
 import common
@@ -35,10 +35,6 @@ SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
 QUICK = "--epochs 1 --train-samples 1024 --batch-size 64 --eval-samples 200 --lr 0.02"
 SMALL = "--model squeezenet1_1"  # a sixteenth of ResNet-18's parameters
 FIRST = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
-
-
-def name_of(page):
-    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture

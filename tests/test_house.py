@@ -4,7 +4,7 @@ import ast
 from graphlib import TopologicalSorter
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, name_of
 
 from techniques import COURSE, LESSONS
 
@@ -72,10 +72,6 @@ ABOVE = {
 
 def lines_of(path):
     return len(path.read_text().splitlines())
-
-
-def name_of(path):
-    return str(path.relative_to(ROOT))
 
 
 def imported(path):
