@@ -186,7 +186,8 @@ class Reproducibility:
 
     TITLE = "reproducibility and profiling"
     seed: int = flag(0, type=number(int, 0, 2**32), metavar="N", identity=True,
-        help="seed of weights, data order and dropout (default: %(default)s)")
+        help="seed of weights, data order and dropout; seeds of independent runs differ by more "
+        "than the epochs and the ranks (default: %(default)s)")
     deterministic: bool = flag(False, help="bitwise reproducible results; slower")
     double: bool = flag(False, identity=True, help="compute in float64")
     profile_memory: bool = flag(False,
