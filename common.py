@@ -112,7 +112,8 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     print0(f"{this_script()}: {where}, {args.model} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}")
     hangs.listen(args.timeout)
-    args.task.models.check_model_name(args.model)
+    if check := getattr(args.task.models, "check_model_name", None):
+        check(args.model)
 
 
 # ---------------------------------------------------------------------------- device and seeds
@@ -219,8 +220,9 @@ def make_model(args: Settings, classes: list[str], channels_last: bool = True) -
     """
     models = args.task.models
     model = models.make_model(args, classes)
-    if args.deterministic and args.device == "cuda":
-        models.check_deterministic(args.model, model)
+    check = getattr(models, "check_deterministic", None)
+    if check and args.deterministic and args.device == "cuda":
+        check(args.model, model)
     if channels_last and args.device == "cuda":
         return model.to(memory_format=torch.channels_last)
     # DDP warns about 1x1 convolutions, for which both memory formats are the same.

@@ -9,7 +9,7 @@ import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
+from libraries import hub
 from remote.storage import trim_url
 
 FAMILIES = "gpt", "llama"  # of decoders: their classes are in jobs/decoder.py
@@ -220,42 +221,26 @@ def check_is_gpt(args) -> None:
         fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
 
 
-def starts_from_folder(args) -> bool:
-    """Whether ``--weights`` is a Llama's folder."""
-    if args.weights in ("none", "imagenet"):
-        return False
-    from libraries import hub
-
-    return hub.is_folder(args.weights)
-
-
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    if args.model in (None, "gpt") and args.dataset != "reviews" and starts_from_folder(args):
+    if args.model in (None, "gpt") and args.dataset != "reviews" and hub.is_folder(args.weights):
         args = replace(args, model="llama")
-    ours = args.task
+    ours, model = args.task, f"--model {args.model}" if args.model else "the default model"
     for name in sorted((OF_IMAGES | OF_TEXT) - ours.flags):
         if getattr(args, name) is not None:
-            complain(args, f"--{name.replace('_', '-')}", name in IMAGES.flags)
+            owners = ["images" if name in OF_IMAGES else "a GPT, such as --model gpt-nano"]
+            owners += ["--dataset reviews"] if name in REVIEWS.flags else []
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flag} is for {' or '.join(owners)}, not for {model}; leave it out")
     if args.dataset not in ours.datasets:
-        model = f"--model {args.model}" if args.model else "images"  # the default
         use = f"use {', '.join(ours.datasets)}, or another --model"
         fail(f"--dataset {args.dataset} is not for {model}; {use}")
     args = ours.data.resolve(args)
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     named |= ours is REVIEWS and ours.data.has_pretrained(args)
-    named |= ours is TEXT and starts_from_folder(args)
+    named |= ours is TEXT and hub.is_folder(args.weights)
     if not named and not Path(args.weights).is_file():
         fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
     if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():
         fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
     return args
-
-
-def complain(args, flag: str, of_images: bool) -> NoReturn:
-    """Reject a flag that belongs to another task."""
-    if args.task is IMAGES:
-        more = ", or --dataset reviews" if flag[2:] in REVIEWS.flags else ""
-        fail(f"{flag} is for a GPT; add --model gpt-nano{more}, or leave it out")
-    owner, model = "images" if of_images else "a GPT", args.model or "an encoder"
-    fail(f"{flag} is for {owner}, and {model} reads text; leave it out")

@@ -52,10 +52,6 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
     return size.complete(name, kv_heads, mlp_width)
 
 
-def check_model_name(name: str) -> None:
-    """Nothing to check: :func:`jobs.text.resolve` has looked up its size."""
-
-
 # -------------------------------------------------------------------------------------- weights
 
 

@@ -31,8 +31,7 @@ def size_of(name: str) -> tuple[int, int, int] | None:
     return layers, heads, width
 
 
-def check_model_name(name: str) -> None:
-    size_of(name)
+check_model_name = size_of
 
 
 class Encoder(nn.Module):
@@ -106,7 +105,3 @@ def parameter_groups(model: nn.Module) -> list[dict]:
         {"params": [p for p in parameters if p.ndim > 1]},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-
-
-def check_deterministic(name: str, model: nn.Module) -> None:
-    """Nothing to check: all its operations are deterministic."""
