@@ -127,19 +127,27 @@ def open_image(path: str) -> Iterator[Image.Image]:
         with Image.open(path) as image:
             ImageOps.exif_transpose(image, in_place=True)
             yield image
+    except Image.DecompressionBombError:
+        why, do = f"more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels", "make it smaller"
     except Exception as error:  # damaged files raise any of a dozen types
-        why = f"({type(error).__name__}); repair or remove it"
-        raise Unreadable(f"cannot read the image {path} {why}") from error
-    if image.mode == "F":
-        why = "(floating-point pixels of unknown range); save it as an 8-bit or 16-bit image"
-        raise Unreadable(f"cannot read the image {path} {why}")
+        why, do = type(error).__name__, "repair or remove it"
+    else:
+        if image.mode != "F" and (image.mode != "I" or image.format in ("PNG", "PPM")):
+            return  # 8 bits, or 16
+        why, do = "32-bit pixels of unknown range", "save it as an 8-bit or 16-bit image"
+    raise Unreadable(f"cannot read the image {path} ({why}); {do}")
 
 
 def read_image(path: str, side: int) -> Tensor:
-    """Decode a file to uint8 ``[3, side, side]``: resize the short side, then center crop."""
+    """Decode a file to uint8 ``[3, side, side]``: resize the short side, then center crop. What is
+    transparent becomes white."""
     with open_image(path) as file:
-        if file.mode.startswith("I"):  # 16 bits, which convert() would clip
-            file = Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
+        if file.mode.startswith("I"):  # 16 bits, or 12 in a TIFF, which convert() would clip
+            bits = getattr(file, "tag_v2", {}).get(258, [16])[0]
+            file = Image.fromarray((np.asarray(file) >> bits - 8).astype(np.uint8))
+        if file.has_transparency_data:
+            file = file.convert("RGBA")
+            file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file)
         image = ImageOps.fit(file.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 

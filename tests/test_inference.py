@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import traceback
@@ -148,26 +149,37 @@ def test_predict_files(trained, exported, pictures):
     assert len(lines) == 1 and lines[0].startswith(f"{pictures}/0.png: class ")
 
 
-def test_a_picture_is_seen_as_it_was_taken(pictures, tmp_path):
-    """Turned by what the camera wrote down; of a GIF the first; of 16 bits the upper ones; floats
-    have no known range."""
+def test_a_picture_is_seen_as_it_was_taken(pictures, tmp_path, monkeypatch):
+    """Turned by what the camera wrote down; of a GIF the first; of 12 or 16 bits the upper ones;
+    on white where it is transparent. What has no known range, or is too large, is named."""
     upright = np.zeros((8, 8, 3), np.uint8)
     upright[:4, :, 0] = 200  # red above
     turned, how = Image.fromarray(np.rot90(upright).copy()), Image.Exif()
     how[0x0112] = 6  # to be turned by 90 degrees
     turned.save(tmp_path / "turned.png", exif=how)
     Image.fromarray(upright).save(tmp_path / "plain.png")
-    later = Image.fromarray(np.full_like(upright, 255))
-    options = {"save_all": True, "append_images": [later]}
-    Image.fromarray(upright).save(tmp_path / "moves.gif", **options)
-    Image.fromarray(np.ones((8, 8), np.float32)).save(tmp_path / "floats.tiff")
-    assert len(find_images(tmp_path)) == 4
+    later = [Image.fromarray(255 - upright)]
+    Image.fromarray(upright).save(tmp_path / "moves.gif", save_all=True, append_images=later)
+    shape = np.eye(8, dtype=np.uint8) * 255  # black, on nothing
+    Image.fromarray(np.dstack([shape * 0, shape])).save(tmp_path / "LA.png")
+    tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 110, 278: 1, 279: 3}  # two pixels
+    tags = b"".join(struct.pack("<HHLL", tag, 3, 1, value) for tag, value in tags.items())
+    tags = b"II*\0\x08\0\0\0\x08\0" + tags + bytes(4)
+    (tmp_path / "12bit.tiff").write_bytes(tags + b"\x80\x08\x00")
+    for kind in (np.float32, np.int32):
+        Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / f"{kind.__name__}.tiff")
+    assert len(find_images(tmp_path)) == 7
+    assert torch.equal(read_image(tmp_path / "LA.png", 8)[0, 2], torch.tensor(255 - shape))
+    assert jobs.images.read_image(tmp_path / "12bit.tiff", 1).max() == 0x80
     plain = read_image(tmp_path / "plain.png", 8)
     for name in ("turned.png", "moves.gif"):
         assert torch.equal(read_image(tmp_path / name, 8), plain), name
     assert read_image(pictures / "16bit.png", 8).unique().tolist() == [40_000 // 256]
-    with pytest.raises(jobs.images.Unreadable, match="floats.tiff .floating-point pixels"):
-        read_image(tmp_path / "floats.tiff", 8)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64)  # half of the limit
+    Image.new("L", (129, 1)).save(tmp_path / "large.tiff")
+    for name, why in {"float32": "32-bit", "int32": "32-bit", "large": "128 pixels"}.items():
+        with pytest.raises(jobs.images.Unreadable, match=f"{name}.tiff .*{why}"):
+            read_image(tmp_path / f"{name}.tiff", 8)
 
 
 def test_broken_images_among_good_ones(trained, pictures, tmp_path):
