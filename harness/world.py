@@ -78,10 +78,10 @@ def why_ranks_are_unclear() -> str | None:
     return None
 
 
-def print0(message: str) -> None:
+def print0(message: str, file=None) -> None:
     """Print a line, on rank 0 only."""
     if world().rank == 0:
-        print(message, flush=True)
+        print(message, file=file, flush=True)
 
 
 # ------------------------------------------------------------------------ operations of all ranks

@@ -1,6 +1,5 @@
 """Images for a trained model: files, or a split of the dataset that it was trained on."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,27 +11,18 @@ from tqdm import tqdm
 import jobs.images
 from harness.cli import fail
 from harness.data import Unreadable
-from harness.world import this_script
 from inference.trained import Trained
 from jobs.images import Images, cifar10, folder, open_image, synthetic
 
 
 def find_images(path: Path) -> list[Path]:
     """The file itself, or all images in and below a folder, sorted."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    known = (*IMG_EXTENSIONS, ".gif")  # the first frame is read
     if path.is_file():
         return [path]
     if not path.is_dir():
         fail(f"--input {path}: no such file or folder; give an image, a folder, or test")
-    files = sorted(p for p in path.rglob("*") if p.is_file())
-    found = [p for p in files if p.suffix.lower() in known]
-    if not found:
-        fail(f"--input {path}: no image in it ({' '.join(known)}); give another")
-    if others := sorted({p.suffix or p.name for p in files} - {p.suffix for p in found}):
-        print(f"{this_script()}: ignored, not images: {' '.join(others)}", file=sys.stderr)
-    return found
+    found = [Path(at, name) for at, names in jobs.images.find_images(path) for name in names]
+    return found or fail(f"--input {path}: no image in it; give another")
 
 
 def resize(images: Tensor, side: int) -> Tensor:

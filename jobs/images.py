@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +18,8 @@ from tqdm import tqdm
 from harness.cli import fail, fetch_input
 from harness.data import TaskData, Unreadable, how_many
 from harness.settings import fill
-from harness.world import print0, world
+from harness.world import print0, this_script, world
 from libraries.download import fetch
-
-# torchvision is imported where it is used: four ranks on two cores need seconds to import it, and
-# a run should print its first line before that.
 
 # The reference task, and one that two CPU cores finish in about a minute.
 DEFAULTS = {
@@ -48,25 +48,18 @@ def describe(args) -> str:
 
 # ---------------------------------------------------------------------------------------- data
 
-# ImageNet's, which torchvision's pretrained weights expect; for training from scratch, other values
-# would do as well.
+# ImageNet's, which torchvision's pretrained weights expect
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 4 * 2**30  # per machine; larger data sets are decoded batch by batch
 
 
 class Images(TaskData):
-    """Images in memory, as one tensor: a batch is one index operation.
+    """Images in memory, uint8 ``[n, 3, side, side]``, with labels ``[n]``: a batch is one index
+    operation, and its device resizes it to the model's ``image_size``."""
 
-    Args:
-        images: uint8 ``[n, 3, side, side]``.
-        labels: int64 ``[n]``.
-        classes: the name of each class.
-        image_size: side of the model's input, to which the device resizes a batch.
-    """
-
-    def __init__(self, images, labels: Tensor, classes: list[str], image_size: int):
-        self.images, self.labels = images, labels
-        self.classes, self.image_size = classes, image_size
+    def __init__(self, images, labels: Tensor, classes: list[str], image_size: int, side=None):
+        self.images, self.labels, self.classes = images, labels, classes
+        self.image_size, self.side = image_size, side
 
     unit, units, tensors = "img", "images", ("images", "labels")
 
@@ -102,22 +95,40 @@ class Images(TaskData):
         return images.contiguous(memory_format=torch.channels_last)
 
     def describe(self) -> dict:
-        normalization = {"mean": MEAN, "std": STD}
-        return super().describe() | {"image_size": self.image_size, "normalization": normalization}
+        return super().describe() | {"normalization": {"mean": MEAN, "std": STD}}
 
 
 class ImagesOnDisk(Images):
-    """Images in files that are decoded for each batch: ``images`` is a list of paths."""
+    """Images in files that are decoded for each batch. ``images`` is an array of their paths as
+    bytes, which loader processes share; of a list of strings, each would end up with a copy."""
 
     workers, tensors = 4, ()
 
-    def __init__(self, images: list[str], labels, classes, image_size: int, side: int):
-        super().__init__(images, labels, classes, image_size)
-        self.side = side
-
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = torch.stack([read_image(self.images[i], self.side) for i in indices])
-        return images, self.labels[torch.tensor(indices)]
+        images = [read_image(os.fsdecode(path), self.side) for path in self.images[indices]]
+        return torch.stack(images), self.labels[torch.tensor(indices)]
+
+
+def find_images(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every folder in and below ``root`` that is not hidden, with its images: the files whose
+    extension is that of an image that Pillow opens. Prints what it ignores."""
+    kinds, ignored = Image.registered_extensions(), Counter()
+    known = {s for s, k in kinds.items() if k in Image.OPEN and "image/" in Image.MIME.get(k, "")}
+    for at, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if not is_skipped(Path(at, name)))
+        suffixes = {name: Path(name).suffix.lower() for name in sorted(files) if name[0] != "."}
+        ignored.update(s or "without extension" for s in suffixes.values() if s not in known)
+        yield at, [name for name, suffix in suffixes.items() if suffix in known]
+    if ignored:
+        counts = ", ".join(f"{n:,} {suffix}" for suffix, n in ignored.most_common(9))
+        print0(f"{this_script()}: ignored in {root}, not images: {counts}", sys.stderr)
+
+
+def is_skipped(folder: Path) -> bool:
+    """Whether a folder is hidden, or a link to one that contains the link."""
+    target = folder.resolve()
+    loop = folder.is_symlink() and any(p.resolve().is_relative_to(target) for p in folder.parents)
+    return loop or folder.name.startswith(".")
 
 
 @contextlib.contextmanager
@@ -158,9 +169,8 @@ def make_datasets(args) -> tuple[Images, Images]:
     if name in ("auto", "cifar10"):
         why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
         if why and name == "cifar10":
-            why = f"not in {args.data_dir}, and could not be downloaded ({why})"
-            use = f"put cifar-10-batches-py into {args.data_dir}, or use --dataset synthetic"
-            fail(f"--dataset cifar10: {why}; {use}")
+            use = "put cifar-10-batches-py there, or use --dataset synthetic"
+            fail(f"--dataset cifar10: not in {args.data_dir} or online ({why}); {use}")
         name = "synthetic" if why else "cifar10"
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[name]
     train_set, eval_set = make(args, "train"), make(args, "eval")
@@ -168,15 +178,16 @@ def make_datasets(args) -> tuple[Images, Images]:
     if odd := set(train_set.classes) ^ set(eval_set.classes):
         need = "both splits need the same class folders; only one of them has"
         fail(f"--data-dir {args.data_dir}: {need} {', '.join(sorted(odd))}")
-    because = f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})"
+    if why:
+        why = f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})"
     sizes = f"{len(train_set):,} training and {len(eval_set):,} evaluation images"
-    print0(f"data: {name}{because if why else ''}, {sizes}, {len(train_set.classes)} classes")
+    print0(f"data: {name}{why or ''}, {sizes}, {len(train_set.classes)} classes")
     return train_set, eval_set
 
 
 def fetch_cifar10(data_dir: Path) -> str | None:
     """Download CIFAR-10 if it is missing; see :func:`libraries.download.fetch`."""
-    from torchvision.datasets import CIFAR10
+    from torchvision.datasets import CIFAR10  # takes seconds: the run has printed its first line
 
     download = functools.partial(CIFAR10, data_dir, download=True)
     return fetch(CIFAR10.url, (data_dir / CIFAR10.base_folder).is_dir, download)
@@ -200,37 +211,45 @@ def folder(args, split: str) -> Images:
 
     The files are shuffled in a fixed order: otherwise the first n would be of one class.
     """
-    from torchvision.datasets import ImageFolder
-
     names = ["train"] if split == "train" else ["test", "val"]
     data_dir = fetch_input(args.data_dir, "--data-dir")
     roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
-        why = f"it has no {' or '.join(names)} folder"
-        fail(f"--data-dir {args.data_dir}: {why}; give the folder that contains train/ and test/")
-    try:
-        source = ImageFolder(roots[0])
-    except FileNotFoundError as error:
-        fail(f"--data-dir {args.data_dir}: {error}; {roots[0]} needs a folder of images per class")
-    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-    order = order[: how_many(args, split, len(source))]
-    paths, labels = [source.samples[i][0] for i in order], torch.tensor(source.targets)[order]
+        fail(
+            f"--data-dir {args.data_dir}: no folder {' or '.join(names)} in it; give the one above"
+        )
+    root, paths, counts = roots[0], [], Counter()
+    for at, names in find_images(root):
+        paths += [os.fsencode(os.path.join(at, name)) for name in names]
+        name, *_ = *Path(at).relative_to(root).parts, ""
+        counts[name] += len(names)
+    if beside := counts.pop(""):  # they come first
+        print0(f"data: ignored {beside:,} images that are in no folder of {root}")
+    empty = [name for name, n in counts.items() if not n]
+    if empty or len(counts) < 2:
+        has = f"there is none in {', '.join(empty)}" if empty else f"it has {len(counts)}"
+        fail(f"--data-dir {args.data_dir}: {root} needs a folder of images per class, and {has}")
+    paths, classes = np.array(paths[beside:]), list(counts)
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(counts.values())))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    order = order[: how_many(args, split, len(labels))]
+    paths, labels = paths[order], labels[order]
     try:
         short_sides = []
         for path in paths[:100]:
-            with open_image(path) as image:
+            with open_image(os.fsdecode(path)) as image:
                 short_sides.append(min(image.size))
         # Large images are stored at the size of the model's input, small ones unchanged.
         side = min(args.image_size, max(short_sides))
         if len(paths) * 3 * side**2 * world().local_size > IN_MEMORY_BYTES:
-            return ImagesOnDisk(paths, labels, source.classes, args.image_size, side)
+            return ImagesOnDisk(paths, labels, classes, args.image_size, side)
         images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
-        hidden = None if world().rank == 0 else True  # None: shown if there is a terminal
-        for i, path in enumerate(tqdm(paths, f"reading {roots[0]}", leave=False, disable=hidden)):
-            images[i] = read_image(path, side)
+        hidden = world().rank > 0 or None  # None: shown if there is a terminal
+        for i, path in enumerate(tqdm(paths, f"reading {root}", leave=False, disable=hidden)):
+            images[i] = read_image(os.fsdecode(path), side)
     except Unreadable as error:
         fail(error)
-    return Images(images, labels, source.classes, args.image_size)
+    return Images(images, labels, classes, args.image_size)
 
 
 def synthetic(args, split: str) -> Images:

@@ -107,7 +107,7 @@ def main():
         "threads": torch.get_num_threads(),
         "model": args.model, "dataset": train_set.name, "precision": args.dtype,
         "tf32": used_tf32(args.dtype, device),
-        **train_set.describe(), "global_batch_size": args.batch_size,
+        **train_set.describe(), "image_size": args.image_size, "global_batch_size": args.batch_size,
         "optimizer": args.optimizer, "steps": len(clock.seconds),
         "seconds_total": time.perf_counter() - started, **train_set.rates(speed),
         "step_ms": {f"p{p}": milliseconds.quantile(p / 100).item() for p in (50, 95)},

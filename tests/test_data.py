@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -17,10 +18,8 @@ from harness import data
 from jobs import images as job
 from jobs.choice import Settings
 
-JOB = (
-    "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2 "
-    "--norm group --model small_resnet"
-)
+JOB = "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2"
+JOB += " --norm group --model small_resnet"
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +42,8 @@ def record(command, folder):
     for step in range(1, 9):
         ranks = sorted(folder.glob(f"step{step}-rank*.pt"))
         shards = [torch.load(path, weights_only=True) for path in ranks]
-        images = torch.stack([images for images, _ in shards], dim=1).flatten(0, 1)
-        labels = torch.stack([labels for _, labels in shards], dim=1).flatten()
-        global_batches.append((images, labels))
+        parts = zip(*shards, strict=True)  # images, labels
+        global_batches.append([torch.stack(part, dim=1).flatten(0, 1) for part in parts])
     return global_batches
 
 
@@ -58,12 +56,12 @@ def single(tmp_path_factory):
 @pytest.mark.parametrize("world_size", cases([(2,), (3,)], lambda n: n == 3))
 def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
     """Image for image and crop for crop: bit by bit what the model is given."""
-    launcher = f"torchrun --standalone --nproc_per_node={world_size}"
-    command = f"{launcher} {HOOKED} pytorch_torchrun_DDP.py"
+    command = (
+        f"torchrun --standalone --nproc_per_node={world_size} {HOOKED} pytorch_torchrun_DDP.py"
+    )
     batches = record(command, tmp_path / "ranks")
     for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
-        assert len(images) == 24
-        assert torch.equal(labels, their_labels)
+        assert len(images) == 24 and torch.equal(labels, their_labels)
         assert torch.equal(images, their_images)
 
 
@@ -82,9 +80,8 @@ def test_synthetic_images_do_not_depend_on_their_number():
     assert torch.equal(few.images, many.images[:1500])
     assert torch.equal(few.labels, many.labels[:1500])
     assert few.images.dtype == torch.uint8 and few.images.shape == (1500, 3, 32, 32)
-    other_seed = job.synthetic(arguments(train_samples=1500, seed=1), "train")
-    evaluation = job.synthetic(arguments(eval_samples=1500), "eval")
-    for other in (other_seed, evaluation):
+    for split, seed in (("train", 1), ("eval", 0)):
+        other = job.synthetic(arguments(train_samples=1500, eval_samples=1500, seed=seed), split)
         assert not torch.equal(few.images, other.images)
     assert few.labels.bincount().min() > 100
 
@@ -138,30 +135,37 @@ def test_folder(image_folder, tmp_path):
     assert len(job.folder(arguments(data_dir=tmp_path), "eval")) == 21
 
 
+def test_what_else_is_in_a_folder(image_folder, tmp_path, capsys):
+    """Nothing hidden is a class or an image, no link leads in a circle; the rest is named."""
+    train = shutil.copytree(image_folder, tmp_path, dirs_exist_ok=True) / "train"
+    for name in ("red/a.GIF", "red/._000.jpg", "red/notes.txt", "red/000.eps", "of_no_class.png"):
+        shutil.copy(train / "red" / "000.jpg", train / name)
+    shutil.copytree(train / "red", train / ".ipynb_checkpoints")
+    for link, to in {"red/up": "..", "red/circle": "../blue", "blue/circle": "../red"}.items():
+        (train / link).symlink_to(to)
+    train_set = job.folder(arguments(data_dir=tmp_path), "train")
+    assert train_set.classes == ["blue", "green", "red"]
+    assert train_set.labels.bincount().tolist() == [20 + 21, 20, 21 + 20]
+    out, err = capsys.readouterr()
+    assert "ignored 1 images" in out and "not images: 2 .eps, 2 .txt" in err
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_folder_too_large_for_memory(workers, image_folder, monkeypatch):
-    """Decoded by the batch, it holds the same images in the same order."""
+def test_folder_too_large_for_memory(workers, image_folder, monkeypatch, capsys):
+    """Decoded by the batch, it holds the same images in the same order, or one that is broken."""
     args = arguments(data_dir=image_folder, workers=workers, batch_size=8)
     in_memory = job.folder(args, "train")
     monkeypatch.setattr(job, "IN_MEMORY_BYTES", 0)
     on_disk = job.folder(args, "train")
-    assert isinstance(on_disk, job.ImagesOnDisk)
+    assert on_disk.images.dtype.kind == "S", "loaders would copy a list of strings"
     batches = [list(common.make_loader(args, data, 8)) for data in (in_memory, on_disk)]
     for (images, labels), (their_images, their_labels) in zip(*batches, strict=True):
         assert torch.equal(images, their_images) and torch.equal(labels, their_labels)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_unreadable_image_met_while_training(workers, image_folder, monkeypatch, capsys):
-    args = arguments(data_dir=image_folder, workers=workers, batch_size=8)
-    monkeypatch.setattr(job, "IN_MEMORY_BYTES", 0)
-    on_disk = job.folder(args, "train")
-    on_disk.images[20] = __file__
-    with pytest.raises(SystemExit) as exit:
+    on_disk.images[20] = b"/dev/null"
+    with pytest.raises(SystemExit, match="2"):
         list(data.batches_of(common.make_loader(args, on_disk, 8)))
-    assert exit.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"error: cannot read the image {__file__} (UnidentifiedImageError)" in line
+    assert "error: cannot read the image /dev/null (UnidentifiedImageError)" in line
 
 
 def test_what_a_gpu_holds_is_asked_for_by_number():
@@ -181,17 +185,15 @@ def test_a_large_image_is_reduced_to_the_input(tmp_path):
     image = Image.fromarray(np.stack([x, y, (x + y) / 2], axis=-1).astype(np.uint8))
     image.save(tmp_path / "large.png")
     expected = reference.center_crop(reference.resize(image, [64]), [64, 64])
-    expected = reference.pil_to_tensor(expected).int()
     ours = job.read_image(tmp_path / "large.png", 64).int()
-    assert ours.shape == (3, 64, 64) and (ours - expected).abs().max() <= 2
+    assert (ours - reference.pil_to_tensor(expected)).abs().max() <= 2
 
 
 def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch, capsys):
     """The files' real format, with other pixels, and hence other checksums."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
-    rng = np.random.default_rng(0)
-    pixels = {}
+    rng, pixels = np.random.default_rng(0), {}
 
     def write(name, content):
         data = pickle.dumps(content)
@@ -207,50 +209,42 @@ def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cifar10, "train_list", [batch(name, 20) for name in names])
     monkeypatch.setattr(cifar10, "test_list", [batch("test_batch", 10)])
     name, md5 = write("batches.meta", {"label_names": [f"name {i}" for i in range(10)]})
-    meta = {"filename": name, "key": "label_names", "md5": md5}
-    monkeypatch.setattr(cifar10, "meta", meta)
+    monkeypatch.setattr(cifar10, "meta", {"filename": name, "key": "label_names", "md5": md5})
 
     args = arguments(dataset="auto", data_dir=tmp_path, train_samples=70)
     train_set, eval_set = common.make_datasets(args)
-    assert train_set.name == eval_set.name == "cifar10"
-    assert (len(train_set), len(eval_set)) == (70, 10)
+    assert (train_set.name, len(train_set), len(eval_set)) == ("cifar10", 70, 10)
     expected = np.concatenate([pixels[name] for name in names])[:70].reshape(70, 3, 32, 32)
     assert np.array_equal(train_set.images.numpy(), expected)
     assert train_set.classes[3] == "name 3"
 
     (folder / "data_batch_2").write_bytes(b"cut off")
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="2"):
         common.make_datasets(arguments(dataset="cifar10", data_dir=tmp_path))
-    assert exit.value.code == 2 and f"{tmp_path} is damaged" in capsys.readouterr().err
+    assert f"{tmp_path} is damaged" in capsys.readouterr().err
 
 
-def test_one_rank_downloads_and_all_find_cifar10(tmp_path):
-    """The others wait, even though the folder is there before the download is complete."""
+def test_one_rank_downloads_and_the_others_wait(tmp_path):
+    """Even though the folder is there before the download is complete."""
     script = tmp_path / "download.py"
     script.write_text(
         """
-import io, sys, time, urllib.request
+import sys, time
 from pathlib import Path
-import torch.distributed as dist, torchvision
+import torch.distributed as dist
 import common
-from jobs.images import fetch_cifar10
-
-class Slow:
-    base_folder, url = "cifar-10-batches-py", "http://localhost/cifar"
-    def __init__(self, root, download):
-        assert download and common.world().rank == 0
-        time.sleep(2)
-        (root / self.base_folder).mkdir(parents=True)
-
-torchvision.datasets.CIFAR10 = Slow
-urllib.request.urlopen = lambda request, timeout: io.BytesIO()
+from libraries import download
+def slowly():
+    folder.mkdir()
+    time.sleep(2)
+    (folder / "complete").touch()
 dist.init_process_group("gloo")
-found = fetch_cifar10(Path(sys.argv[1]))
-sys.stdout.write(f"rank {common.world().rank}: {found}\\n")  # at once: both ranks get here together
-sys.stdout.flush()
+folder, download.why_unreachable = Path(sys.argv[1]), lambda url: ""
+found = [download.fetch("", folder.is_dir, slowly), (folder / "complete").exists()]
+sys.stdout.write(f"rank {common.world().rank}: {found}\\n")  # at once, as both ranks are here
 dist.destroy_process_group()
 """
     )
     command = f"torchrun --standalone --nproc_per_node=2 {script} {tmp_path}/data"
     finished = succeed(command, forked=True, PYTHONPATH=str(ROOT))
-    assert sorted(finished.lines) == ["rank 0: None", "rank 1: None"]
+    assert sorted(finished.lines) == ["rank 0: [None, True]", "rank 1: [None, True]"]

@@ -5,11 +5,11 @@ import contextlib
 import io
 import json
 import shlex
-import shutil
 import struct
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,14 +58,9 @@ def infer(flags):
         except Exception:
             traceback.print_exc()
             code = 1
-    return Finished(
-        command=f"python model_inference.py {flags}",
-        by_hand=f"python model_inference.py {flags}",
-        code=code,
-        stdout=stdout.getvalue(),
-        stderr=stderr.getvalue().replace(f"{common.this_script()}: ", "model_inference: "),
-        seconds=0,
-    )
+    command = f"python model_inference.py {flags}"
+    errors = stderr.getvalue().replace(f"{common.this_script()}: ", "model_inference: ")
+    return Finished(command, command, code, stdout.getvalue(), errors, seconds=0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,13 +106,14 @@ def pictures(tmp_path_factory):
     for i, pixels in enumerate(images.images):
         image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         image.save(folder / f"{i}.png")
-    image.convert("RGBA").save(folder / "rgba.png")
-    image.convert("L").save(folder / "grey.png")
-    image.convert("P").save(folder / "palette.png")
+    for mode in ("RGBA", "L", "P"):
+        image.convert(mode).save(folder / f"{mode}.png")
     Image.fromarray(np.full((40, 50), 40_000, np.uint16)).save(folder / "16bit.png")
     (folder / "notes.txt").write_text("not an image")
     Image.new("RGB", (1, 1), "red").save(folder / "1x1.jpg")
     Image.new("RGB", (5000, 4000), "blue").save(folder / "huge.jpg")
+    (folder / "broken.png").write_bytes((folder / "0.png").read_bytes()[:200])
+    (folder / "empty.jpg").touch()
     return folder
 
 
@@ -136,17 +132,18 @@ def test_predict_files(trained, exported, pictures):
     answers = []
     for weights in (trained / "model.pt", exported):
         finished = infer(f"--weights {weights} --input {pictures} --json --top-k 2 -b 5")
-        assert finished.code == 0, str(finished)
+        assert finished.code == 1 and "2 of 16 images cannot be read" in finished.stderr
         found = json.loads(finished.stdout)
-        assert found["unreadable"] == [] and len(found["answers"]) == 14
-        assert "ignored, not images: .txt" in finished.stderr
+        assert found["unreadable"] == [f"{pictures}/broken.png", f"{pictures}/empty.jpg"]
+        assert len(found["answers"]) == 14 and "not images: 1 .txt" in finished.stderr
         answers.append(found["answers"])
     for ours, theirs in zip(*answers, strict=True):
         assert ours["file"] == theirs["file"] and ours["classes"][0] == theirs["classes"][0]
         assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-4)
         assert 1 >= ours["probabilities"][0] >= ours["probabilities"][1] >= 0
-    lines = infer(f"--weights {exported} --input {pictures}/0.png").lines
-    assert len(lines) == 1 and lines[0].startswith(f"{pictures}/0.png: class ")
+    finished = infer(f"--weights {exported} --input {pictures}/0.png")
+    [line] = finished.lines
+    assert finished.code == 0 and line.startswith(f"{pictures}/0.png: class ")
 
 
 def test_a_picture_is_seen_as_it_was_taken(pictures, tmp_path, monkeypatch):
@@ -182,17 +179,6 @@ def test_a_picture_is_seen_as_it_was_taken(pictures, tmp_path, monkeypatch):
             read_image(tmp_path / f"{name}.tiff", 8)
 
 
-def test_broken_images_among_good_ones(trained, pictures, tmp_path):
-    shutil.copytree(pictures, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "broken.png").write_bytes((pictures / "0.png").read_bytes()[:200])
-    (tmp_path / "empty.jpg").touch()
-    finished = infer(f"--weights {trained}/model.pt --input {tmp_path} --json")
-    assert finished.code == 1 and "2 of 16 images cannot be read" in finished.stderr
-    found = json.loads(finished.stdout)
-    assert len(found["answers"]) == 14
-    assert found["unreadable"] == [f"{tmp_path}/broken.png", f"{tmp_path}/empty.jpg"]
-
-
 def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
     """In a process without this repository, from a folder that holds the one file only; which is
     valid and says what it is given and answers."""
@@ -204,10 +190,8 @@ def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
     printed = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment()
     ).stdout
-    args = Trained(
-        weights=trained / "model.pt", model="resnet18", norm="batch", image_size=32,
-        classes=[f"class {i}" for i in range(10)],
-    )  # fmt: skip
+    args = Trained(weights=trained / "model.pt", model="resnet18", norm="batch", image_size=32)
+    args = replace(args, classes=[f"class {i}" for i in range(10)])
     runner = TorchRunner(load_classifier(args, "fp32"), "cpu")
     assert json.loads(printed) == [args.classes[i] for i in runner(images).argmax(1)]
     model = onnx.load(exported)
@@ -259,7 +243,6 @@ def test_benchmark(tmp_path):
     for row in result["rows"]:
         figures = row["host_to_host"]
         assert 0 < figures["latency_ms"]["p50"] <= figures["latency_ms"]["p95"]
-        assert figures["calls"] >= 2
         speed = 1e3 * row["batch_size"] / figures["latency_ms"]["p50"]
         assert figures["images_per_second"] == pytest.approx(speed)
     assert inference_table(result) in finished.stdout
@@ -291,12 +274,9 @@ def mistakes(trained, exported, pictures, tmp_path):
     """Flags, and what the one line must name."""
     weights = trained / "model.pt"
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.png").write_bytes((pictures / "0.png").read_bytes()[:200])
     lonely = tmp_path / "model.pt"
     lonely.write_bytes(weights.read_bytes())
-    onnx_bytes = exported.read_bytes()
-    (tmp_path / "cut.onnx").write_bytes(onnx_bytes[: len(onnx_bytes) // 2])
-    (tmp_path / "text.onnx").write_text("not ONNX")
+    (tmp_path / "cut.onnx").write_bytes(exported.read_bytes()[:9999])
     foreign = onnx.load(exported)
     del foreign.metadata_props[:]
     onnx.save(foreign, tmp_path / "foreign.onnx")
@@ -318,7 +298,7 @@ def mistakes(trained, exported, pictures, tmp_path):
         f"--weights {weights} --model resnet0 --input {image}": "--model resnet0",
         f"--weights {tmp_path}/other.pt {size} --input {image}": "does not fit --model",
         f"--weights {weights} --input {tmp_path}/empty": "empty: no image in it",
-        f"--weights {weights} --input {tmp_path}/broken.png": f"the image {tmp_path}/broken.png",
+        f"--weights {weights} --input {pictures}/broken.png": f"the image {pictures}/broken.png",
         f"--weights {weights} --export /proc/model.onnx": "/proc/model.onnx cannot be written",
         f"--weights {weights} --export {tmp_path}": "is a folder",
         f"--weights {weights} --input {image} --precision int8": "--precision int8",
@@ -327,7 +307,6 @@ def mistakes(trained, exported, pictures, tmp_path):
         f"--weights {exported} --input {image} --device cuda": "--device cuda",
         f"--weights {exported} --input {image} --runtime torch": "in ONNX Runtime only",
         f"--weights {tmp_path}/cut.onnx --input {image}": "cut.onnx cannot be run",
-        f"--weights {tmp_path}/text.onnx --input {image}": "text.onnx cannot be run",
         f"--weights {tmp_path}/foreign.onnx --input {image}": "foreign.onnx was not exported by",
         f"--weights {tmp_path}/inner/outside.onnx --input {image}": "outside.onnx cannot be run",
         f"--weights {weights} --input test --dataset cifar10 --data-dir {tmp_path}": "CIFAR-10 in",

@@ -50,8 +50,10 @@ def places(tmp_path_factory, image_folder):
     """Folders and files that are wrong in one way each."""
     root = tmp_path_factory.mktemp("places")
     (root / "a_file").write_text("no folder, no weights, no snapshot")
-    for name in ["empty_class", "broken", "other_classes", "no_test"]:
+    for name in ["empty_class", "one_class", "broken", "other_classes", "no_test"]:
         shutil.copytree(image_folder, root / name)
+    for name in ("green", "red"):
+        shutil.rmtree(root / "one_class" / "train" / name)
     shutil.rmtree(root / "no_test" / "test")
     for file in (root / "empty_class" / "train" / "green").iterdir():
         file.unlink()
