@@ -36,7 +36,7 @@ def complete(args: Trained) -> Trained:
     if args.classes is not None:
         return args
     *_, bias = load_file(args.weights, "--weights").values()  # of the last layer
-    return replace(args, classes=[f"class {i}" for i in range(len(bias))])
+    return replace(args, classes=[f"unnamed class {i}" for i in range(len(bias))])
 
 
 def load_classifier(args: Trained, precision: str) -> Classifier:

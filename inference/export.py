@@ -5,7 +5,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def write_onnx(args: Trained, precision: str, path: Path) -> None:
     """Export in fp32, fp16 or int8.
 
     fp16: converted by ONNX Runtime's own tool. int8: post-training static quantization of weights
-    (per channel) and activations, calibrated on :data:`CALIBRATION_IMAGES` training images.
+    (per channel) and activations, calibrated on at most :data:`CALIBRATION_IMAGES` training images.
     """
     convert = {"fp32": lambda path: None, "fp16": halve, "int8": partial(quantize, args)}[precision]
     images = torch.zeros(2, 3, args.image_size, args.image_size, dtype=torch.uint8)
@@ -93,8 +92,8 @@ def quantize(args: Trained, path: Path) -> None:
     """Quantize to int8 in place, in ONNX's QDQ format."""
     from onnxruntime import quantization
 
-    few = replace(args, train_samples=CALIBRATION_IMAGES)
-    images = batches(load_split(few, "train"), 1, args.image_size, "calibrating")
+    images = load_split(args, "train", CALIBRATION_IMAGES)
+    images = batches(images, 1, args.image_size, "calibrating")
 
     class Reader(quantization.CalibrationDataReader):
         def get_next(self):

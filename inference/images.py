@@ -1,6 +1,7 @@
 """Images for a trained model: files, or a split of the dataset that it was trained on."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,17 +42,23 @@ def read_image(path: Path, side: int) -> Tensor:
     return resize(jobs.images.read_image(path, min(side, short_side))[None], side)
 
 
-def load_split(args: Trained, split: str) -> Images:
-    """The ``eval`` or ``train`` split, as training loaded it."""
-    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
-    if args.dataset not in make:
+def load_split(args: Trained, split: str, most: int | None = None) -> Images:
+    """The ``eval`` or ``train`` split, as training loaded it, or at most the first images of the
+    latter. Its classes are matched by name with those of the weights."""
+    make = {"cifar10": cifar10, "synthetic": synthetic}
+    if args.dataset == "folder":
+        images = folder(args, split, most)
+    elif args.dataset in make:
+        images = make[args.dataset](replace(args, train_samples=most), split)
+    else:
         fail("--dataset is needed: the weights do not say which one they were trained on")
-    images = make[args.dataset](args, split)
-    if len(images.classes) != len(args.classes):
-        fail(
-            f"--dataset {args.dataset} has {len(images.classes)} classes and the weights have "
-            f"{len(args.classes)}; give the dataset they were trained on"
-        )
+    theirs, ours = images.classes, args.classes
+    if len(theirs) == len(ours) and ours[0].startswith("unnamed"):
+        return images
+    if unknown := sorted(set(theirs) - set(ours)):
+        why = f"the weights know {', '.join(ours[:9])}, but not {', '.join(unknown[:9])}"
+        fail(f"--dataset {args.dataset}: {why}; give the classes that they were trained on")
+    images.labels = torch.tensor([ours.index(name) for name in theirs])[images.labels]
     return images
 
 

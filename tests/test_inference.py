@@ -24,7 +24,7 @@ import common
 import jobs.images
 import model_inference
 from inference.classifier import load_classifier
-from inference.images import find_images, read_image
+from inference.images import find_images, load_split, read_image
 from inference.measure import Worker, make_rows
 from inference.runtimes import TorchRunner
 from inference.trained import Trained
@@ -177,6 +177,20 @@ def test_a_picture_is_seen_as_it_was_taken(pictures, tmp_path, monkeypatch):
     for name, why in {"float32": "32-bit", "int32": "32-bit", "large": "128 pixels"}.items():
         with pytest.raises(jobs.images.Unreadable, match=f"{name}.tiff .*{why}"):
             read_image(tmp_path / f"{name}.tiff", 8)
+
+
+def test_classes_are_matched_by_name(image_folder, capsys):
+    """And int8 is calibrated on as many images as there are."""
+    args = Trained(dataset="folder", data_dir=image_folder, image_size=32)
+    known = replace(args, classes=["red", "other", "green", "blue"])
+    images = load_split(known, "train", most=200)
+    strongest = images.__getitems__(range(60))[0].float().mean((2, 3)).argmax(1)
+    assert torch.equal(images.labels, torch.tensor([0, 2, 3])[strongest])  # red, green, blue
+    unnamed = replace(args, classes=[f"unnamed class {i}" for i in range(3)])
+    assert set(load_split(unnamed, "eval").labels.tolist()) == {0, 1, 2}
+    with pytest.raises(SystemExit, match="2"):
+        load_split(replace(args, classes=["red", "dog", "blue"]), "eval")
+    assert "the weights know red, dog, blue, but not green;" in capsys.readouterr().err
 
 
 def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
