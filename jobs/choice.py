@@ -69,6 +69,8 @@ class ImageOptions:
         help="normalization layers: the model's BatchNorm (default), GroupNorm or SyncBatchNorm")
     image_size: int | None = flag(None, type=positive, metavar="PIXELS", identity=True,
         help="side of the model's input (default: 224 on a GPU, 32 on a CPU)")
+    no_flip: bool | None = flag(None, action="store_true", identity=True,
+        help="do not mirror half of the training images (a mirrored b is a d)")
 
 
 @dataclass(frozen=True, kw_only=True)

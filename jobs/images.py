@@ -55,11 +55,11 @@ IN_MEMORY_BYTES = 4 * 2**30  # per machine; larger data sets are decoded batch b
 
 class Images(TaskData):
     """Images in memory, uint8 ``[n, 3, side, side]``, with labels ``[n]``: a batch is one index
-    operation, and its device resizes it to the model's ``image_size``."""
+    operation, and its device resizes it to the model's ``image_size`` (``flip``: mirrors half)."""
 
     def __init__(self, images, labels: Tensor, classes: list[str], image_size: int, side=None):
         self.images, self.labels, self.classes = images, labels, classes
-        self.image_size, self.side = image_size, side
+        self.image_size, self.side, self.flip = image_size, side, True
 
     unit, units, tensors = "img", "images", ("images", "labels")
 
@@ -83,6 +83,7 @@ class Images(TaskData):
         images, labels = self.to_device(batch, device)
         rank, of = share
         crops = draw_crops(seed, epoch, step, len(labels) * of, images.shape[-1])
+        crops[:, 2] *= self.flip
         crops = crops[rank::of].to(device, non_blocking=True)
         return to_input(crop_and_flip(images, crops), self.image_size, dtype), labels
 
@@ -178,8 +179,11 @@ def make_datasets(args) -> tuple[Images, Images]:
     if odd := set(train_set.classes) ^ set(eval_set.classes):
         need = "both splits need the same class folders; only one of them has"
         fail(f"--data-dir {args.data_dir}: {need} {', '.join(sorted(odd))}")
+    train_set.flip = not args.no_flip
     if why:
         why = f" (CIFAR-10 is not in {args.data_dir} and could not be downloaded: {why})"
+    elif name == "folder" and train_set.flip:
+        why = " (half of each training batch is mirrored; --no-flip: none)"
     sizes = f"{len(train_set):,} training and {len(eval_set):,} evaluation images"
     print0(f"data: {name}{why or ''}, {sizes}, {len(train_set.classes)} classes")
     return train_set, eval_set

@@ -120,7 +120,7 @@ def test_to_input_is_what_torchvision_does(image_size):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_folder(image_folder, tmp_path):
+def test_folder(image_folder, tmp_path, capsys):
     args = arguments(dataset="folder", data_dir=image_folder)
     train_set, eval_set = common.make_datasets(args)
     assert (len(train_set), len(eval_set)) == (60, 21)
@@ -133,6 +133,9 @@ def test_folder(image_folder, tmp_path):
     assert torch.equal(first.images, train_set.images[:12])
     (tmp_path / "val").symlink_to(image_folder / "test")  # as many call it
     assert len(job.folder(arguments(data_dir=tmp_path), "eval")) == 21
+    assert train_set.flip and "is mirrored" in capsys.readouterr().out
+    train_set, _ = common.make_datasets(dataclasses.replace(args, no_flip=True))
+    assert not train_set.flip and "mirrored" not in capsys.readouterr().out
 
 
 def test_what_else_is_in_a_folder(image_folder, tmp_path, capsys):
@@ -177,6 +180,10 @@ def test_what_a_gpu_holds_is_asked_for_by_number():
     for ours, theirs in zip(held, sent, strict=True):
         assert torch.equal(ours, theirs)
     assert sent[0].is_contiguous(memory_format=torch.channels_last)
+    train_set.flip = False  # the same windows
+    flips = job.draw_crops(1, 2, 3, 4, 32)[:, 2, None, None, None].bool()
+    plain, _ = train_set.prepare((torch.tensor(numbers),), cpu, seed=1, epoch=2, step=3)
+    assert flips.any() and torch.equal(plain, torch.where(flips, sent[0].flip(3), sent[0]))
 
 
 def test_a_large_image_is_reduced_to_the_input(tmp_path):
