@@ -168,7 +168,11 @@ def make_datasets(args) -> tuple[Images, Images]:
     """The training and the evaluation set, of the same classes. Resolves ``auto``."""
     name, why = args.dataset, None
     if name in ("auto", "cifar10"):
-        why = fetch_cifar10(fetch_input(args.data_dir, "--data-dir"))
+        from torchvision.datasets import CIFAR10  # takes seconds: the run has printed a line
+
+        data_dir = fetch_input(args.data_dir, "--data-dir")
+        download = functools.partial(CIFAR10, data_dir, download=True)
+        why = fetch(CIFAR10.url, (data_dir / CIFAR10.base_folder).is_dir, download)
         if why and name == "cifar10":
             use = "put cifar-10-batches-py there, or use --dataset synthetic"
             fail(f"--dataset cifar10: not in {args.data_dir} or online ({why}); {use}")
@@ -187,14 +191,6 @@ def make_datasets(args) -> tuple[Images, Images]:
     sizes = f"{len(train_set):,} training and {len(eval_set):,} evaluation images"
     print0(f"data: {name}{why or ''}, {sizes}, {len(train_set.classes)} classes")
     return train_set, eval_set
-
-
-def fetch_cifar10(data_dir: Path) -> str | None:
-    """Download CIFAR-10 if it is missing; see :func:`libraries.download.fetch`."""
-    from torchvision.datasets import CIFAR10  # takes seconds: the run has printed its first line
-
-    download = functools.partial(CIFAR10, data_dir, download=True)
-    return fetch(CIFAR10.url, (data_dir / CIFAR10.base_folder).is_dir, download)
 
 
 def cifar10(args, split: str) -> Images:
