@@ -56,10 +56,8 @@ def single(tmp_path_factory):
 @pytest.mark.parametrize("world_size", cases([(2,), (3,)], lambda n: n == 3))
 def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
     """Image for image and crop for crop: bit by bit what the model is given."""
-    command = (
-        f"torchrun --standalone --nproc_per_node={world_size} {HOOKED} pytorch_torchrun_DDP.py"
-    )
-    batches = record(command, tmp_path / "ranks")
+    launch = f"torchrun --standalone --nproc_per_node={world_size}"
+    batches = record(f"{launch} {HOOKED} pytorch_torchrun_DDP.py", tmp_path / "ranks")
     for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
         assert len(images) == 24 and torch.equal(labels, their_labels)
         assert torch.equal(images, their_images)
@@ -88,8 +86,7 @@ def test_synthetic_images_do_not_depend_on_their_number():
 
 def test_crops_are_a_function_of_seed_epoch_and_step():
     crops = job.draw_crops(0, 3, 7, 512, 32)
-    assert crops.shape == (512, 3)
-    assert torch.equal(crops, job.draw_crops(0, 3, 7, 512, 32))
+    assert crops.shape == (512, 3) and torch.equal(crops, job.draw_crops(0, 3, 7, 512, 32))
     for seed, epoch, step in [(1, 3, 7), (0, 4, 7), (0, 3, 8), (0, 7, 3)]:
         assert not torch.equal(crops, job.draw_crops(seed, epoch, step, 512, 32))
     rows, columns, flips = crops.unbind(1)
@@ -115,9 +112,7 @@ def test_to_input_is_what_torchvision_does(image_size):
     expected = reference.to_dtype(images, torch.float32, scale=True)
     expected = reference.normalize(expected, job.MEAN, job.STD)
     expected = reference.resize(expected, [image_size, image_size], antialias=image_size < 32)
-    ours = job.to_input(images, image_size)
-    assert ours.dtype == torch.float32 and ours.shape == (4, 3, image_size, image_size)
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(job.to_input(images, image_size), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_folder(image_folder, tmp_path, capsys):

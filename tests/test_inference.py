@@ -284,8 +284,7 @@ def test_rows_of_several_rounds(capsys):
 # ------------------------------------------------------------------------------------- mistakes
 
 
-def mistakes(trained, exported, pictures, tmp_path):
-    """Flags, and what the one line must name."""
+def test_mistakes(trained, exported, pictures, tmp_path):
     weights = trained / "model.pt"
     (tmp_path / "empty").mkdir()
     lonely = tmp_path / "model.pt"
@@ -304,7 +303,7 @@ def mistakes(trained, exported, pictures, tmp_path):
     torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "other.pt")
     image = pictures / "0.png"
     size = "--model resnet18 --image-size 32"
-    return {
+    rows = {  # flags, and what the one line must name
         f"--weights {weights}": "--input, --prompt, --export and --benchmark",
         f"--weights {tmp_path}/none.pt --input {image}": "none.pt: no such file",
         f"--weights {lonely} --input {image}": "result.json is missing",
@@ -325,10 +324,7 @@ def mistakes(trained, exported, pictures, tmp_path):
         f"--weights {tmp_path}/inner/outside.onnx --input {image}": "outside.onnx cannot be run",
         f"--weights {weights} --input test --dataset cifar10 --data-dir {tmp_path}": "CIFAR-10 in",
     }
-
-
-def test_mistakes(trained, exported, pictures, tmp_path):
-    for flags, named in mistakes(trained, exported, pictures, tmp_path).items():
+    for flags, named in rows.items():
         before = sorted(tmp_path.rglob("*"))
         finished = infer(flags)
         assert finished.code == 2, str(finished)
