@@ -5,6 +5,8 @@ import collections
 import itertools
 import math
 
+import torch
+
 from harness.clock import PHASES
 
 Spans = list[tuple[float, float]]  # begin and duration, in microseconds
@@ -12,7 +14,9 @@ Spans = list[tuple[float, float]]  # begin and duration, in microseconds
 ROWS = ("phases", "compute", "communication", "overlap")
 WAITING = ("c10d", "_c10d_functional", "autograd", "torch")  # ranges that may contain waits
 NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-SIZES = {"float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "Half": 2, "BFloat16": 2}
+# Types that nccl ("Float") and gloo ("c10::Half", "long int") do not call as PyTorch does:
+DTYPES = {"byte": "uint8", "unsigned char": "uint8", "char": "int8", "signed char": "int8"}
+DTYPES |= {"long int": "int64", "complex<float>": "complex64", "complexfloat": "complex64"}
 
 
 def make_rows(events: list[dict], rank: int) -> list[dict]:
@@ -20,6 +24,7 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
     events = [event for event in events if event.get("ph") == "X"]
     phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    waits = []
     if kernels:
         working = [e for e in kernels if not e["name"].startswith("nccl")]
         sent = [describe_nccl(e) for e in kernels if e["name"].startswith("nccl")]
@@ -28,8 +33,8 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
         working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
         working = [e for e in working if computes(e["name"])]
         sent = describe_gloo(events)
-    # An operation on a DTensor may contain a wait for communication.
-    waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
+        # An operation on a DTensor may contain a wait for communication.
+        waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
     compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]
     both = [row(rank, "overlap", *found) for found in spans(compute, within=[e for e, *_ in sent])]
     rows = [row(rank, "phases", e["ts"], e["dur"], e["name"]) for e in phases] + compute + both
@@ -103,8 +108,9 @@ def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
     for event, kind, call in zip(own, kinds, calls if len(calls) == len(own) else own, strict=True):
         shapes = event["args"].get("Input Dims", []) + call["args"].get("Input Dims", [])
         size = max(map(count_elements, filter(None, shapes)), default=0)
-        size *= SIZES.get((kind or usual).removeprefix("c10::"), 1)
-        found.append((event, name_of(call["name"].partition(":")[2]), size))
+        found.append(
+            (event, name_of(call["name"].partition(":")[2]), bytes_of(size, kind or usual))
+        )
     return found
 
 
@@ -118,5 +124,15 @@ def describe_nccl(event: dict) -> tuple[dict, str, int]:
     """A kernel with its collective, and the bytes of its larger tensor."""
     args = event["args"]
     elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
-    name = name_of(args.get("Collective name", "nccl"))
-    return event, name, elements * SIZES.get(args.get("dtype"), 1)
+    return (
+        event,
+        name_of(args.get("Collective name", "nccl")),
+        bytes_of(elements, args.get("dtype")),
+    )
+
+
+def bytes_of(elements: int, kind: str | None) -> int:
+    """Bytes of so many elements of a type. A type that is not known raises ``AttributeError``: any
+    size that is assumed would be a wrong measurement."""
+    name = str(kind).removeprefix("c10::").lower()
+    return elements and elements * getattr(torch, DTYPES.get(name, name)).itemsize

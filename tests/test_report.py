@@ -283,11 +283,12 @@ GPU = [  # of a step: two kernels, under the second of which an all_reduce begin
     event("user_annotation", "forward", 0, 100),
     event("user_annotation", "backward", 100, 300),
     event("cpu_op", "aten::mm", 0, 90),
+    event("cpu_op", "_c10d_functional::wait_tensor", 60, 40),  # of the CPU, not of the kernels
     kernel("sgemm", 50, 100),
     kernel("sgemm", 200, 100),
     kernel(NCCL, 250, 150, **{
         "Collective name": "allreduce", "In msg nelems": 1000, "Out msg nelems": 1000,
-        "dtype": "BFloat16",
+        "dtype": "Float",
     }),
     event("gpu_user_annotation", "nccl:all_reduce", 250, 150),
 ]  # fmt: skip
@@ -306,7 +307,12 @@ def test_rows_of_a_gpu():
     }
     found = trace_rows.sum_up(rows, steps=1)
     assert found["overlapped_ms"] == 0.05 and found["exposed_ms"] == pytest.approx(0.1)
-    assert found["collectives"] == {"all_reduce": {"per_step": 1, "bytes_per_step": 2000}}
+    assert found["collectives"] == {"all_reduce": {"per_step": 1, "bytes_per_step": 4000}}
+    sizes = {"Double": 8, "Long": 8, "BFloat16": 2, "Byte": 1, "Float8_e4m3fn": 1, "long int": 8}
+    for kind, size in (sizes | {"c10::Half": 2, "unsigned char": 1}).items():
+        assert trace_rows.bytes_of(10, kind) == 10 * size
+    with pytest.raises(AttributeError, match="strange"):
+        trace_rows.bytes_of(10, "Strange")
 
 
 def test_rows_of_gloo():
