@@ -47,7 +47,8 @@ class Resumable:
 
             look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        self.store = SnapshotStore(args, identity_of(args) | {"dataset": self.train_set.name})
+        data = {"dataset": self.train_set.name}
+        self.store = SnapshotStore(args, data | identity_of(args) | self.train_set.describe())
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()

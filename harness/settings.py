@@ -131,7 +131,7 @@ class Training:
         help="optimizer (default: sgd for images, else adamw)")
     lr: float | None = flag(None, type=number(float, 0, above=0), metavar="X", identity=True,
         help="peak learning rate (default: sgd 0.05, or 0.01 without BatchNorm; adamw 0.001)")
-    schedule: str = flag("cosine", choices=["cosine", "plateau", "none"],
+    schedule: str = flag("cosine", choices=["cosine", "plateau", "none"], identity=True,
         help="learning-rate schedule: cosine decay after a linear warm-up (default); plateau: "
         "divide by ten after two evaluations without improvement; none: constant")
     warmup_steps: int | None = flag(None, type=not_negative, metavar="N",

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.cli import fail, fetch_input
+from harness.settings import spelled
 from harness.state import load_file, sync
 from harness.world import (
     Failed,
@@ -23,7 +24,7 @@ from harness.world import (
 )
 from remote.storage import SUMS, RemoteError, is_url, list_files, local_folder
 
-FORMAT = 2  # of a snapshot: tensors as safetensors, and all else in state.pt
+FORMAT = 3  # of a snapshot: tensors as safetensors, and all else in state.pt
 
 
 def sha256(path: Path) -> str:
@@ -157,7 +158,7 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
 
 class SnapshotStore:
     """The snapshots of one run: where they are, and which one to resume from. All ranks call its
-    methods. A snapshot and this run must have the same ``identity``: flags and values."""
+    methods. A snapshot and this run must have the same ``identity``: flags and data."""
 
     def __init__(self, args, identity: dict):
         self.args, self.output_dir = args, local_folder(args.output_dir)
@@ -247,13 +248,16 @@ class SnapshotStore:
         """End the run if it cannot resume from the snapshot at ``path``; return it otherwise."""
         self.resumed = path
         if snapshot.get("format") != FORMAT:
-            fail(f"--resume {path} has no snapshot of this version of the scripts; give another")
+            use = "resume with that version, or use --resume none"
+            fail(f"--resume {path} was written by an older version of the scripts; {use}")
         for name, ours in self.about["identity"].items():
-            theirs = snapshot["identity"].get(name)
+            theirs, is_flag = snapshot["identity"].get(name), hasattr(self.args, name)
             if theirs != ours:
-                both = f"--{name.replace('_', '-')} {theirs}, and this run has {ours}"
-                same = "use the same value, or --resume none"
-                fail(f"--resume {path} is from a run with {both}; {same}")
+                what = spelled(name) if is_flag else f"data with {name.replace('_', ' ')}"
+                if isinstance(ours, list):  # only what differs of classes or a vocabulary
+                    theirs, ours = sorted({*theirs} - {*ours})[:5], sorted({*ours} - {*theirs})[:5]
+                both = f"{what} {theirs}, and this run has {ours}"
+                fail(f"--resume {path} is from a run with {both}; use the same, or --resume none")
         return snapshot
 
     def archive_previous_run(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 from pathlib import Path
 
 import torch
@@ -76,7 +77,8 @@ class Reviews(TaskData):
         return self.tokens[:1].expand(n, -1)
 
     def describe(self) -> dict:
-        return super().describe() | {"context": self.tokens.shape[1]}
+        checksum = zlib.crc32(self.tokens.cpu().numpy())  # the tokenizer may be trained on them
+        return super().describe() | {"context": self.tokens.shape[1], "checksum": checksum}
 
 
 def make_datasets(args) -> tuple[Reviews, Reviews]:

@@ -168,6 +168,34 @@ def test_another_scripts_snapshot_has_no_scaler(run_once, tmp_path):
     assert f"{snapshot} contains no scaler state; scaler is reset" in finished.stdout
 
 
+def test_a_snapshot_of_another_job_is_refused(tmp_path):
+    """In one line, of data as well as of flags; nothing of it is loaded, so no shape can differ."""
+    for name, text in {
+        "a": "abc " * 40,
+        "b": "abx " * 40,
+        "c": "abcd" * 40,
+        "d": "abc " * 60,
+    }.items():
+        (tmp_path / name).write_text(text)
+    job = "python pytorch_SingleGPU.py --model gpt-1x1x4 --context 8 --batch-size 4 --epochs 1"
+    job += f" --output-dir {tmp_path}/run --dataset text --data-dir {tmp_path}/"
+    run(f"{job}a")
+    [snapshot] = snapshots(tmp_path / "run")
+    content = torch.load(snapshot / "state.pt", weights_only=True)
+    for data, words in {
+        "b": "data with classes ['c'], and this run has ['x']; use the same",
+        "c": "data with classes [' '], and this run has ['d']; use the same",
+        "d": "--train-samples 18, and this run has 27; use the same",
+        "a --schedule plateau": "--schedule cosine, and this run has plateau; use the same",
+        "a": "was written by an older version of the scripts; resume with that version",
+    }.items():
+        torch.save(content | {"format": content["format"] - (data == "a")}, snapshot / "state.pt")
+        sign(snapshot)
+        refused = launch(f"{job}{data} --resume auto", forked=True)
+        assert refused.code == 2 and "Traceback" not in refused.stderr, str(refused)
+        assert [words in line for line in refused.errors] == [True], str(refused)
+
+
 def test_how_a_step_is_computed_is_the_scripts_to_say(tmp_path):
     """A snapshot of before the steps were fused is gone on from with fused ones."""
     model = torch.nn.Linear(2, 2)
