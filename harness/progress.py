@@ -81,8 +81,8 @@ class RunState:
 
     def state_dict(self) -> dict:
         """The state for a snapshot, with every rank's random state. All ranks call it."""
-        device = self.loss_sum.device
-        own = {"loss_sum": self.loss_sum.item(), "samples": self.samples}
+        device, seed = self.loss_sum.device, torch.initial_seed()
+        own = {"loss_sum": self.loss_sum.item(), "samples": self.samples, "seed": seed}
         own["rng"] = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             own["rng"]["cuda"] = torch.cuda.get_rng_state(device)
@@ -90,18 +90,21 @@ class RunState:
         return {name: getattr(self, name) for name in names} | {"ranks": gather_objects(own)}
 
     def load_state_dict(self, state: dict, steps_per_epoch: int, total_steps: int) -> None:
-        """Restore what :meth:`state_dict` returned. At another number of ranks, rank 0 gets the
-        sums of all ranks, and the random numbers of dropout start from the seed. The history ends
-        with the last complete epoch: one whose steps are done may not be evaluated yet."""
+        """Restore what :meth:`state_dict` returned. Ranks of tensor parallelism have the same seed
+        and the same dropout. So if the seeds of the ranks differ from those of the snapshot, as at
+        another number of ranks, dropout starts from them, and rank 0 gets the sums of all ranks.
+        The history ends with the last complete epoch: one whose steps are done may not be evaluated
+        yet. All ranks call it."""
         ranks, device = state["ranks"], self.loss_sum.device
         for name in state.keys() - {"ranks"}:
             setattr(self, name, state[name])
-        if len(ranks) == world().size:
+        if [rank["seed"] for rank in ranks] == gather_objects(torch.initial_seed()):
             own = ranks[world().rank]
             torch.set_rng_state(own["rng"]["cpu"])
             if "cuda" in own["rng"] and device.type == "cuda":
                 torch.cuda.set_rng_state(own["rng"]["cuda"], device)
         else:
+            print0("dropout starts from --seed: the snapshot is of other ranks, or another mesh")
             mine = ranks if world().rank == 0 else []
             own = {name: sum(rank[name] for rank in mine) for name in OF_A_RANK}
         self.loss_sum, self.samples = self.loss_sum + own["loss_sum"], own["samples"]

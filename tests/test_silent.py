@@ -50,25 +50,31 @@ def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path, m
     assert difference > at_least
 
 
-MASKS = [  # script, and the ranks that draw alike
-    ("pytorch_SingleGPU", [{0}]),
-    ("pytorch_TP", [{0, 1}]),
-    ("pytorch_TP --sequence-parallel", [{0}, {1}]),
-    ("pytorch_FSDP_TP --tp 2", [{0, 1}, {2, 3}]),
-    ("pytorch_FSDP_TP --tp 2 --sequence-parallel", [{0}, {1}, {2}, {3}]),
-    ("pytorch_PP", [{0}, {1}]),
-    ("pytorch_CP", [{0}, {1}]),
-    ("pytorch_EP --experts 4", [{0}, {1}]),
-    ("pytorch_torchrun_DDP", [{0}, {1}]),
+MASKS = [  # script, and the ranks that draw alike; the script from whose snapshot it resumes
+    ("pytorch_TP", [{0, 1}], "pytorch_FSDP"),
+    ("pytorch_FSDP", [{0}, {1}], "pytorch_TP"),
+    ("pytorch_TP --sequence-parallel", [{0}, {1}], ""),
+    ("pytorch_PP", [{0}, {1}], ""),
+    ("pytorch_CP", [{0}, {1}], ""),
+    ("pytorch_EP --experts 4", [{0}, {1}], ""),
+    ("pytorch_SingleGPU", [{0}], ""),
+    ("pytorch_TP", [{0, 1}], "pytorch_TP --sequence-parallel"),
+    ("pytorch_ND_parallel --tp 2", [{0, 1}], "pytorch_ND_parallel --dp-shard 2"),
+    ("pytorch_FSDP_TP --tp 2", [{0, 1}, {2, 3}], "pytorch_FSDP"),
+    ("pytorch_FSDP_TP --tp 2 --sequence-parallel", [{0}, {1}, {2}, {3}], ""),
+    ("pytorch_torchrun_DDP", [{0}, {1}], ""),
 ]
 
 
-@pytest.mark.parametrize("script, alike", cases(MASKS, lambda *row: row in MASKS[2:3] + MASKS[5:8]))
-def test_which_ranks_drop_the_same(script, alike, tmp_path):
+@pytest.mark.parametrize("script, alike, other", cases(MASKS, lambda *row: row in MASKS[:6]))
+def test_which_ranks_drop_the_same(script, alike, other, tmp_path):
     """Those that compute the same numbers have to; of all others no two masks are equal."""
-    command = launcher(script, len(set().union(*alike)), through=HOOKED)
-    command += f" {JOB} --dropout 0.2 --max-steps 1 --output-dir {tmp_path}"
+    n, job = len(set().union(*alike)), f"{JOB} --dropout 0.2 --output-dir {tmp_path} --resume auto"
+    if other:
+        succeed(f"{launcher(other, n)} {job} --max-steps 1", forked=True)
+    command = f"{launcher(script, n, HOOKED)} {job} --max-steps 2"
     finished = succeed(command, forked=True, HOOKS="dropout")
+    assert ("dropout starts from --seed" in finished.stdout) == bool(other)
     masks = {}
     for rank, mask in re.findall(r"^mask (\d) (\w+)$", finished.stdout, re.MULTILINE):
         masks.setdefault(int(rank), []).append(mask)
