@@ -85,6 +85,7 @@ def prepare_process(args: Settings) -> None:
         keep_no_free_memory()
     if world().rank == 0:
         cli.check_writable(folder, f"--output-dir {folder}")
+        cli.lock(folder, f"--output-dir {folder}")
         cli.check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)

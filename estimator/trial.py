@@ -225,7 +225,7 @@ def run_script(
         common.make_store = lambda args: None
         common.hangs.listen = lambda timeout: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
-    cli.check_writable = lambda folder, flag: None  # nothing is written
+    cli.check_writable = cli.lock = lambda folder, flag: None  # nothing is written
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")

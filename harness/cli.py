@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.world import Failed, is_first_here, print0, this_script, together, world
-from remote.storage import DATA, Remote, RemoteError, fetch_files, is_url, local_folder, trim_url
+from remote.storage import (
+    DATA,
+    LOCK,
+    Remote,
+    RemoteError,
+    fetch_files,
+    is_url,
+    local_folder,
+    trim_url,
+)
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -131,6 +140,20 @@ def check_writable(folder: Path, flag: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         fail(f"{flag} cannot be written ({error.strerror}); give another path")
+
+
+def lock(folder: Path, flag: str) -> None:
+    """Fail if another run has locked the folder; otherwise lock it until this process ends, however
+    it ends. A file system without locks, and Windows, go without."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)  # stays open
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of its workers
+        except (BlockingIOError, PermissionError):
+            if not world().restarts:  # otherwise a dead machine of this launch may still have it
+                fail(f"{flag}: another run is writing to it; give each run a folder of its own")
 
 
 def check_output_url(url: Path | str) -> None:

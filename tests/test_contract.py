@@ -177,7 +177,7 @@ def test_contract(one, run_once, measured):
 
 
 def check_files(one, folder, weights, result):
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.glob("[!.]*")}
     events = {name for name in names if name.startswith("events.")}
     waits = {f"waits-{rank}.json" for rank in range(one.n)}
     weights_too = {"model.safetensors", "config.json"} if one.model == "llama" else set()

@@ -181,7 +181,7 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
             check_line(finished.code, finished.stderr, words)
         else:
             check_line(*refuse(script, flags, int(ranks)), words)
-        assert not list(output.glob("*"))
+        assert not list(output.glob("[!.]*"))
 
 
 @pytest.mark.parametrize("script", LIBRARY)

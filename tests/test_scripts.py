@@ -93,7 +93,8 @@ def test_files(run):
     tensors = tensors_of(snapshots(output)[0])
     assert all(torch.equal(tensors[f"model.{name}"], weights[name]) for name in weights)
     events = {p.name for p in output.glob("events.*")}
-    assert {p.name for p in output.iterdir()} - events == {"model.pt", "result.json", "snapshots"}
+    names = {p.name for p in output.glob("[!.]*")}
+    assert names - events == {"model.pt", "result.json", "snapshots"}
 
 
 def test_curves(run):

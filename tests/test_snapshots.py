@@ -270,6 +270,8 @@ def test_one_process_is_stopped_with_a_documented_code(signum, tmp_path):
     with started(command, forked=True) as process:
         wait_for(lambda: snapshots(tmp_path))
         assert all(a == "127.0.0.1" for a in listening(process.process.pid))
+        [refused] = launch(command, forked=True).errors
+        assert f"--output-dir {tmp_path}: another run is writing to it" in refused
         process.send(signum)
         finished = process.end()
     assert finished.code == 128 + signum
