@@ -27,6 +27,7 @@ from harness.data import TaskData, Unreadable
 from harness.measure import device_name, whole
 from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
+from harness.snapshots import delivery
 from harness.state import load_file, save_file
 from harness.world import (
     die_with_launcher,
@@ -36,6 +37,7 @@ from harness.world import (
     print0,
     sees_one_gpu,
     this_script,
+    together,
     world,
 )
 from jobs import choice
@@ -341,6 +343,8 @@ def save_model(args: Settings, state: dict[str, Tensor]) -> None:
     dtype = torch.get_default_dtype()
     kept = {k: v.to("cpu", dtype if v.is_floating_point() else None) for k, v in state.items()}
     kept = {name: tensor.contiguous() for name, tensor in kept.items()}
-    save_file(kept, local_folder(args.output_dir) / "model.pt")
-    if write_folder := getattr(args.task.models, "write_folder", None):
-        write_folder(args, kept, local_folder(args.output_dir))
+    path = local_folder(args.output_dir) / "model.pt"
+    with delivery(path):
+        save_file(kept, path)
+        if write_folder := getattr(args.task.models, "write_folder", None):
+            write_folder(args, kept, path.parent)

@@ -35,31 +35,32 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 def save(run, model, optimizer, group, writing):
     """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
-    if writing:  # DCP: one at a time, so there is never more than one copy of the shards
-        writing.result()  # DCP: raises the exception of the thread
     rank, folder = dist.get_rank(), run.snapshot_folder
-    for old in whole_checkpoints(folder.parent)[:-2] if rank == 0 else []:
-        (old / ".metadata").unlink()  # DCP: first, as it was written last
-        shutil.rmtree(old)
+    if writing:  # DCP: one at a time, so there is never more than one copy of the shards
+        with run.saving():
+            writing.result()  # DCP: raises the exception of the thread
     for buffer in model.buffers():  # DCP: any rank's copy may be written
         dist.broadcast(buffer, src=0)
     weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
     others = run.state_dict() | {"param_groups": state["param_groups"]}
-    if rank == 0:  # DCP: separate, as DCP would pickle non-tensors and load any pickle
-        folder.mkdir(parents=True, exist_ok=True)
-        common.save_file(others, folder / "run.pt")
-    if run.args.async_save and not run.ends_now:
-        # It returns when the shards are copied to the CPU; a thread writes the copy.
-        return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: a future
-    dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: now; `.metadata` comes last
-    run.stop_if_asked(str(folder))
+    with run.saving():  # all ranks fail, or none: then --on-save-error decides
+        # DCP: separate, as DCP would pickle non-tensors and load any pickle
+        common.together(common.save_file, others, folder / "run.pt", here=rank == 0)
+        kept = {folder, *whole_checkpoints(folder.parent)[-2:]}
+        for old in {*folder.parent.glob("step-*")} - kept if rank == 0 else ():
+            (old / ".metadata").unlink(missing_ok=True)  # DCP: first, as it was written last
+            shutil.rmtree(old)
+        if run.args.async_save and not run.ends_now:
+            # It returns when the shards are copied to the CPU; a thread writes the copy.
+            return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: future
+        dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
+    run.stop_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
 
 
 def load(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
-    asked, others = run.args.resume, None
-    own = asked in ("auto", "none")
+    asked, own, others = run.args.resume, run.args.resume in ("auto", "none"), None
     whole = whole_checkpoints(run.snapshot_folder.parent if own else Path(asked))
     if not (own or whole):
         common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")

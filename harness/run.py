@@ -1,5 +1,6 @@
 """Run: time, log, snapshots and results of one training run."""
 
+import contextlib
 import json
 import math
 import signal
@@ -22,9 +23,9 @@ from harness.data import batches_of, share_of
 from harness.guard import Guard
 from harness.progress import Display, RunState
 from harness.settings import identity_of
-from harness.snapshots import SnapshotStore
+from harness.snapshots import SnapshotStore, delivery
 from harness.stop import StopRequest
-from harness.world import exit_all, gather_objects, print0, wait_for_gloo, world
+from harness.world import Failed, exit_all, gather_objects, print0, wait_for_gloo, world
 
 
 def total_steps(args, steps_per_epoch: int) -> int:
@@ -160,11 +161,27 @@ class Resumable:
             tensors, parts["param_groups"] = state.gather(model, optimizer)
             writers.append(partial(state.save, tensors))
         saved, failure = self.store.save(self.state.snapshot_name, parts, writers)
-        if failure and self.args.on_save_error == "stop":
-            fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
         if failure:
-            print0(f"step {self.step}: {failure}; training continues (--on-save-error continue)")
+            self.report_failure(failure)
         self.stop_if_asked(saved)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Where a script writes a snapshot by itself: if it fails, which it must on all ranks, end
+        the run or let it continue, as ``--on-save-error`` says."""
+        try:
+            with state.original_error():
+                yield
+        except (OSError, RuntimeError, Failed) as error:
+            self.report_failure(
+                f"a checkpoint could not be written ({error}); free some disk space"
+            )
+
+    def report_failure(self, failure: str) -> None:
+        """Report a snapshot that could not be written, and end the run if the flags say so."""
+        if self.args.on_save_error == "stop":
+            fail(f"step {self.step}: {failure}, then resume with --resume auto", code=3)
+        print0(f"step {self.step}: {failure}; training continues (--on-save-error continue)")
 
     def state_dict(self) -> dict:
         """The state of the run for a snapshot, after a check for NaN. All ranks call it."""
@@ -258,7 +275,8 @@ class Run(Resumable):
             found = result.describe(self.args, self.train_set, self.state, self.clock, model)
             found |= figures
             path = self.store.output_dir / "result.json"
-            path.write_text(json.dumps(found, indent=2) + "\n")
+            with delivery(path):
+                path.write_text(json.dumps(found, indent=2) + "\n")
             self.display.close(result.hparams(self.args, found))
             print0(describe_step(found))
             print0(f"{result.describe_end(found)}, files in {self.store.output_dir}")

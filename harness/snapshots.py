@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -79,13 +79,30 @@ def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
         sums = together(bring_to_disk, part, share)
         together(seal_and_rename, part, folder, sums, here=rank == 0)
     except Failed as error:
-        free = "unknown"
-        with contextlib.suppress(OSError):
-            free = f"{shutil.disk_usage(folder.parent).free:,}"
-        return f"{folder} could not be written ({error}; {free} bytes free)"
+        return not_written(folder, error)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return None
+
+
+def not_written(path: Path, error: Exception) -> str:
+    """That a file or folder could not be written, and why."""
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(path.parent).free:,}"
+    return f"{path} could not be written ({error}; {free} bytes free)"
+
+
+@contextlib.contextmanager
+def delivery(path: Path) -> Iterator[None]:
+    """End the run if a result cannot be written. A run that resumes from its last snapshot, which
+    the error names, has nothing to train and writes its results again."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        newest = next(iter(list_snapshots(path.parent / "snapshots")), "none")
+        again = f"free some disk space, then give --resume auto (snapshot: {newest})"
+        fail(f"{not_written(path, error)}; {again}", code=3)
 
 
 def make_room(part: Path) -> None:
@@ -128,7 +145,7 @@ def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, boo
         folder = fetch_input(asked, "--resume")
         if (output_dir / "previous").resolve() in folder.resolve().parents:
             fail(f"--resume {folder}: a new run replaces previous/; move it away first")
-        if (folder / "state.pt").exists() or (folder / SUMS).exists():
+        if any((folder / name).exists() for name in ("state.pt", SUMS, ".metadata")):
             return [(folder, None, True)]
         if (folder / "snapshots").is_dir():
             folder = folder / "snapshots"
@@ -140,6 +157,8 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
     damaged one is reported; if ``--resume`` named it, there is no other and the run ends."""
     if not path.exists():
         fail(f"{path} is not on this machine; give an --output-dir that all machines share")
+    if (path / ".metadata").exists():
+        fail(f"--resume {path} is DCP's own; resume it with the script that wrote it, or give none")
     found = gather_objects(find_damage(path, world().rank, world().size))
     damage = next(filter(None, found), None)
     if damage and named:

@@ -32,6 +32,7 @@ def sync(path: Path) -> None:
 
 def save_file(state: dict, path: Path) -> None:
     """Atomic ``torch.save``: leaves either the old file or the complete new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     torch.save(state, temporary)
     sync(temporary)

@@ -3,14 +3,11 @@ bits: test_contract.py. Killed while it writes: test_faults.py.)"""
 
 import re
 import signal
-from concurrent.futures import Future
 
 import pytest
 import torch
 from conftest import ROOT, launch, launcher, read_run, snapshots, started, succeed, wait_for
 from safetensors.torch import load_file
-
-import pytorch_checkpoint
 
 JOB = "--model gpt-2x2x16 --context 16 --dataset synthetic --train-samples 400 --eval-samples 8"
 JOB += " --batch-size 8 --epochs 1 --print-freq 1 --dropout 0.1 --deterministic --snapshot-every 3"
@@ -55,17 +52,15 @@ def test_weights_alone_as_one_file_and_as_safetensors(stopped, monkeypatch):
     assert sum(torch.equal(found[name], expected[name]) for name in expected) == len(expected) - 1
 
 
-def test_another_model_is_refused_in_one_line(stopped, tmp_path):
-    other = COMMAND.replace("gpt-2x2x16", "gpt-2x2x32")
-    finished = launch(f"{other} --output-dir {tmp_path} --resume {stopped / RUN}", forked=True)
+@pytest.mark.parametrize(
+    "ours, other, words",
+    [
+        ("gpt-2x2x16", "gpt-2x2x32", "--model gpt-2x2x16, and this run has gpt-2x2x32"),
+        ("checkpoint.py --async-save", "FSDP.py", "is DCP's own; resume it with the script"),
+    ],
+)
+def test_what_is_refused_in_one_line(ours, other, words, stopped, tmp_path):
+    command = f"{COMMAND.replace(ours, other)} --output-dir {tmp_path} --resume {stopped / RUN}"
+    finished = launch(command, forked=True)
     assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
-    assert all("--model gpt-2x2x16, and this run has gpt-2x2x32" in e for e in finished.errors)
-    assert finished.errors
-
-
-def test_a_second_save_waits_for_the_first():
-    """And raises what went wrong in the thread that wrote it, before anything is touched."""
-    first = Future()
-    first.set_exception(OSError("No space left on device"))
-    with pytest.raises(OSError, match="No space left"):
-        pytorch_checkpoint.save(None, None, None, None, first)
+    assert finished.errors and all(words in error for error in finished.errors)

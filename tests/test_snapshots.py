@@ -358,6 +358,8 @@ def test_no_space(script, n, on_save_error, small):
 UNWRITABLE = [
     ("pytorch_FSDP", 1, "safetensors"),
     ("pytorch_DeepSpeed", 1, "optim_states"),
+    ("pytorch_checkpoint --async-save", 1, "distcp"),
+    ("pytorch_checkpoint", 0, "run.pt"),
     ("pytorch_DeepSpeed", 0, "model_states"),
     ("pytorch_torchrun_DDP", 0, "state.pt"),
     ("pytorch_LocalSGD --sync-every 1", 1, "rank-00001"),
@@ -365,16 +367,28 @@ UNWRITABLE = [
 
 
 @pytest.mark.parametrize(
-    "script, rank, name", cases(UNWRITABLE, lambda *row: row in UNWRITABLE[:2])
+    "script, rank, name", cases(UNWRITABLE, lambda *row: row in UNWRITABLE[:3])
 )
 def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path):
     command = f"{start(script, 2)} --epochs 1 --snapshot-every 1 --timeout 30"
     hooks = f"unwritable:{rank},{name},step-00000002"
     finished = run(f"{command} --output-dir {tmp_path}", HOOKS=hooks)
-    assert "step 2: " in finished.stdout and "Disk quota exceeded" in finished.stdout
+    noticed = 3 if "async" in script else 2
+    assert f"step {noticed}: " in finished.stdout and "Disk quota exceeded" in finished.stdout
     assert "training continues" in finished.stdout
     names = [path.name for path in snapshots(tmp_path)]
-    assert names == ["step-00000004-evaluated", "step-00000003"]
+    older = ["step-00000001"] if "checkpoint" in script else []  # it keeps two beside the new one
+    assert names == ["step-00000004-evaluated", "step-00000003", *older]
+
+
+def test_results_that_cannot_be_written_are_not_lost(tmp_path):
+    """The error names the snapshot from which the next run writes them."""
+    command = start("pytorch_SingleGPU", 1, f"--epochs 1 --output-dir {tmp_path}")
+    failed = launch(command, forked=True, HOOKS="unwritable:0,model.pt")
+    [line] = failed.errors
+    assert failed.code == 3 and f"(snapshot: {snapshots(tmp_path)[0]})" in line, str(failed)
+    run(f"{command} --resume auto")
+    assert (tmp_path / "model.pt").is_file()
 
 
 def test_a_folder_that_vanishes(tmp_path):
