@@ -35,7 +35,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 def save(run, model, optimizer, group, writing):
     """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
-    rank, folder = dist.get_rank(), run.snapshot_folder
+    rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
         with run.saving():
             writing.result()  # DCP: raises the exception of the thread
@@ -61,14 +61,14 @@ def save(run, model, optimizer, group, writing):
 def load(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
     asked, own, others = run.args.resume, run.args.resume in ("auto", "none"), None
-    whole = whole_checkpoints(run.snapshot_folder.parent if own else Path(asked))
+    whole = whole_checkpoints(run.store.folder if own else Path(asked))
     if not (own or whole):
         common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")
     found = [whole[-1] if whole and asked != "none" else None]
     dist.broadcast_object_list(found, src=0)  # DCP: all ranks take the one that rank 0 sees
     if path := found[0]:
         others = common.load_file(path / "run.pt", "--resume")
-        run.check(path, others)  # same model, data and batch size
+        run.store.check(path, others)  # same model, data and batch size
         weights, state = dcp_state.get_state_dict(model, optimizer)
         tensors = {"model": weights, "optimizer": state["state"]}  # DCP: for these keys, each rank
         dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards

@@ -3,6 +3,7 @@ URL, and how to end with an error."""
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import importlib
 import json
@@ -18,16 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.world import Failed, is_first_here, print0, this_script, together, world
-from remote.storage import (
-    DATA,
-    LOCK,
-    Remote,
-    RemoteError,
-    fetch_files,
-    is_url,
-    local_folder,
-    trim_url,
-)
+from remote.storage import DATA, Remote, RemoteError, fetch_files, is_url, local_folder, trim_url
+
+LOCK = ".lock"  # the file by which a run locks its folder
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -124,13 +118,9 @@ def make_parser(doc: str) -> ArgumentParser:
 
 
 def given_flags() -> str:
-    """The flags on the command line, including those of ``@FILE``, without those that the launcher
-    added."""
+    """The flags on the command line and in ``@FILE``, without those that the launcher added."""
     words = make_parser("")._read_args_from_files(sys.argv[1:])
     return shlex.join(w for w in words if not w.startswith(("--local-rank", "--local_rank")))
-
-
-# ------------------------------------------------------------------------- files that flags name
 
 
 def check_writable(folder: Path, flag: str) -> None:
@@ -143,17 +133,15 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def lock(folder: Path, flag: str) -> None:
-    """Fail if another run has locked the folder; otherwise lock it until this process ends, however
-    it ends. A file system without locks, and Windows, go without."""
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)  # stays open
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of its workers
-        except (BlockingIOError, PermissionError):
-            if not world().restarts:  # otherwise a dead machine of this launch may still have it
-                fail(f"{flag}: another run is writing to it; give each run a folder of its own")
+    """Fail if another run has locked the folder; otherwise lock it until this process ends, even if
+    it is killed."""
+    try:  # a lock of this process, not of its workers; the file stays open
+        fcntl.lockf(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        if not world().restarts:  # otherwise a dead machine of this launch may still have it
+            fail(f"{flag}: another run is writing to it; give each run a folder of its own")
+    except OSError:
+        print0(f"{flag} is on a file system without locks: do not start another run in it")
 
 
 def check_output_url(url: Path | str) -> None:

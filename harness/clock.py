@@ -30,8 +30,7 @@ def seconds_between(begin, end) -> float:
 
 
 class StepClock:
-    """Measures the time of each step, of its phases and of the epoch, and the peak memory of the
-    training steps.
+    """Measures the time of each step, its phases and the epoch, and the peak memory of the steps.
 
     A mark ends one phase and begins the next. On a GPU it is an event in the stream, read when the
     GPU has reached it. On a CPU it is the time, and how long the main thread was blocked so far:
@@ -44,8 +43,7 @@ class StepClock:
     Args:
         devices: that this process computes on. Steps are timed on the first one.
         data_bytes: size of a dataset on the first device, which does not count as peak memory.
-        look: a :class:`profile.Look` at the last steps, which are then not timed, if there are
-            others.
+        look: a :class:`profile.Look` at the last steps. These are not timed if others are.
     """
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
@@ -120,8 +118,7 @@ class StepClock:
             self.range.enter_context(record_function(phase))
 
     def now(self) -> tuple:
-        """The time, and on a CPU for how long the thread was blocked so far; on a GPU an event in
-        its stream, without waiting for it."""
+        """The time, and how long the thread was blocked so far; on a GPU an event in its stream."""
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.devices[0]))
@@ -150,8 +147,7 @@ class StepClock:
         self.start_step()
 
     def pause(self) -> None:
-        """Read the peak memory before anything that is not training; the next tick resets it. The
-        phases of this step are discarded."""
+        """Read the peak memory before what is not training. This step's phases are discarded."""
         self.spoilt = True
         self.range.close()
         if self.paused:
@@ -209,9 +205,6 @@ class StepClock:
     def load_state_dict(self, state: dict) -> None:
         self.before, self.epoch_seconds = state["steps"], state["epoch"]
         self.wall_before = state["wall"]
-
-
-# -------------------------------------------------------------------- where the step time goes
 
 
 def break_down(clock: StepClock) -> dict:

@@ -65,8 +65,8 @@ class TaskData(Dataset):
         return {f"{self.units}_per_second": samples_per_second}
 
     def describe(self) -> dict:
-        """The description of the data in ``result.json``."""
-        return {"train_samples": len(self), "classes": self.classes}
+        """The description of the data in ``result.json``, which a resumed run must have, too."""
+        return {"dataset": self.name, "train_samples": len(self), "classes": self.classes}
 
 
 def how_many(args, split: str, available: int) -> int:
@@ -75,9 +75,6 @@ def how_many(args, split: str, available: int) -> int:
     if wanted > available:
         fail(f"--{split}-samples {wanted}: only {available} exist; use no more")
     return wanted
-
-
-# ---------------------------------------------------------------------------------- the loader
 
 
 class Unreadable(Exception):

@@ -5,9 +5,6 @@ watch   checks only where it adds no overhead: the loss when it is printed, and 
 stop    checks before every step, in an optimizer hook. The run ends before a weight has changed.
 skip    checks as stop does, and skips the step.
 ignore  checks nothing.
-
-In float16 a GradScaler, or a library, skips steps whose gradients overflow. That is normal in every
-mode, unless the run skips many steps in a row.
 """
 
 import math
@@ -24,7 +21,7 @@ from harness.measure import launch_command, local, optimizer_tensors
 from harness.progress import RunState
 from harness.world import gather_objects, max_over_ranks, print0
 
-MAX_SKIPPED = 25  # consecutive steps that may be skipped before the run ends
+MAX_SKIPPED = 25  # consecutive steps, in any mode; with float16, to skip a few is normal
 WEIGHT, OUTPUT = "the weight", "the model's output"
 LOSS, GRADIENT = "the gradient of the loss", "the gradient of"
 
@@ -110,8 +107,6 @@ class Guard:
         where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
         find = f"To find the first step: {command} --on-nan stop"
         self.end(f"{where} {what}; {go_on}. {find if self.mode == 'watch' else 'Use a lower --lr'}")
-
-    # -------------------------------------------------------------------------- stop and skip
 
     def remember_output(self, module: nn.Module, inputs, output: Tensor) -> None:
         """Keep this rank's model output and its gradient, which name the rank: gradients of

@@ -33,8 +33,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's storages of the tensors, or of their shards. A storage that several
-    tensors share counts once, completely."""
+    """Bytes of this rank's storages of tensors or shards; one that several share counts once."""
     storages = [local(t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -48,9 +47,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """Peak memory of this process since :func:`reset_peak_memory`, in GiB.
 
-    On a GPU: memory of tensors (allocated), memory held by PyTorch's allocator (reserved), and all
-    used memory of the GPU, as in nvidia-smi (process; includes other programs). On a CPU: the
-    resident set size of the process.
+    On a GPU: of tensors (allocated), held by PyTorch's allocator (reserved), and all used memory,
+    as in nvidia-smi (process; includes other programs). On a CPU: the resident set size.
     """
     if device.type == "cpu":
         with contextlib.suppress(OSError):  # Linux; getrusage() would include the parent process
@@ -111,8 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of this repository, with ``-dirty`` if files other than results and pages differ;
-    ``None`` without git."""
+    """The commit, with ``-dirty`` if not only results and pages differ; ``None`` without git."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     written = [":!results", ":!docs", ":!README*", ":!website/data"]
     quiet = {"text": True, "stderr": subprocess.DEVNULL}

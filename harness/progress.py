@@ -90,11 +90,10 @@ class RunState:
         return {name: getattr(self, name) for name in names} | {"ranks": gather_objects(own)}
 
     def load_state_dict(self, state: dict, steps_per_epoch: int, total_steps: int) -> None:
-        """Restore what :meth:`state_dict` returned. Ranks of tensor parallelism have the same seed
-        and the same dropout. So if the seeds of the ranks differ from those of the snapshot, as at
-        another number of ranks, dropout starts from them, and rank 0 gets the sums of all ranks.
-        The history ends with the last complete epoch: one whose steps are done may not be evaluated
-        yet. All ranks call it."""
+        """Restore what :meth:`state_dict` returned. If the ranks' seeds differ from the snapshot's,
+        which are the same among ranks of tensor parallelism, dropout starts from the seeds, and
+        rank 0 gets the sums of all ranks. The history ends with the last complete epoch: one whose
+        steps are done may not be evaluated yet. All ranks call it."""
         ranks, device = state["ranks"], self.loss_sum.device
         for name in state.keys() - {"ranks"}:
             setattr(self, name, state[name])

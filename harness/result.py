@@ -18,9 +18,8 @@ from harness.world import gather_objects, max_over_ranks, this_script, world
 
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
-    """Persistent bytes per rank: parameters, gradients, optimizer state; the maximum over ranks.
-    All ranks call it. Tensors in ``held`` are added, or replace those of the same name where a
-    library keeps its own."""
+    """Persistent bytes per rank: parameters, gradients, optimizer state; the maximum over ranks,
+    which all call it. A library's own tensors, in ``held``, are added or replace those so named."""
     parameters = list(model.parameters())
     tensors = {
         "parameters": parameters,
@@ -71,7 +70,6 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         "device": measure.device_name(device),
         "threads": torch.get_num_threads(),
         "model": args.model,
-        "dataset": data.name,
         **identity_of(args, args.task.flags),
         **data.describe(),
         "precision": precision,

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +47,7 @@ class Resumable:
 
             look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
-        data = {"dataset": self.train_set.name}
-        self.store = SnapshotStore(args, data | identity_of(args) | self.train_set.describe())
+        self.store = SnapshotStore(args, identity_of(args) | self.train_set.describe())
         self.display = Display(self.store.output_dir, self.train_set.unit)
         self.guard = Guard(args.on_nan, self.state, self.store.newest, self.display.close)
         self.stop = StopRequest()
@@ -63,15 +61,6 @@ class Resumable:
     def ends_now(self) -> bool:
         """Whether the run ends after this step: with its last step, or because it was asked to."""
         return bool(self.stop.agreed) or self.step == self.total_steps
-
-    @property
-    def snapshot_folder(self) -> Path:
-        """The folder of a snapshot after this step, for a script that writes it by itself."""
-        return self.store.folder / self.state.snapshot_name
-
-    def check(self, path: Path, snapshot: dict) -> None:
-        """End the run if it cannot resume from a snapshot that a script has read by itself."""
-        self.store.check(path, snapshot)
 
     def resume(self, model, optimizer, scheduler, read=None, engine=None, **others) -> None:
         """Resume from the snapshot that ``--resume`` selects, of any technique and number of ranks,
@@ -97,10 +86,7 @@ class Resumable:
         Args:
             model: that the loop calls; may be wrapped by DDP.
             scheduler: ``None`` if a library handles it.
-            snapshot: the content of ``state.pt``, or ``None``.
-            scaler: see :meth:`Guard.attach`.
-            engine: a library's wrapper of the model, if it steps the optimizer itself. The library
-                then tells the clock and the guard of its steps.
+            engine: a library's wrapper that steps the optimizer, and tells clock and guard of it.
         """
         if snapshot and scheduler:
             scheduler.load_state_dict(snapshot["scheduler"])
@@ -201,12 +187,8 @@ class Resumable:
 
 
 class Run(Resumable):
-    """Logs, snapshots and results of one run. All ranks call it; rank 0 prints and writes.
-
-    Args:
-        train_loader: the batches of an epoch. Its dataset is a :class:`TaskData`.
-        gpus: number of GPUs that this process computes on, if more than one.
-    """
+    """Logs, snapshots and results of one run. All ranks call it; rank 0 prints and writes. The
+    dataset of ``train_loader`` is a :class:`TaskData`; this process computes on ``gpus`` GPUs."""
 
     def batches(self, loader: DataLoader, epoch: int, dtype=None) -> Iterator[tuple]:
         """This rank's batches of an epoch, on its device: see :meth:`TaskData.prepare`."""
@@ -235,8 +217,7 @@ class Run(Resumable):
 
     def log(self, loss: Tensor) -> None:
         """Add the loss of a step: the mean over this rank's batch, a scalar. It stays on the
-        device. Only every ``--print-freq``-th step prints the mean since the last time, over all
-        ranks."""
+        device. Every ``--print-freq``-th step prints the mean of those since, over all ranks."""
         if not self.guard.left_out:
             self.state.add(loss, self.batch)
         self.stop.vote(self.step)
@@ -264,12 +245,8 @@ class Run(Resumable):
             self.clock.epoch_seconds = 0.0
 
     def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:
-        """Write ``result.json`` and TensorBoard's HPARAMS, and print the last lines.
-
-        Args:
-            model, optimizer: of this rank, with the gradients of the last step.
-            held: further tensors for ``state_bytes``: see :func:`result.count_state_bytes`.
-        """
+        """Write ``result.json`` and TensorBoard's HPARAMS, and print the last lines. Gradients are
+        those of the last step; for ``held``, see :func:`result.count_state_bytes`."""
         figures = result.gather_figures(self.clock, model, optimizer, held)
         if world().rank == 0:
             found = result.describe(self.args, self.train_set, self.state, self.clock, model)

@@ -84,8 +84,7 @@ def fill(settings: Kind, **defaults: Any) -> Kind:
 
 
 def identity_of(settings: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The flags, with values, that a run that resumes must have in common with its snapshot; only
-    those among ``names``, if given."""
+    """The flags that a run that resumes must share with its snapshot; of ``names``, if given."""
     fields = [field.name for field in flags_of(settings) if field.metadata.get("identity")]
     return {name: getattr(settings, name) for name in fields if names is None or name in names}
 
@@ -110,7 +109,6 @@ def as_words(settings: Any) -> list[str]:
     return words
 
 
-# --------------------------------------------------------------- the flags of every training task
 # fmt: off
 
 

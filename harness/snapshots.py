@@ -37,8 +37,7 @@ def sha256(path: Path) -> str:
 
 
 def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """What is wrong with a snapshot's files; ``None`` if they are intact. A rank reads only its
-    share of them."""
+    """What is wrong with this rank's share of a snapshot's files; ``None`` if they are intact."""
     try:
         *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -63,8 +62,7 @@ def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
     """Write a snapshot atomically, and delete all but the last two by name. All ranks call it.
 
     Every rank writes into a folder whose name begins with a dot, which is flushed to disk and then
-    renamed. Returns ``None``, or why it could not be written, on all ranks; older snapshots still
-    exist then.
+    renamed. Returns why it could not be written, on all ranks; older snapshots still exist then.
     """
     part, rank = folder.with_name(f".{folder.name}.part"), world().rank
     try:
@@ -79,30 +77,24 @@ def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
         sums = together(bring_to_disk, part, share)
         together(seal_and_rename, part, folder, sums, here=rank == 0)
     except Failed as error:
-        return not_written(folder, error)
+        free = "unknown"
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(folder.parent).free:,}"
+        return f"{folder} could not be written ({error}; {free} bytes free)"
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return None
 
 
-def not_written(path: Path, error: Exception) -> str:
-    """That a file or folder could not be written, and why."""
-    free = "unknown"
-    with contextlib.suppress(OSError):
-        free = f"{shutil.disk_usage(path.parent).free:,}"
-    return f"{path} could not be written ({error}; {free} bytes free)"
-
-
 @contextlib.contextmanager
 def delivery(path: Path) -> Iterator[None]:
-    """End the run if a result cannot be written. A run that resumes from its last snapshot, which
-    the error names, has nothing to train and writes its results again."""
+    """End the run if a result cannot be written; one that resumes at the end writes it again."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         newest = next(iter(list_snapshots(path.parent / "snapshots")), "none")
         again = f"free some disk space, then give --resume auto (snapshot: {newest})"
-        fail(f"{not_written(path, error)}; {again}", code=3)
+        fail(f"{path} could not be written ({error}); {again}", code=3)
 
 
 def make_room(part: Path) -> None:
@@ -136,8 +128,7 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
 
 
 def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, bool]]:
-    """The snapshots that ``--resume`` selects, best first: it may name one, or a folder with
-    several. As arguments of :func:`read_snapshot`."""
+    """What ``--resume`` selects, best first, as arguments of :func:`read_snapshot`."""
     folder = output_dir / "snapshots"
     if asked == "none":
         return []
@@ -170,9 +161,6 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
     if damage:
         print0(f"snapshot {path} is damaged and ignored: {damage}")
     return None if damage or launch not in (None, state.get("launch")) else state
-
-
-# --------------------------------------------------------------------------- snapshots of one run
 
 
 class SnapshotStore:
@@ -240,8 +228,6 @@ class SnapshotStore:
     def newest(self) -> Path | None:
         """The snapshot that this run wrote last, or else resumes from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
-
-    # ------------------------------------------------------------------------------- resume
 
     def find(self) -> dict | None:
         """The content of ``state.pt`` of the snapshot to resume from, identical on every rank; its

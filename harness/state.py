@@ -65,18 +65,14 @@ def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
         fail(f"{complaint}: {wrong[0]} differs, and maybe others; use that run's settings")
 
 
-# ----------------------------------------------------------------------- tensors of a snapshot
-# By name: "model.fc.weight", and "optimizer.fc.weight.exp_avg" for the state of this parameter.
-
-
 def plain(model: nn.Module) -> nn.Module:
     """The model without DDP's wrapper, whose entries have no ``module.`` prefix."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+# In a snapshot, "optimizer.fc.weight.exp_avg" belongs to the state of "model.fc.weight".
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, str]]:
-    """This rank's weights and buffers, or its shards of them; and the names of the parameters. One
-    that has several names has the first."""
+    """This rank's weights and buffers, or shards; and the (first) names of the parameters."""
     tensors, names = {}, {}
     for name, tensor in plain(model).state_dict(keep_vars=True).items():
         tensors[f"model.{name}"] = tensor.detach()
@@ -139,8 +135,7 @@ def save(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
-    """Load what this rank needs from a snapshot, whose ``state.pt`` is already read. All ranks call
-    it."""
+    """Load what this rank needs from a snapshot, whose ``state.pt`` is read. All ranks call it."""
     if "param_groups" not in snapshot:
         why = f"was written by {snapshot['technique']}.py in a format that {this_script()}.py "
         why += "cannot read; use one of its own, or --weights with a model.pt"

@@ -5,8 +5,6 @@ import collections
 import itertools
 import math
 
-import torch
-
 from harness.clock import PHASES
 
 Spans = list[tuple[float, float]]  # begin and duration, in microseconds
@@ -14,9 +12,10 @@ Spans = list[tuple[float, float]]  # begin and duration, in microseconds
 ROWS = ("phases", "compute", "communication", "overlap")
 WAITING = ("c10d", "_c10d_functional", "autograd", "torch")  # ranges that may contain waits
 NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-# Types that nccl ("Float") and gloo ("c10::Half", "long int") do not call as PyTorch does:
-DTYPES = {"byte": "uint8", "unsigned char": "uint8", "char": "int8", "signed char": "int8"}
-DTYPES |= {"long int": "int64", "complex<float>": "complex64", "complexfloat": "complex64"}
+# Bytes of types as nccl ("Float") and gloo ("c10::Half", "long int") call them:
+SIZES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+SIZES |= {"byte": 1, "unsigned char": 1, "char": 1, "signed char": 1, "bool": 1, "short": 2}
+SIZES |= {"int": 4, "long": 8, "long int": 8}
 
 
 def make_rows(events: list[dict], rank: int) -> list[dict]:
@@ -108,9 +107,8 @@ def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
     for event, kind, call in zip(own, kinds, calls if len(calls) == len(own) else own, strict=True):
         shapes = event["args"].get("Input Dims", []) + call["args"].get("Input Dims", [])
         size = max(map(count_elements, filter(None, shapes)), default=0)
-        found.append(
-            (event, name_of(call["name"].partition(":")[2]), bytes_of(size, kind or usual))
-        )
+        name = name_of(call["name"].partition(":")[2])
+        found.append((event, name, bytes_of(size, kind or usual)))
     return found
 
 
@@ -124,15 +122,10 @@ def describe_nccl(event: dict) -> tuple[dict, str, int]:
     """A kernel with its collective, and the bytes of its larger tensor."""
     args = event["args"]
     elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
-    return (
-        event,
-        name_of(args.get("Collective name", "nccl")),
-        bytes_of(elements, args.get("dtype")),
-    )
+    name = name_of(args.get("Collective name", "nccl"))
+    return event, name, bytes_of(elements, args.get("dtype"))
 
 
 def bytes_of(elements: int, kind: str | None) -> int:
-    """Bytes of so many elements of a type. A type that is not known raises ``AttributeError``: any
-    size that is assumed would be a wrong measurement."""
-    name = str(kind).removeprefix("c10::").lower()
-    return elements and elements * getattr(torch, DTYPES.get(name, name)).itemsize
+    """Bytes of so many elements of a type; an unknown type is a ``KeyError``, not a wrong size."""
+    return elements and elements * SIZES[str(kind).removeprefix("c10::").lower()]

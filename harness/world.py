@@ -84,9 +84,6 @@ def print0(message: str, file=None) -> None:
         print(message, file=file, flush=True)
 
 
-# ------------------------------------------------------------------------ operations of all ranks
-
-
 def make_store(args) -> dist.Store:
     """Where ranks find each other's addresses: the launcher's store, or none for a single process.
 
@@ -151,9 +148,6 @@ def exit_all(code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-# ------------------------------------------------------------------------------------ the launcher
-
-
 @functools.cache
 def parent() -> int:
     """The process that started this one: the launcher, if there is one. Read on first use."""
@@ -196,9 +190,6 @@ def launch_id() -> str:
     stat = Path(f"/proc/{parent()}/stat")  # Linux; psutil's time changes when the clock is set
     started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     return f"process {parent()} {started}"  # in a container the same number every time
-
-
-# ---------------------------------------------------------------------------------- process setup
 
 
 def die_with_launcher() -> None:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from remote.storage import LOCK, SUMS, Remote, RemoteError, list_files
+from remote.storage import SUMS, Remote, RemoteError, list_files
 
 RUN_ID, RESULT = "run_id", "result.json"
 
@@ -130,8 +130,9 @@ class Mirror:
 
     def push_results(self) -> None:
         """Upload all other files of the run; the result last, as it marks the end of the run."""
-        others = ("snapshots", "previous", LOCK, RUN_ID, RESULT)
+        others = ("snapshots", "previous", RUN_ID, RESULT)
         names = [name for name in list_files(self.folder) if name.split("/")[0] not in others]
+        names = [name for name in names if not name.startswith(".")]  # .lock, or unfinished
         missing = ", ".join([*self.behind, *names, RESULT])
         try:
             self.push()

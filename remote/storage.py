@@ -14,7 +14,6 @@ SILENCE = 60  # seconds without any data, later
 LIMITS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 1, "mode": "standard"}}}}
 LIMITS["sftp"] = LIMITS["ssh"] = {"timeout": 10, "banner_timeout": 10, "auth_timeout": 10}
 
-LOCK = ".lock"  # the file by which a run locks its folder
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 RUNS, DATA = Path("runs", "remote"), Path("data", "remote")  # what is uploaded, and downloaded
 

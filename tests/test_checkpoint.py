@@ -52,15 +52,12 @@ def test_weights_alone_as_one_file_and_as_safetensors(stopped, monkeypatch):
     assert sum(torch.equal(found[name], expected[name]) for name in expected) == len(expected) - 1
 
 
-@pytest.mark.parametrize(
-    "ours, other, words",
-    [
+def test_another_model_and_another_script_are_refused_in_one_line(stopped, tmp_path):
+    for ours, other, words in (
         ("gpt-2x2x16", "gpt-2x2x32", "--model gpt-2x2x16, and this run has gpt-2x2x32"),
         ("checkpoint.py --async-save", "FSDP.py", "is DCP's own; resume it with the script"),
-    ],
-)
-def test_what_is_refused_in_one_line(ours, other, words, stopped, tmp_path):
-    command = f"{COMMAND.replace(ours, other)} --output-dir {tmp_path} --resume {stopped / RUN}"
-    finished = launch(command, forked=True)
-    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
-    assert finished.errors and all(words in error for error in finished.errors)
+    ):
+        command = f"{COMMAND.replace(ours, other)} --output-dir {tmp_path} --resume {stopped / RUN}"
+        finished = launch(command, forked=True)
+        assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
+        assert finished.errors and all(words in error for error in finished.errors)

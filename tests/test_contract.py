@@ -143,9 +143,6 @@ def single(one, run_once):
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every 10", hooks)[1]
 
 
-# ------------------------------------------------------------------------------------- one run
-
-
 def is_usual(one):
     """The first case, and further ones where these are also tried with another model."""
     sgd = "sgd" in one.case.traits or one.model == "images" or "differs" in one.technique.traits
@@ -278,9 +275,6 @@ def decoder_of(one, weights):
     return decoder(layers, one.width, vocabulary, CONTEXT, BATCH, **more)
 
 
-# ------------------------------------------------------------------- from where another one was
-
-
 def loads_by_itself(one):
     return is_first(one) and one.technique.name not in LOADED_ALIKE
 
@@ -326,8 +320,6 @@ def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
     assert relative_difference(weights, expected) < TOLERANCE["adamw"] * one.slack
     assert result["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9)
 
-
-# ------------------------------------------------------------------------------ the same bits
 
 # With dropout: nothing is drawn in a first step that is not drawn in others.
 SAME = f"{DATA} {GPT} --dropout 0.2 --schedule none --lr 0.001 --deterministic --optimizer adamw"

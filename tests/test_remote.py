@@ -102,9 +102,6 @@ def steps(files):
     return {int(name.split("-")[1]): name in mirror.complete(found) for name in found}
 
 
-# ------------------------------------------------------------------------------------ a run
-
-
 def test_killed_in_the_middle_of_a_copy(s3, reins, run_once, tmp_path):
     """The half of a snapshot is named and left out by another machine; on the same one, the newest
     is still there."""
@@ -152,9 +149,6 @@ def test_shards_of_two_ranks_and_weights(s3, tmp_path):
     succeed(command(flags, "pytorch_torchrun_DDP", 2), cwd=there, forked=True, **s3.env)
     result = json.loads((tmp_path / "second" / "result.json").read_text())
     assert "--weights s3://bucket/shards/model.pt" in result["settings"]
-
-
-# --------------------------------------------------------------------------------- what goes wrong
 
 
 @pytest.mark.full

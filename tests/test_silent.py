@@ -57,12 +57,10 @@ MASKS = [  # script, and the ranks that draw alike; the script from whose snapsh
     ("pytorch_PP", [{0}, {1}], ""),
     ("pytorch_CP", [{0}, {1}], ""),
     ("pytorch_EP --experts 4", [{0}, {1}], ""),
-    ("pytorch_SingleGPU", [{0}], ""),
     ("pytorch_TP", [{0, 1}], "pytorch_TP --sequence-parallel"),
     ("pytorch_ND_parallel --tp 2", [{0, 1}], "pytorch_ND_parallel --dp-shard 2"),
     ("pytorch_FSDP_TP --tp 2", [{0, 1}, {2, 3}], "pytorch_FSDP"),
     ("pytorch_FSDP_TP --tp 2 --sequence-parallel", [{0}, {1}, {2}, {3}], ""),
-    ("pytorch_torchrun_DDP", [{0}, {1}], ""),
 ]
 
 
@@ -93,8 +91,6 @@ def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
     weights, _ = train("pytorch_TP", 2, flags)
     assert relative_difference(weights, expected) < 1e-11
 
-
-# -------------------------------------------------------------------------------- examples/silent/
 
 WEIGHS = "labels weigh unequally"
 PRINTED = [  # file, and which mistake as it prints it; in words, and what it does

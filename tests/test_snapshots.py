@@ -75,9 +75,6 @@ def listening(process):
     return [c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == "LISTEN"]
 
 
-# ------------------------------------------------------------------------------ the one to resume
-
-
 LONGER = f"{SMALL} --epochs 2 --warmup-steps 20"  # a run that several tests begin with
 
 
@@ -170,13 +167,8 @@ def test_another_scripts_snapshot_has_no_scaler(run_once, tmp_path):
 
 def test_a_snapshot_of_another_job_is_refused(tmp_path):
     """In one line, of data as well as of flags; nothing of it is loaded, so no shape can differ."""
-    for name, text in {
-        "a": "abc " * 40,
-        "b": "abx " * 40,
-        "c": "abcd" * 40,
-        "d": "abc " * 60,
-    }.items():
-        (tmp_path / name).write_text(text)
+    for name, text in {"a": "abc ", "b": "abx ", "c": "abcd", "d": "abc abc "}.items():
+        (tmp_path / name).write_text(text * 40)
     job = "python pytorch_SingleGPU.py --model gpt-1x1x4 --context 8 --batch-size 4 --epochs 1"
     job += f" --output-dir {tmp_path}/run --dataset text --data-dir {tmp_path}/"
     run(f"{job}a")
@@ -185,7 +177,7 @@ def test_a_snapshot_of_another_job_is_refused(tmp_path):
     for data, words in {
         "b": "data with classes ['c'], and this run has ['x']; use the same",
         "c": "data with classes [' '], and this run has ['d']; use the same",
-        "d": "--train-samples 18, and this run has 27; use the same",
+        "d": "--train-samples 18, and this run has 36; use the same",
         "a --schedule plateau": "--schedule cosine, and this run has plateau; use the same",
         "a": "was written by an older version of the scripts; resume with that version",
     }.items():
@@ -207,9 +199,6 @@ def test_how_a_step_is_computed_is_the_scripts_to_say(tmp_path):
     harness.state.load(tmp_path, {"param_groups": groups}, model, fused)
     assert fused.param_groups[0]["fused"] is True
     assert fused.state[model.weight]["momentum_buffer"].all()
-
-
-# ---------------------------------------------------------------------------- stop and orphans
 
 
 def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
@@ -315,9 +304,6 @@ def test_ranks_end_with_their_launcher(tmp_path):
         wait_for(lambda: not ranks_of(tmp_path), 15)
 
 
-# ------------------------------------------------------------------------------------- the disk
-
-
 @pytest.fixture
 def small(tmp_path):
     """A file system of its own, in memory."""
@@ -373,9 +359,8 @@ def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path)
     command = f"{start(script, 2)} --epochs 1 --snapshot-every 1 --timeout 30"
     hooks = f"unwritable:{rank},{name},step-00000002"
     finished = run(f"{command} --output-dir {tmp_path}", HOOKS=hooks)
-    noticed = 3 if "async" in script else 2
-    assert f"step {noticed}: " in finished.stdout and "Disk quota exceeded" in finished.stdout
-    assert "training continues" in finished.stdout
+    assert f"step {3 if 'async' in script else 2}: " in finished.stdout
+    assert "Disk quota exceeded" in finished.stdout
     names = [path.name for path in snapshots(tmp_path)]
     older = ["step-00000001"] if "checkpoint" in script else []  # it keeps two beside the new one
     assert names == ["step-00000004-evaluated", "step-00000003", *older]
@@ -385,8 +370,7 @@ def test_results_that_cannot_be_written_are_not_lost(tmp_path):
     """The error names the snapshot from which the next run writes them."""
     command = start("pytorch_SingleGPU", 1, f"--epochs 1 --output-dir {tmp_path}")
     failed = launch(command, forked=True, HOOKS="unwritable:0,model.pt")
-    [line] = failed.errors
-    assert failed.code == 3 and f"(snapshot: {snapshots(tmp_path)[0]})" in line, str(failed)
+    assert failed.code == 3 and f"(snapshot: {snapshots(tmp_path)[0]})" in failed.errors[0]
     run(f"{command} --resume auto")
     assert (tmp_path / "model.pt").is_file()
 
@@ -408,9 +392,6 @@ def test_a_folder_that_vanishes(tmp_path):
     for number in (1, 2, 3):
         assert disk.write_snapshot(folder / f"step-{number}", write) is None
     assert [path.name for path in disk.list_snapshots(folder)] == ["step-3", "step-2"]
-
-
-# ------------------------------------------------------------------------------------- security
 
 
 def attack(marker):
