@@ -3,6 +3,7 @@
 import json
 import linecache
 import pickle
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable
@@ -74,6 +75,7 @@ def account_of(
             if why and line == place and not any(call["open"] for call in calls):
                 call["open"] = True  # it has failed, which gloo records as completed
             calls.append(call)
+        message = message_of(entry, groups.get(key.get(name))) or message  # the earliest
     waits = not stopped and bool(why or message or any(call["open"] for call in calls))
     about = {"place": place, "message": message, "waits": waits, "stopped": stopped}
     return about | {"calls": calls, "groups": groups}
@@ -110,7 +112,7 @@ def call_of(entry: dict, line: str, place: str) -> dict:
 
 
 def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
-    """The send or receive that waits at these lines, which gloo does not record."""
+    """The send or receive that waits at these lines: gloo does not record it."""
     if "torch/distributed" not in frames[0][0].f_code.co_filename:
         return None  # it is computing
     for frame, _ in frames:
@@ -119,14 +121,23 @@ def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
             end = "dst" if kind == "send" else "src"
             group, peer = given["group"] or dist.group.WORLD, given[end]
             peer = dist.get_global_rank(group, given[f"group_{end}"]) if peer is None else peer
-            return message(kind, given["tensor"], peer)
+            return message(kind, given["tensor"].shape, given["tensor"].dtype, peer)
         lists = [value for value in given.values() if isinstance(value, list)]
         ops = [op for op in sum(lists, []) if isinstance(op, dist.P2POp)]
         for op in sorted(ops, key=lambda op: op.op is dist.isend):
-            return message("send" if op.op is dist.isend else "recv", op.tensor, op.peer)
+            kind = "send" if op.op is dist.isend else "recv"
+            return message(kind, op.tensor.shape, op.tensor.dtype, op.peer)
     return None
 
 
-def message(kind: str, tensor: torch.Tensor, peer: int) -> dict:
-    what = describe(kind, [tensor.shape], tensor.dtype)
+def message_of(entry: dict, ranks: list[int]) -> dict | None:
+    """The send or receive of NCCL in an entry that has not completed. Its call has returned."""
+    name = re.fullmatch(r"nccl:(send|recv) \d+(?:->|<-)(\d+)", entry["profiling_name"])
+    if not name or entry["retired"]:
+        return None
+    return message(name[1], entry["input_sizes"][0], entry["input_dtypes"][0], ranks[int(name[2])])
+
+
+def message(kind: str, size, dtype, peer: int) -> dict:
+    what = describe(kind, [size], dtype)
     return {"peer": peer, "what": f"{what} {'from' if kind == 'recv' else 'to'} rank {peer}"}

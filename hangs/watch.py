@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from hangs.diagnosis import diagnose
@@ -41,8 +42,10 @@ class Watch:
         self.account, self.describing = None, threading.RLock()
         self.stopped_at, self.continued = None, 0.0  # what locate() returns, and when
         self.claimed, self.over = threading.Lock(), threading.Event()
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives; default: none
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))  # of NCCL's watchdog
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
+        if torch.cuda.is_available():  # NCCL's watchdog writes there, and makes no folder
+            folder.mkdir(parents=True, exist_ok=True)
         # If Python ends while a thread is in C++, it aborts: nothing is described from then on.
         atexit.register(self.describing.acquire, timeout=ANSWER)
         sys.excepthook = self.after_exception

@@ -8,6 +8,9 @@ import pytest
 from conftest import ROOT, cases, hooked, launch, launcher, server, succeed
 from test_snapshots import attack
 
+from hangs.diagnosis import diagnose
+from hangs.recorder import account_of
+
 sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import hang  # noqa: E402
 
@@ -62,20 +65,25 @@ def test_a_process_may_end_while_it_is_asked(tmp_path):
     succeed(f"{sys.executable} {script} {tmp_path}/records", PYTHONPATH=str(ROOT))
 
 
+def entry(n, over, name="all_reduce", script=SCRIPT):
+    """As nccl records it."""
+    frames = [{"name": "main", "filename": str(ROOT / script), "line": 60 + n}]
+    return {
+        "process_group": ("0", "default_pg"), "collective_seq_id": n, "p2p_seq_id": 0,
+        "profiling_name": f"nccl:{name}", "input_sizes": [[512]], "output_sizes": [[512]],
+        "input_dtypes": ["Float"], "output_dtypes": ["Float"], "time_created_ns": n,
+        "state": "completed" if over else "started", "retired": over,
+        "is_p2p": name != "all_reduce", "frames": frames,
+    }  # fmt: skip
+
+
+GROUPS = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+
+
 def dump(rank, last):
     """What nccl's watchdog records of a rank whose last collective did not end."""
-    entries = []
-    for n in range(1, last + 1):
-        frames = [{"name": "main", "filename": str(ROOT / SCRIPT), "line": 60 + n}]
-        entries.append({
-            "process_group": ("0", "default_pg"), "collective_seq_id": n, "p2p_seq_id": 0,
-            "profiling_name": "nccl:all_reduce", "input_sizes": [[512]], "output_sizes": [[512]],
-            "input_dtypes": ["Float"], "output_dtypes": ["Float"], "time_created_ns": n,
-            "state": "completed" if n < 8 else "started", "retired": n < 8, "is_p2p": False,
-            "frames": frames,
-        })  # fmt: skip
-    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
-    return pickle.dumps({"version": "2.10", "entries": entries, "pg_config": groups}, protocol=2)
+    entries = [entry(n, n < 8) for n in range(1, last + 1)]
+    return pickle.dumps({"version": "2.10", "entries": entries, "pg_config": GROUPS}, protocol=2)
 
 
 def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
@@ -97,3 +105,14 @@ def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
     found = said(dump(0, 8), dump(1, 7))
     assert hung in found and f"rank 0 waits at {SCRIPT}:68 " in found
     assert "hung" not in said()
+
+
+def test_a_message_of_nccl_is_named():
+    """Its call has returned, and the main thread waits for the GPU elsewhere."""
+    script, accounts = "pytorch_PP.py", {}
+    for rank, name in enumerate(("send 0->1", "recv 1<-0")):
+        recorded = {"entries": [entry(0, rank == 1, name, script)], "pg_config": GROUPS}
+        accounts[rank] = account_of(recorded, ROOT / script, (f"loop.py:{rank}", None))
+    message = "rank 0 waits for a message: send of float32 [512] to rank 1"
+    places = ["rank 0 waits at loop.py:0", "rank 1 is at loop.py:1"]
+    assert diagnose(accounts) == [message, *places]
