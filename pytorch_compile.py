@@ -13,7 +13,6 @@ Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter f
 """
 
 import os
-import shutil
 from datetime import timedelta
 
 import torch
@@ -34,9 +33,7 @@ def main():
     parser.add_argument("--blocks", action="store_true", help="compile block by block")
     args = common.parse_args(parser)
     common.prepare_process(args)
-    compiler = os.environ.get("CXX", "c++")
-    if args.device == "cpu" and not shutil.which(compiler):  # compile: it generates C++
-        common.fail(f"no C++ compiler ({compiler}) is installed; install g++ or clang, or set CXX")
+    common.need_compiler(args.device)  # compile: it generates C++
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,6 +42,17 @@ def fail(message: object, code: int = 2) -> NoReturn:
     with contextlib.suppress(OSError):  # torchrun's own report ends with what this file contains
         Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).write_text(report)
     raise SystemExit(code)
+
+
+def need_compiler(device: str) -> None:
+    """Check that torch.compile finds a compiler: for C++ on a CPU; on a GPU for C, in which Triton
+    builds what starts its kernels."""
+    variable, names = ("CC", ["cc", "gcc", "clang"]) if device == "cuda" else ("CXX", ["c++"])
+    names = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, names)):
+        what = "C" if device == "cuda" else "C++"
+        use = f"install gcc, g++ or clang, or set {variable}"
+        fail(f"no {what} compiler ({', '.join(names)}) is installed; {use}")
 
 
 def import_optional(library: str):

@@ -16,12 +16,8 @@ SETTINGS = {  # environment variable of the launcher, its name in the file, and 
 
 
 def check_launch(needed: str | None = None) -> None:
-    """Reject a missing file, a file for another kind of training, and settings that would change
-    what this script demonstrates.
-
-    Args:
-        needed: FSDP or DEEPSPEED.
-    """
+    """Reject a missing file, a file for another kind of training than ``needed`` (FSDP or
+    DEEPSPEED), and settings that would change what this script demonstrates."""
     found = [kind for name, kind in KINDS.items() if os.environ.get(name, "").lower() == "true"]
     ours = f"config/{this_script()}.yml"
     if found != ([needed] if needed else []):

@@ -9,15 +9,9 @@ from remote.storage import answer_within
 
 
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:
-    """Download missing files. All ranks call it; one per machine downloads, and the others wait.
-
-    Args:
-        url: its headers are requested first, with a timeout of 5 s.
-        is_there: whether nothing is missing.
-
-    Returns:
-        ``None`` if every rank finds the files, else the reason, on every rank.
-    """
+    """Download files, unless ``is_there()``, if ``url`` answers within 5 s. All ranks call it; one
+    per machine downloads, and the others wait. Returns ``None`` if every rank finds the files, else
+    the reason, on every rank."""
     why, first = "", is_first_here()
     if first and not is_there():
         why = why_unreachable(url)

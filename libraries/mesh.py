@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-import torch.distributed as dist
-
-from harness.cli import ArgumentParser, fail, number
+from harness.cli import ArgumentParser, fail, need_compiler, number
 from harness.settings import fill
 from libraries.pipelining import IN_A_V, SCHEDULES
 
@@ -84,6 +82,8 @@ def resolve(args, size, world_size: int):
         near = max(args.batch_size // shares, 1) * shares
         why = f"--batch-size {args.batch_size} is the global batch and is not divisible by"
         fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
+    if args.compile:
+        need_compiler(args.device)
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
     if args.pp == 1 or args.pipeline_schedule not in IN_A_V:
@@ -97,12 +97,3 @@ def resolve(args, size, world_size: int):
         fail(f"--ac selective does not work with {schedule}, whose backward has two parts; "
              "use --ac full or another schedule")  # fmt: skip
     return args
-
-
-def connect_ends(stages: int) -> dist.ProcessGroup:
-    """The group of the first and the last stage, which with --tie share a matrix. All ranks create
-    all groups."""
-    ranks = dist.get_world_size()
-    of_stage = ranks // stages  # pp is the outermost dimension
-    ends = [[number, ranks - of_stage + number] for number in range(of_stage)]
-    return dist.new_subgroups_by_enumeration(ends)[0]
