@@ -17,7 +17,6 @@ Sends       what pytorch_FSDP.py --dtype bfloat16 sends: weights are cast after 
 
 import dataclasses
 import os
-import shutil
 from datetime import timedelta
 
 import torch
@@ -40,6 +39,16 @@ def fits(layer: nn.Module, name: str) -> bool:
     return name != "head" and layer.in_features % 16 == 0 and layer.out_features % 16 == 0
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """NVIDIA's GPUs since compute capability 8.9 (Ada, Hopper), AMD's since MI300 and RDNA 4."""
+    if device.type == "cpu":
+        return False
+    gpu = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return gpu.gcnArchName.startswith(("gfx94", "gfx95", "gfx12"))
+    return (gpu.major, gpu.minor) >= (8, 9)
+
+
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
@@ -52,9 +61,8 @@ def main():
     parser.set_defaults(dtype="bfloat16")  # float8: for all other operations
     args = common.parse_args(parser)
     common.prepare_process(args)
-    compiler = os.environ.get("CXX", "c++")
-    if args.compile and args.device == "cpu" and not shutil.which(compiler):
-        common.fail(f"no C++ compiler ({compiler}) is installed; install g++ or clang, or set CXX")
+    if args.compile:
+        common.need_compiler(args.device)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -91,7 +99,7 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    emulate = device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)
+    emulate = not multiplies_float8(device)
     config = float8.Float8LinearConfig.from_recipe_name(args.scaling)  # float8: dtypes and scales
     config = dataclasses.replace(config, emulate=emulate)
     layers = [(m, name) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
@@ -103,17 +111,16 @@ def main():
     # float8: each nn.Linear becomes a layer that scales, casts and multiplies
     float8.convert_to_float8_training(model, config=config, module_filter_fn=fits)  # float8: these
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in common.blocks_of(model):  # FSDP: the units, gathered one at a time
+    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         if args.compile:
-            block.compile()  # float8: fuses scaling and casting with the operations around them
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the parameters outside the blocks
+            unit.compile()  # float8: fuses scaling and casting with the operations around them
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
-    fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors
-    optimizer = common.make_optimizer(args, model, fused)
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)
