@@ -136,7 +136,7 @@ def wait_for_gloo() -> None:
     that still has a tensor then aborts the process (pytorch/pytorch#179291). A process group waits
     for its threads when it is freed, but ``torch.distributed.nn``, if imported later (hence the
     import above), FSDP and DeepSpeed keep it. ``barrier()`` would keep tensors sent before it."""
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    if dist.is_initialized() and "gloo" in dist.get_backend():  # also beside nccl
         dist.monitored_barrier()
 
 
