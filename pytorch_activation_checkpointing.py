@@ -31,6 +31,10 @@ import common
 
 SLOW = [  # checkpointing: --selective keeps the results of these, on CPUs and GPUs
     torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten.convolution.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
