@@ -96,8 +96,10 @@ class Text(TaskData):
 
     def windows(self, starts: Tensor, device) -> tuple[Tensor, Tensor]:
         """``context`` tokens from each start, and their labels, on the device of the text."""
-        places = starts[:, None] + torch.arange(self.context + 1)
-        places, end = places.to(self.tokens.device, non_blocking=True), len(self.tokens)
+        end, where = len(self.tokens), self.tokens.device
+        if where.type == "cuda":  # a copy that the CPU need not wait for
+            starts = starts.pin_memory().to(where, non_blocking=True)
+        places = starts[:, None] + torch.arange(self.context + 1, device=where)
         tokens = self.tokens[places.clamp(max=end - 1)].long()
         labels = tokens[:, 1:].masked_fill(places[:, 1:] >= end, -100)
         tokens = tokens[:, :-1].contiguous()
