@@ -61,8 +61,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        probabilities = self.router(tokens).softmax(-1)
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would choose other experts
+            wide = torch.promote_types(x.dtype, torch.float32)
+            probabilities = F.linear(tokens.to(wide), self.router.weight.to(wide)).softmax(-1)
         gates, chosen = probabilities.topk(self.top_k)
+        if torch.is_autocast_enabled(x.device.type):  # to send and to multiply half as many bytes
+            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
         if self.balance and self.training:
             loss = self.balance * self.load_balancing_loss(probabilities, chosen)
             tokens = AddGradientOf.apply(tokens, loss)
@@ -71,8 +75,8 @@ class MixtureOfExperts(nn.Module):
         counts = chosen.new_zeros(self.count).scatter_add_(0, chosen, torch.ones_like(chosen))
         outputs = self.run_experts(tokens[order // self.top_k], counts)  # dispatch
         outputs = outputs * gates.flatten()[order, None]
-        combined = torch.zeros_like(tokens).index_add(0, order // self.top_k, outputs)
-        return combined.view_as(x)
+        combined = outputs.new_zeros(tokens.shape).index_add(0, order // self.top_k, outputs)
+        return combined.to(x.dtype).view_as(x)
 
     def run_own_experts(self, tokens: Tensor, counts: Tensor, sizes=None) -> Tensor:
         """The outputs of the experts for their tokens, which are sorted by expert.
@@ -99,7 +103,7 @@ def grouped(experts: list[nn.Module], tokens: Tensor, counts: Tensor) -> Tensor:
 
     def multiply(x: Tensor, name: str) -> Tensor:
         matrices = [getattr(expert, name).weight for expert in experts]
-        return F.grouped_mm(x, torch.stack(matrices).mT, offs=ends)
+        return F.grouped_mm(x, torch.stack(matrices).mT.to(x.dtype), offs=ends)
 
     if hasattr(experts[0], "gate"):
         return multiply(F.silu(multiply(tokens, "gate")) * multiply(tokens, "up"), "down")
