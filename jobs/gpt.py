@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.cli import fail
 from jobs.experts import MixtureOfExperts
-from libraries.attention_kernels import repeat
+from libraries.attention_kernels import repeat, shares_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of ``[batch, heads, time, head_width]``. Keys and values may have fewer
     heads, each of which is used by several heads of queries (Ainslie et al. 2023,
     arXiv:2305.13245)."""
+    if shares_heads(q):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return F.scaled_dot_product_attention(q, *repeat(q, k, v), is_causal=True)
 
 
@@ -77,7 +79,7 @@ class Attention(nn.Module):
     matrix so that a rank has some queries and no values.
 
     Args:
-        rotate: applied to queries, keys and positions, before the attention.
+        rotate: applied to queries and to keys, with their places, before the attention.
     """
 
     def __init__(self, size: Size, dropout: float = 0.0, rotate: Callable | None = None):
@@ -91,10 +93,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places) -> Tensor:
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
         if self.rotate:
-            q, k = self.rotate(q, k, positions)
+            q, k = self.rotate(q, *places), self.rotate(k, *places)
         heads = self.attend(q, k, v)
         return self.dropout(self.out(heads.transpose(1, 2).flatten(2)))
 
@@ -125,9 +127,9 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(width)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``positions`` of the tokens, ``[time]``: rotary attention needs them in every block."""
-        x = x + self.attention(self.attention_norm(x), positions=positions)
+    def forward(self, x: Tensor, places) -> Tensor:
+        """``places``: from :meth:`Decoder.places`; rotary attention needs them in every block."""
+        x = x + self.attention(self.attention_norm(x), places=places)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -169,6 +171,10 @@ class Decoder(nn.Module):
         """The input of the first block, ``[batch, time, width]``."""
         return self.token(tokens)
 
+    def places(self, positions: Tensor):
+        """What all blocks need of the positions: with rotary attention, the angles."""
+        return positions
+
     def unembed(self, x: Tensor) -> Tensor:
         """Logits from the output of the last block."""
         # A copy, which the loss would make anyway; and FSDP warns about views.
@@ -178,9 +184,9 @@ class Decoder(nn.Module):
         """``positions``: ``[time]``, of this rank's tokens, if sequences are sharded."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embed(tokens, positions)
+        x, places = self.embed(tokens, positions), self.places(positions)
         for block in self.blocks:
-            x = block(x, positions)
+            x = block(x, places)
         return self.unembed(x)
 
 

@@ -84,20 +84,12 @@ def frequencies(size: LlamaSize, device: torch.device) -> Tensor:
     return (1 - share) * found / scaling["factor"] + share * found
 
 
-def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotate ``[batch, heads, time, head_width]``. The first half of a head's elements is paired
-    with the second half. Angles are in fp32 for any dtype of x."""
-    angles = positions.float()[:, None] * frequencies
-    angles = torch.cat([angles, angles], 1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``[batch, heads, time, head_width]``, so that the product of a query and a key depends
+    on their distance. The first half of a head's elements is paired with the second half."""
     first, second = x.chunk(2, 3)
     turned = torch.cat([-second, first], 3)
-    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
-
-
-def rotary(size: LlamaSize, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions, so that their product depends on the distance."""
-    by = frequencies(size, q.device)
-    return rotate(q, positions, by), rotate(k, positions, by)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -118,6 +110,13 @@ class Llama(Decoder):
 
     def __init__(self, vocabulary: list[int], size: LlamaSize, **options):
         make_norm = partial(nn.RMSNorm, eps=size.eps)
-        make_attention = partial(Attention, size, rotate=partial(rotary, size))
+        make_attention = partial(Attention, size, rotate=rotate)
         make_mlp = partial(SwiGLU, size)
         super().__init__(vocabulary, size, make_norm, make_attention, make_mlp, **options)
+        self.size = size
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of all angles, once for all blocks, in fp32 for any dtype of weights."""
+        angles = positions.float()[:, None] * frequencies(self.size, positions.device)
+        angles = torch.cat([angles, angles], 1)
+        return angles.cos(), angles.sin()

@@ -54,7 +54,7 @@ class FusedAttention(gpt.Attention):
         del self.query, self.key, self.value
         self.fused = nn.Linear(size.width, 3 * size.width, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places) -> torch.Tensor:
         q, k, v = (self.split(part) for part in self.fused(x).chunk(3, -1))
         return self.dropout(self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
 
