@@ -90,7 +90,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, found, log_sum = ctx.saved_tensors
         own, rank = torch.stack([k, v]), dist.get_rank(ctx.group)
-        of_q, travelling, works = torch.zeros_like(q), torch.zeros_like(own), []
+        of_q, travelling = (torch.zeros_like(t, dtype=log_sum.dtype) for t in (q, own))  # sums
         for source, (keys, values) in rotate(own, ctx.group):
             ours, seen, causal = visible(source, rank, q.shape[2] // 2)
             of_ours, *of_seen = attention_kernels.backward(
@@ -99,7 +99,7 @@ class RingAttention(torch.autograd.Function):
             )  # fmt: skip
             of_q[:, :, ours] += of_ours
             if source == rank:
-                of_own = torch.stack(of_seen)
+                of_own, works = torch.stack(of_seen), []
                 continue
             for work in works:
                 work.wait()
@@ -107,15 +107,15 @@ class RingAttention(torch.autograd.Function):
             travelling, works = send_on(travelling, ctx.group)  # follows its shard around the ring
         for work in works:
             work.wait()
-        return of_q, *(of_own + travelling), None
+        return of_q.to(q.dtype), *(of_own + travelling).to(q.dtype), None
 
 
 ATTENTIONS = {"ring": lambda group=None: lambda q, k, v: RingAttention.apply(q, k, v, group)}
 ATTENTIONS |= {**attention.OTHERS, "pytorch": attention_kernels.pytorch_ring}
 
 
-class WholeSequences(nn.Module):
-    """Takes whole sequences, and returns the logits of all positions on every rank."""
+class OwnPositions(nn.Module):
+    """Takes whole sequences, and returns the logits of this rank's positions."""
 
     def __init__(self, model: nn.Module, group=None):
         super().__init__()
@@ -123,9 +123,9 @@ class WholeSequences(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        shards = (attention.shard(t, t.ndim - 1, self.group) for t in (tokens, positions))
-        logits = attention.gather(self.model(*shards), 2, self.group)
-        return attention.in_order(logits, 2, self.group)
+        return self.model(
+            *(attention.shard(t, t.ndim - 1, self.group) for t in (tokens, positions))
+        )
 
 
 def check(args, world_size: int) -> None:
@@ -149,6 +149,8 @@ def main():
     parser = common.argument_parser(__doc__, only_gpt=True)
     about = "how ranks exchange keys and values (default: ring)"
     parser.add_argument("--attention", choices=ATTENTIONS, default="ring", help=about)
+    about = {"default": "float32", "help": "dtype of matrix products (default: float32)"}
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], **about)
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -185,6 +187,8 @@ def main():
     for block in common.blocks_of(model):
         block.attention.attend = attend  # CP: only attention mixes positions
     positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: own positions
+    if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -205,7 +209,7 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(tokens, positions)
+            logits = model(tokens, positions).to(torch.get_default_dtype())
             loss = F.cross_entropy(logits, labels)  # CP: equal shards, so DDP's mean is exact
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
@@ -219,8 +223,8 @@ def main():
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
-        whole = WholeSequences(model.module)  # CP: each rank computes its own positions
-        run.report(common.evaluate(whole, eval_loader, device))  # DDP: on every rank
+        own = OwnPositions(model.module)  # CP: each rank computes and scores its own positions
+        run.report(common.evaluate(own, eval_loader, device, attention.shard))  # DDP: on every rank
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from libraries.attention_kernels import repeat
 
@@ -41,20 +43,16 @@ def shard(whole: Tensor, dim: int = 1, group=None) -> Tensor:
     return shards[dist.get_rank(group)].contiguous()
 
 
-def gather(own: Tensor, dim: int, group=None) -> Tensor:
-    """The shards of all ranks, concatenated along ``dim``. All ranks use our shard, so its gradient
-    is the sum of theirs."""
-    return all_gather(own.contiguous(), dim, group or dist.group.WORLD)
-
-
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
     """Our queries attend to all keys and values, as in Llama 3's training (arXiv:2407.21783)."""
-    k, v = repeat(q, *in_order(gather(torch.stack([k, v]), 3, group), 3, group))
+    shards = all_gather(torch.stack([k, v]), 3, group or dist.group.WORLD)
+    k, v = repeat(q, *in_order(shards, 3, group))
     rank, ranks, found = dist.get_rank(group), dist.get_world_size(group), []
     for chunk, number in zip(q.chunk(2, 2), (rank, 2 * ranks - 1 - rank), strict=True):
         size = chunk.shape[2]
         end = (number + 1) * size  # skips all later positions
-        visible = torch.ones(size, end, dtype=torch.bool, device=q.device).tril(end - size)
+        with _disable_current_modes():  # in a dispatch mode it cannot be made
+            visible = causal_lower_right(size, end)  # no mask, which backward would need
         found.append(F.scaled_dot_product_attention(chunk, k[:, :, :end], v[:, :, :end], visible))
     return torch.cat(found, 2)
 

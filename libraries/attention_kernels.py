@@ -22,9 +22,14 @@ aten = torch.ops.aten
 
 
 def has_kernel(q: Tensor) -> bool:
-    """On CPUs PyTorch's flash attention; on GPUs the memory-efficient one, which supports fp32."""
+    """PyTorch's flash attention; for fp32 on GPUs the memory-efficient one."""
     width = 4 if q.dtype == torch.float32 else 8  # the latter needs multiples of 16 bytes
     return not q.is_cuda or q.dtype != torch.float64 and q.shape[-1] % width == 0
+
+
+def shares_heads(q: Tensor) -> bool:
+    """Whether PyTorch's attention takes fewer heads of keys and values: its flash kernels do."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def repeat(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
@@ -39,6 +44,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
     if not has_kernel(q):
         found = scores(q, k, causal)
         return found.softmax(-1) @ v, found.logsumexp(-1)
+    if shares_heads(q):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     if q.is_cuda:
         kernel = aten._scaled_dot_product_efficient_attention
         out, sums, _, _ = kernel(q, k, v, None, True, 0.0, causal)
@@ -62,12 +69,16 @@ def gradients(gradient, q, k, v, out, sums, causal: bool) -> tuple[Tensor, Tenso
         mean = (gradient * out).sum(-1, keepdim=True)  # of the weights' gradients, weighted
         of_scores = weights * (gradient @ v.mT - mean) / math.sqrt(q.shape[-1])
         return of_scores @ k, of_scores.mT @ q, weights.mT @ gradient
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's seed: not used
+    if shares_heads(q):
+        kernel = aten._scaled_dot_product_flash_attention_backward
+        saved = out, sums.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none
+        return kernel(gradient, q, k, v, *saved)
     if q.is_cuda:
         kernel = aten._scaled_dot_product_efficient_attention_backward
-        sums = F.pad(sums, (0, -sums.shape[-1] % 32), value=math.inf).contiguous()
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's seed: not used
-        needed = [True, True, True, False]
-        saved = None, out, sums, none, none, 0.0, needed, causal
+        padding = 0 if torch.version.hip else -sums.shape[-1] % 32  # AMD's takes none
+        sums = F.pad(sums, (0, padding), value=math.inf).contiguous()
+        saved = None, out, sums, none, none, 0.0, [True, True, True, False], causal
         return kernel(gradient, q, k, v, *saved)[:3]
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(gradient, q, k, v, out, sums, 0.0, causal)
@@ -88,6 +99,7 @@ def pytorch_ring(group=None) -> Callable:
         from torch.distributed.tensor.experimental import _attention
 
         _attention._cp_options.enable_load_balance = True
+        _attention.set_rotate_method("alltoall")  # by default it gathers all keys at once
         _attention._enable_context_parallel_dispatcher()
     except (ImportError, AttributeError) as error:
         why = f"PyTorch {torch.__version__} has another interface ({error})"

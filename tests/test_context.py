@@ -80,7 +80,7 @@ def test_a_layer(n, tmp_path):
     for name in kept:
         of_ranks = [pairs for its_name, _, pairs, _ in lines if its_name == name]
         heads = 1 / n if name == "ulysses" else 1
-        assert max(of_ranks) < 1.05 * min(of_ranks), "all ranks have as much work"
+        assert max(of_ranks) < 1.1 * min(of_ranks), "all ranks have as much work"
         assert sum(of_ranks) * heads < (1 + 0.51 / n) * 24**2 / 2, "and hardly what none sees"
     for name, bytes_kept, _, peak in lines:
         assert peak < 20, "of what a shard has; scores alone would be 192 / n"
