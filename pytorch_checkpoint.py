@@ -19,12 +19,16 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+
+GPU = torch.cuda.is_available()  # DCP: pinned memory for the copy, which is kept for the next save
+STAGER = DefaultStager(StagingOptions(GPU, False, False, GPU))  # DCP: not before 2.14
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
@@ -53,7 +57,9 @@ def save(run, model, optimizer, group, writing):
             shutil.rmtree(old)
         if run.args.async_save and not run.ends_now:
             # It returns when the shards are copied to the CPU; a thread writes the copy.
-            return dcp.async_save(tensors, checkpoint_id=folder, process_group=group)  # DCP: future
+            options = {"async_stager": STAGER} if torch.__version__ >= "2.14" else {}
+            options |= {"checkpoint_id": folder, "process_group": group}
+            return dcp.async_save(tensors, **options)  # DCP: a future
         dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
     run.stop_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
 
@@ -117,15 +123,14 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    for block in common.blocks_of(model):  # FSDP: the units, gathered one at a time
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # FSDP: the parameters outside the blocks
+    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
-    fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors
-    optimizer = common.make_optimizer(args, model, fused)
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     # Not the default group: the thread's collectives must not mix with those of training.
