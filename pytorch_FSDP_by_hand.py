@@ -173,7 +173,7 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            loss.backward()  # by hand: full buckets are averaged meanwhile
+            loss.backward()  # by hand: waits for each full bucket
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
             if args.clip_grad:
