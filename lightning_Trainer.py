@@ -46,16 +46,15 @@ class Task(lightning.LightningModule):
             return
         weights = self.model.state_dict()
         mesh = self.device_mesh["data_parallel"]
-        for block in common.blocks_of(self.model):  # FSDP: each is gathered as one unit
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)  # FSDP: the parameters outside the blocks
+        for unit in common.units_of(self.model):  # FSDP: blocks, gathered one at a time
+            fully_shard(unit, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)  # FSDP: the other parameters
         self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards
         dcp.set_model_state_dict(self.model, weights, options=WHOLE)  # FSDP: from rank 0
 
     # 4. Optimizer and schedule
     def configure_optimizers(self):
-        fused = not self.fsdp or self.args.optimizer == "adamw"  # FSDP: no fused SGD
-        self.optimizer = common.make_optimizer(self.args, self.model, fused)
+        self.optimizer = common.make_optimizer(self.args, self.model)
         if self.deepspeed:  # DeepSpeed: without state yet, as it changes the parameters
             kind, options = common.optimizer_class(self.args)
             self.optimizer = kind(common.parameter_groups(self.args, self.model), **options)

@@ -83,15 +83,14 @@ def main():
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh)
-    for block in common.blocks_of(model):  # FSDP: the units, gathered one at a time
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the parameters outside the blocks
+    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
-    fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors
-    optimizer = common.make_optimizer(args, model, fused)
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)

@@ -72,6 +72,15 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks_of(child)
 
 
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """What FSDP gathers at a time: the blocks; and a decoder's embedding and head, which with a
+    large vocabulary are larger than a block, unless they share a matrix."""
+    children = dict(model.named_children()) if hasattr(model, "unembed") else {}
+    ends = [children[name] for name in ("token", "head") if name in children]
+    tied = len(ends) == 2 and ends[0].weight is ends[1].weight
+    return [*blocks_of(model), *([] if tied else ends)]
+
+
 def check_input(args, model: nn.Module) -> None:
     """Run the shape of a batch through the model, without computing anything."""
     size = args.image_size
