@@ -15,34 +15,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, SequentialSampler
 
 # Some of these names are for the scripts alone, which use them as common.make_store().
 import hangs
+import harness.world
 from harness import cli, data
-from harness.cli import ArgumentParser, check_writable, fail, import_optional, number
+from harness.cli import ArgumentParser, check_writable, fail, import_optional, need_compiler, number
 from harness.data import TaskData, Unreadable
 from harness.measure import device_name, whole
 from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
 from harness.snapshots import delivery
 from harness.state import load_file, save_file
-from harness.world import (
-    die_with_launcher,
-    keep_no_free_memory,
-    listen_on_loopback,
-    make_store,
-    print0,
-    sees_one_gpu,
-    this_script,
-    together,
-    world,
-)
+from harness.world import make_store, print0, this_script, together, world
 from jobs import choice
 from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
-from jobs.classifiers import batch_norms, blocks_of
+from jobs.classifiers import batch_norms, blocks_of, units_of
 from remote.storage import local_folder
 
 # -------------------------------------------------------------------------------- command line
@@ -77,14 +69,14 @@ def parse_args(parser: ArgumentParser) -> Settings:
 def prepare_process(args: Settings) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype."""
-    die_with_launcher()
+    harness.world.die_with_launcher()
     one_machine, folder = world().size == world().local_size, local_folder(args.output_dir)
     if one_machine:
-        listen_on_loopback()
+        harness.world.listen_on_loopback()
     script, records = Path(sys.argv[0]).absolute(), folder / "flight_recorder"
     hangs.prepare(script, records, world().rank, world().size, one_machine)
     if args.profile_memory and args.device == "cpu":
-        keep_no_free_memory()
+        harness.world.keep_no_free_memory()
     if world().rank == 0:
         cli.check_writable(folder, f"--output-dir {folder}")
         cli.lock(folder, f"--output-dir {folder}")
@@ -138,9 +130,9 @@ def get_device(args: Settings, local_rank: int | None = 0) -> torch.device:
         torch.set_num_threads(max(1, cores // world().local_size))
     if args.device == "cpu":
         return torch.device("cpu")
-    gpus, needed = torch.cuda.device_count(), 1 if sees_one_gpu() else world().local_size
-    if max(local_rank + 1, needed) > gpus:
-        why = f"{world().local_size} ranks need as many GPUs, and this machine has {gpus}"
+    gpus, ranks = torch.cuda.device_count(), world().local_size
+    if max(local_rank + 1, 1 if harness.world.sees_one_gpu() else ranks) > gpus:
+        why = f"{ranks} ranks need as many GPUs, and this machine has {gpus}"
         fail(f"{why}; use --nproc_per_node={gpus}, or --device cpu")
     torch.set_float32_matmul_precision("high")  # TF32, as in cuDNN's convolutions
     return torch.device("cuda", local_rank)
@@ -240,11 +232,16 @@ def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> Opti
     """Create ``--optimizer`` for a plain, wrapped or sharded model.
 
     Args:
-        fused: use the fused kernel, also on a CPU. A GradScaler can skip a step of a fused
-            optimizer without synchronizing, and without a copy of all gradients.
+        fused: use the fused kernel, also on a CPU; PyTorch has none for SGD on DTensors. Such a
+            step a GradScaler can skip without synchronizing, and without a copy of all gradients.
     """
-    kind, options = optimizer_class(args)
-    optimizer = kind(parameter_groups(args, model), **options | {"fused": fused})
+    (kind, options), groups = optimizer_class(args), []
+    for group in parameter_groups(args, model):
+        for sharded in (False, True):  # TP has both, and a fused step takes only one of them
+            if some := [p for p in group["params"] if isinstance(p, DTensor) == sharded]:
+                groups.append(group | {"params": some})
+                fused &= not sharded or args.optimizer == "adamw"
+    optimizer = kind(groups, **options | {"fused": fused or None})  # None: foreach, on a GPU
     if fused and options.get("momentum"):
         # If GradScaler skips the first step, the momentum would otherwise be uninitialized.
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -300,7 +297,9 @@ def make_scheduler(args: Settings, optimizer: Optimizer, steps_per_epoch: int) -
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, loader: DataLoader, device: torch.device, cut=lambda labels: labels
+) -> dict[str, float]:
     """Loss and accuracy over the whole set, every sample counted once at any world size.
 
     All ranks must run the same number of forwards, so ``DistributedSampler`` repeats some samples.
@@ -308,8 +307,10 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     masked out of the sums. Several ranks may process the same part.
 
     Args:
-        model: plain or wrapped. Its inputs have the dtype of its parameters.
+        model: plain or wrapped. Its inputs have the dtype of its parameters. Returns ``None`` on
+            ranks that have no logits, as those of a pipeline without its last stage.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
+        cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
 
     Returns:
         ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, identical on every
@@ -321,21 +322,26 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for batch in data.batches_of(loader):
         images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)
-        logits = whole(model(images)).double()
         numbers = share + of * torch.arange(seen, seen + len(labels), device=device)
         real = (numbers < len(loader.dataset)).view(-1, *[1] * (labels.ndim - 1)) & (labels >= 0)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        correct = logits.argmax(1) == labels
-        sums += torch.stack([losses * real, correct & real, real]).flatten(1).sum(1)
         seen += len(labels)
+        if (logits := model(images)) is None:
+            continue
+        # With a large vocabulary, some positions at a time, of up to half a GiB of logits.
+        parts, dim = 1 + logits.numel() // 2**27, -1 if labels.ndim > 1 else 0
+        pieces = (t.chunk(parts, dim) for t in (logits, cut(labels), cut(real)))
+        for some, answers, counted in zip(*pieces, strict=True):
+            some = whole(some).to(torch.get_default_dtype())
+            losses = F.cross_entropy(some, answers, reduction="none") * counted
+            correct = (some.argmax(1) == answers) & counted
+            sums += torch.stack([losses, correct, counted]).flatten(1).sum(1, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(sums)
-        sums /= world().size // of  # ranks that have the same batch
     loss, correct, samples = sums.tolist()
-    expected = loader.dataset.count_labels()
-    if samples != expected:
-        raise RuntimeError(f"evaluated {samples:.0f} samples instead of {expected}")
-    return {"loss": loss / samples, "accuracy": correct / samples, "samples": int(samples)}
+    copies, rest = divmod(samples, loader.dataset.count_labels())  # ranks may have the same batch
+    if rest or not copies:
+        raise RuntimeError(f"evaluated {samples:.0f} of {loader.dataset.count_labels()} samples")
+    return {"loss": loss / samples, "accuracy": correct / samples, "samples": int(samples / copies)}
 
 
 def save_model(args: Settings, state: dict[str, Tensor]) -> None:

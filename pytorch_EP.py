@@ -100,6 +100,10 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
     parser.set_defaults(experts=8)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of matrix products and attention (default: float32)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -136,6 +140,8 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
     experts = distribute_experts(model, device)
+    if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -155,7 +161,7 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)
+            logits = model(images).to(torch.get_default_dtype())
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
@@ -174,8 +180,10 @@ def main():
 
     # 7. Save and report
     parts = [None] * world_size if rank == 0 else None
-    own = {name: tensor.cpu() for name, tensor in model.module.state_dict().items()}
-    dist.gather_object(own, parts)  # EP: to rank 0
+    own = model.module.state_dict()
+    own = {k: v.cpu() for k, v in own.items() if rank == 0 or ".experts." in k}
+    # EP: to rank 0, through the CPU: nccl would gather all weights on its GPU
+    dist.gather_object(own, parts, group=dist.new_group(backend="gloo"))
     if rank == 0:
         weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model(args, {name: weights[name] for name in names})

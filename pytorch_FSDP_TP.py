@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -108,6 +108,10 @@ def main():
         "--tp", type=common.number(int, 1), default=2, metavar="T",
         help="ranks that split each weight matrix (default: 2)",
     )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of compute and of the gathered weights (default: float32)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -147,16 +151,19 @@ def main():
     with torch.device("meta"):  # TP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
     parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: each rank gets a shard
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])  # 2-D: shards the TP shards over the rows
-    fully_shard(model, mesh=mesh["dp"])
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for unit in common.units_of(model):
+        fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)  # 2-D: over the rows
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     model.to_empty(device=device)  # TP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # TP: each rank fills its shards
     # 2-D: dropout differs by row, and by rank where ranks have different positions
     torch.manual_seed(args.seed + (rank if args.sequence_parallel else row))
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model, fused=False)  # TP: fused rejects mixed DTensors
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)
@@ -169,7 +176,7 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images)
-                loss = F.cross_entropy(logits, labels)
+                loss = F.cross_entropy(logits.to(torch.get_default_dtype()), labels)
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             if args.sequence_parallel:
                 add_up_gradients(model)  # TP: sums the norms' gradients over the ranks

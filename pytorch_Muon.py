@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
@@ -82,6 +82,10 @@ class Muon(torch.optim.AdamW):
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of compute and of the gathered weights (default: float32)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     if args.optimizer != "adamw":
         common.fail(f"--optimizer {args.optimizer}: Muon needs AdamW; leave the flag out")
@@ -117,9 +121,12 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    for block in common.blocks_of(model):  # FSDP: the units, gathered one at a time
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # FSDP: the parameters outside the blocks
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
@@ -138,7 +145,7 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)  # FSDP: all-gathers each block
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels)
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:

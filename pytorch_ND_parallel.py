@@ -10,8 +10,9 @@ Use it      when no single technique makes a model fit: shard first (--dp-shard)
             machines (--pp), and split sequences only if one alone is too long (--cp). "python
             estimate.py --recommend" suggests a combination. Not when one technique is enough: each
             dimension communicates. Experts are not supported: fully_shard would need other ranks.
-Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer state;
-            activations as in each script, for 1/(dp-replicate * dp-shard) of the batch.
+Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer state; in a
+            pipeline 1/(tp * pp) of parameters and gradients during a step. Activations as in each
+            script, for 1/(dp-replicate * dp-shard) of the batch.
 Sends       what each of these scripts sends, for the shard that the other dimensions leave.
 """
 
@@ -34,10 +35,10 @@ from torch.utils.data import DistributedSampler
 
 import common
 from libraries import attention
-from libraries.mesh import add_flags, connect_ends, resolve
+from libraries.mesh import add_flags, resolve
 from libraries.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import SLOW
-from pytorch_CP import ATTENTIONS, WholeSequences
+from pytorch_CP import ATTENTIONS, OwnPositions
 from pytorch_PP import Stage, forward, keep_only, make_schedule, mean_loss
 from pytorch_TP import add_up_gradients, parallelize
 
@@ -63,8 +64,8 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtyp
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     for stage in stages:
         blocks = list(stage.blocks)
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=args.reshard_after_forward, **options)
+        for unit in common.units_of(stage):
+            fully_shard(unit, reshard_after_forward=args.reshard_after_forward, **options)
         fully_shard(stage, **options)
         if args.keep_last:  # ND: backward needs it first
             blocks[-1].set_reshard_after_forward(False)
@@ -97,23 +98,19 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewher
         nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
 
 
-def gather_logits(stage: nn.Module, inputs, logits: torch.Tensor) -> torch.Tensor:
-    """In evaluation, gather the logits of the full vocabulary; contiguous, or gloo sends gaps."""
-    training = torch.is_grad_enabled() or not isinstance(logits, DTensor)
-    return logits if training else logits.full_tensor().contiguous()
-
-
-def gather_weights(model: nn.Module, pipeline) -> dict[str, torch.Tensor]:
+def gather_weights(model: nn.Module, stages: int) -> dict[str, torch.Tensor]:
     """Gather all weights on the CPU of rank 0. All ranks call it."""
-    own, stages = {}, dist.get_world_size(pipeline)
-    is_first = dist.get_rank() % (dist.get_world_size() // stages) == 0  # ND: of its stage
+    own, of_stage = {}, dist.get_world_size() // stages
+    is_first = dist.get_rank() % of_stage == 0  # ND: of its stage
+    # ND: through the CPU: nccl would gather all weights on rank 0's GPU
+    firsts = dist.new_group([number * of_stage for number in range(stages)], backend="gloo")
     for name, tensor in model.state_dict().items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first:
             own[name] = tensor.cpu()
     parts = [None] * stages if dist.get_rank() == 0 else None
     if is_first:
-        dist.gather_object(own, parts, group=pipeline, group_dst=0)
+        dist.gather_object(own, parts, group=firsts)
     return {name: tensor for part in parts or [] for name, tensor in part.items()}
 
 
@@ -155,10 +152,11 @@ def main():
     # cp ranks have different tokens, so FSDP treats them like other data-parallel ranks
     sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    sizes = world_size // args.cp // args.tp, args.cp, args.tp
-    cp = init_device_mesh(device.type, sizes, mesh_dim_names=("other", "cp", "tp"))["cp"]
-    pipeline, cp, here = mesh["pp"].get_group(), cp.get_group(), mesh["pp"].get_local_rank()
-    # ND: hides the advice to flatten mesh dimensions, for the norm and for the final weights
+    pipeline, here = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    if args.cp > 1:  # ND: groups of their own, within those of shard
+        ranks = torch.arange(world_size).view(-1, args.cp, args.tp).mT.reshape(-1, args.cp)
+        cp, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    # ND: hides the advice to flatten mesh dimensions
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # ND: dropout differs by rank, but not among tp ranks that have the same positions
     own = rank if args.sequence_parallel else rank // args.tp
@@ -173,7 +171,8 @@ def main():
     sampler = DistributedSampler(train_set, **shared, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, **shared, shuffle=False)
-    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+    parts = microbatches * args.accumulate
+    eval_loader = common.make_loader(args, eval_set, batch_size // parts, eval_sampler)
 
     # 3. Model
     with torch.device("meta"):  # ND: shapes only: no rank holds the whole model
@@ -203,13 +202,12 @@ def main():
     common.init_weights(args, model, train_set.classes)  # ND: each rank fills its shards
     for name, buffer in model.named_buffers():
         setattr(model, name, buffer.to(device))  # offload: not sharded, stay on the GPU
-    tied, parts = set(), microbatches * args.accumulate
+    tied = set()
     if args.tie and owners[-1] > 0:
-        ends = connect_ends(args.pp)  # PP: embedding and head share a matrix, on two ranks
+        ranks = torch.arange(world_size).view(args.pp, -1)[[0, -1]].mT
+        ends, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # PP: they share a matrix
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
     loss_fn = partial(mean_loss, parts)
-    for stage in stages.values():
-        stage.register_forward_hook(gather_logits)
     if args.pp > 1:
         size = batch_size // parts, args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
@@ -218,11 +216,12 @@ def main():
         made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline
         schedule = make_schedule(args.pipeline_schedule, *made)
         model.forward = partial(forward, stages, owners, shapes, pipeline)
-    evaluated = WholeSequences(model, cp) if args.cp > 1 else model  # CP: own positions
+    evaluated, cut = model, lambda labels: labels
+    if args.cp > 1:  # CP: each rank computes and scores its own positions
+        evaluated, cut = OwnPositions(model, cp), partial(attention.shard, group=cp)
 
     # 4. Optimizer and schedule
-    fused = args.optimizer == "adamw" and args.tp == 1  # TP: fused rejects mixed DTensors
-    optimizer = common.make_optimizer(args, model, fused)
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)
@@ -236,7 +235,7 @@ def main():
             if args.cp > 1:
                 images, labels = (attention.shard(t, 1, cp) for t in (images, labels))
             losses, loss = [], torch.zeros((), device=device)
-            # ND: FSDP accumulates sharded gradients; unsharded, they would be as large as the model
+            # ND: FSDP accumulates sharded gradients, but in a pipeline: there unsharded ones
             parts = (t.chunk(args.accumulate) for t in (images, labels))
             for inputs, targets in zip(*parts, strict=True):
                 with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
@@ -263,11 +262,11 @@ def main():
                 run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
-        run.report(common.evaluate(evaluated, eval_loader, device))  # DDP: on every rank
+        run.report(common.evaluate(evaluated, eval_loader, device, cut))  # DDP: on every rank
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report
-    weights = gather_weights(model, pipeline)  # ND: gathered on rank 0, on the CPU
+    weights = gather_weights(model, args.pp)  # ND: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)

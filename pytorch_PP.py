@@ -23,23 +23,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import pipelining
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import SCHEDULES, divide, make_shapes
+from libraries.pipelining import SCHEDULES, PipelineStage, divide, make_shapes
 
 
 class Stage(nn.Module):
     """Some of the blocks; the first stage also has the embeddings, the last one the head."""
 
-    def __init__(self, model: nn.Module, number: int, stages: int, positions=None):
+    def __init__(self, model: nn.Module, number: int, stages: int, positions=None, half=False):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
         self.is_first, self.is_last = number == 0, number == stages - 1
         self.blocks, self.positions = model.blocks[begin:end], positions
-        self.embed, self.unembed = model.embed, model.unembed
+        self.embed, self.places, self.unembed = model.embed, model.places, model.unembed
+        self.half = half
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
@@ -48,10 +48,11 @@ class Stage(nn.Module):
         positions = self.positions
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        x = self.embed(x, positions) if self.is_first else x
-        for block in self.blocks:
-            x = block(x, positions)
-        return self.unembed(x) if self.is_last else x
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
+            x, places = self.embed(x, positions) if self.is_first else x, self.places(positions)
+            for block in self.blocks:
+                x = block(x, places)
+            return self.unembed(x).to(torch.get_default_dtype()) if self.is_last else x
 
 
 def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
@@ -70,9 +71,7 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
     (tokens, hidden, logits), parts = shapes, []
     for number, stage in stages.items():
         ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
-        parts.append(pipelining.PipelineStage(stage, number, count, device, *ends, group=group))
-        if device.type == "cpu":  # PyTorch 2.11 sends to neighbours first; gloo cannot to itself
-            parts[-1]._get_init_p2p_neighbors_ops = list
+        parts.append(PipelineStage(stage, number, count, device, *ends, group=group))
     return SCHEDULES[name](
         parts if len(parts) > 1 else parts[0],
         microbatches,
@@ -83,18 +82,16 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
 
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
     """Run all stages in order, for evaluation: not every schedule can evaluate. All ranks call it,
-    and get the logits. NCCL connects two ranks when they first communicate."""
+    and that of the last stage gets the logits. NCCL connects ranks when they first communicate."""
     x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
-    hidden, logits = (x.new_empty(len(x), *s.shape[1:], dtype=s.dtype) for s in shapes[1:])
+    hidden = x.new_empty(len(x), *shapes[1].shape[1:], dtype=shapes[1].dtype)
     for number, stage in stages.items():
         if number > 0 and owners[number - 1] != rank:
             dist.recv(x := hidden, group=group, group_src=owners[number - 1])
         x = stage(x)
         if number < last and owners[number + 1] != rank:
             dist.send(x, group=group, group_dst=owners[number + 1])
-    x = x if owners[last] == rank else logits
-    dist.broadcast(x, group=group, group_src=owners[last])
-    return x
+    return x if owners[last] == rank else None
 
 
 def mean_loss(parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -115,6 +112,8 @@ def main():
     flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
+    about = {"default": "float32", "help": "dtype of matrix products (default: float32)"}
+    flag("--dtype", choices=["float32", "bfloat16"], **about)
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -139,18 +138,18 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    batch_size = args.batch_size  # PP: all ranks read the same batch, as a single process does;
-    # the first stage uses the tokens, and the last stage the labels
+    batch_size = args.batch_size  # PP: on all ranks; the first uses the tokens, the last the labels
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, 1, 0, shuffle=False)  # PP: without shuffling
-    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+    eval_loader = common.make_loader(args, eval_set, batch_size // microbatches, eval_sampler)
 
     # 3. Model
     with torch.device("meta"):  # PP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
     names, classes, count = list(model.state_dict()), len(train_set.classes), len(owners)
-    stages = {n: Stage(model, n, count) for n in range(count) if owners[n] == rank}  # PP: its own
+    own, half = [n for n in range(count) if owners[n] == rank], args.dtype == "bfloat16"
+    stages = {n: Stage(model, n, count, half=half) for n in own}  # PP: this rank's
     keep_only(stages, model)
     model.to_empty(device=device)  # PP: memory for this rank's stages
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
@@ -196,7 +195,8 @@ def main():
 
     # 7. Save and report
     parts = [None] * world_size if rank == 0 else None
-    dist.gather_object({k: v.cpu() for k, v in model.state_dict().items()}, parts)  # PP: to rank 0
+    gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
+    dist.gather_object({k: v.cpu() for k, v in model.state_dict().items()}, parts, group=gloo)
     if rank == 0:
         weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model(args, {name: weights[name] for name in names})

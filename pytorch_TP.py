@@ -103,6 +103,10 @@ def main():
         "--sequence-parallel", action="store_true",
         help="also split norms, dropout and residuals, along the sequence",
     )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of matrix products and attention (default: float32)",
+    )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -142,9 +146,11 @@ def main():
     common.init_weights(args, model, train_set.classes)  # TP: each rank fills its shards
     if args.sequence_parallel:  # TP: dropout differs, as ranks have different positions
         torch.manual_seed(args.seed + rank)
+    if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model, fused=False)  # TP: fused rejects mixed DTensors
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)
@@ -156,7 +162,7 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
-                logits = model(images)
+                logits = model(images).to(torch.get_default_dtype())
                 loss = F.cross_entropy(logits, labels)
                 loss.backward()  # TP: gradients of this rank's shards are complete
             if args.sequence_parallel:

@@ -66,7 +66,8 @@ def main():
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
-    eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
+    # accumulate: evaluation, too, has room for no more samples at once
+    eval_loader = common.make_loader(args, eval_set, batch_size // args.accumulate, eval_sampler)
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)

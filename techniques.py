@@ -59,6 +59,11 @@ class Decoder(NamedTuple):
         return self.first + self.last_norm + (0 if self.tied else self.head)
 
     @property
+    def in_no_unit(self) -> int:
+        """Weights that FSDP gathers with the model, not with one of its units."""
+        return self.ends if self.tied else self.ends - 2 * self.head
+
+    @property
     def whole(self) -> float:
         return self.matrices + self.norms + self.ends
 
@@ -93,6 +98,11 @@ def divide(found: Bytes, by: float) -> Bytes:
     return {kind: size / by for kind, size in found.items()}
 
 
+def in_half(o: Options, size: float = 2) -> float:
+    """Bytes of an activation, or of a gathered weight; ``size`` in bfloat16."""
+    return size if o.get("dtype") == "bfloat16" else 4
+
+
 def nothing(n: int, o: Options) -> Bytes:
     return {}
 
@@ -110,11 +120,13 @@ def sharded(n: int, o: Options) -> Bytes:
 
 
 def gathered(n: int, o: Options) -> Bytes:
-    """FSDP gathers blocks for forward and again for backward, what is in no block once. With
+    """FSDP gathers its units for forward and again for backward, what is in none of them once:
+    positions and the last norm; or all ends, if they are tied or only blocks are units. With
     ``shard``, the gradients of the shards are averaged across the rows of the mesh."""
-    model, shards = o.get("decoder"), o.get("shard", n)
-    again = 1 - model.ends / model.whole if model else 1
-    size = 2 if o.get("dtype") == "bfloat16" else 4
+    model, shards, again = o.get("decoder"), o.get("shard", n), 1
+    if model:
+        again -= (model.ends if o.get("blocks_only") else model.in_no_unit) / model.whole
+    size = in_half(o)
     sent = {"allgather": size * (1 + again) * others(shards), "reduce_scatter": 4 * others(shards)}
     return sent | ({"allreduce": 8 / shards * others(n / shards)} if n > shards else {})
 
@@ -177,7 +189,7 @@ def expert_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Tokens go to their experts and back, in forward and backward; the gradients of all but the
     experts are averaged."""
     d, experts = o["decoder"], o["decoder"].experts / o["decoder"].whole
-    exchanged = 4 * 4 * d.top_k * d.layers * d.hidden / d.whole / n * others(n)
+    exchanged = 4 * in_half(o) * d.top_k * d.layers * d.hidden / d.whole / n * others(n)
     sent = {"alltoall": exchanged, "allreduce": 8 * (1 - experts) * others(n)}
     return divide(replicated(n, o), 1 / (experts / n + 1 - experts)), sent
 
@@ -203,7 +215,7 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     """What a rank sends per parameter of the whole model, by dimension of the mesh (tp, cp, pp,
     shard, replicate), and by collective."""
     d, tp, pp, cp = o["decoder"], o.get("tp", 1), o.get("pp", 1), o.get("cp", 1)
-    size = 2 if o.get("dtype") == "bfloat16" else 4
+    size = o.get("size") or in_half(o)
     replicate, shards = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp
     sequence, again = o.get("sequence_parallel"), 2 * (o.get("ac") == "full")
     split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
@@ -216,7 +228,9 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     exchanged = {
         "allgather": {"allgather": (2 + again) * d.kv, "reduce_scatter": 2 * d.kv},
         "ulysses": {"alltoall": (4 + again) * (1 + d.kv) / cp},
-    }.get(o.get("attention"), {"send": (6 + again) * d.kv})  # the others pass them around a ring
+    }.get(
+        o.get("attention"), {"send": (4 + again + 8 / size) * d.kv}
+    )  # around a ring; gradients in fp32
     each = layers * hidden / tp * (cp - 1)
     found["cp"] = Counter({kind: times * each for kind, times in exchanged.items()})
     cuts = {"interleaved": 2 * pp - 1, "zbv": 2 * pp - 2, "dualpipev": 2 * pp - 2}
@@ -224,12 +238,13 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     found["pp"] = Counter(send=2 * hidden / split * cuts / pp)
     if d.tied and pp > 1 and o["pipeline_schedule"] not in IN_A_V:  # two ranks have the matrix
         found["pp"]["allreduce"] = 8 * d.head / shards / pp
-    # FSDP gathers blocks again for backward if they were freed, what is in no block once.
+    # FSDP gathers units again for backward if they were freed, what is in none of them once.
     blocks = (d.matrices / tp + d.norms) / pp
     ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
     free = o.get("reshard_after_forward", pp == 1)
     freed = blocks * others(shards if free is True else free or 1)
     freed *= 1 - 1 / d.layers if o.get("keep_last") else 1
+    freed += (d.ends - d.in_no_unit) / split / pp * others(shards if free is True else free or 1)
     gathers = size * ((blocks + ends) * others(shards) + freed) * (1 if pp > 1 else parts)
     scatters = 4 * (blocks + ends) * others(shards) * parts
     found["shard"] = Counter(allgather=gathers, reduce_scatter=scatters)
@@ -291,6 +306,7 @@ LIBRARY = "Libraries"
 BFLOAT16, STAGE = "--dtype bfloat16", "--deepspeed_config config/zero_stage{}_config.json".format
 SCHEDULE = "--pipeline-schedule {}".format
 DATA, FSDP = (replicated, averaged), (sharded, gathered)
+HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
     row("pytorch_SingleGPU", "", START, replicated, nothing,
         case("", 1, traits="same_bits killed estimated alone"), traits="one_process"),
@@ -323,7 +339,7 @@ LESSONS = [
         case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
         case("", 3, 1, 2, 4, traits="same_bits stopped killed estimated tied llama"),
-        case(BFLOAT16, 2, traits="rounds estimated")),
+        HALF),
     row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
         case("--shard 8", 16, traits="full estimated")),
     row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
@@ -331,7 +347,7 @@ LESSONS = [
         case("--async-save", 2, traits="same_bits killed"),
         unpredicted="its step takes what FSDP's takes"),
     row("pytorch_Muon", "FSDP", FIT, *both(muon),
-        case("", 3, 1, 2, 4, traits="same_bits estimated"), traits="needs_gpt"),
+        case("", 3, 1, 2, 4, traits="same_bits estimated"), HALF, traits="needs_gpt"),
     row("pytorch_float8", "FSDP", FIT, sharded,
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
         unpredicted="without a GPU, float8 is emulated with other tensors"),
@@ -339,26 +355,30 @@ LESSONS = [
         case(STAGE(2), 2, 1, 4, traits="estimated alone"),
         case(STAGE(3), 2, 1, 4, traits="estimated alone"),
         case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
-    row("pytorch_TP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"tp": n}),
+    row("pytorch_TP", "torchrun_DDP", BEYOND, 
+        # autocast: sums of outputs in bfloat16, of their inputs' gradients in fp32
+        *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),
         case("", 3, 2, 4, traits="sgd estimated llama"),
-        case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"),
+        case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"), HALF,
         traits="needs_gpt"),
     row("pytorch_FSDP_TP", "TP", BEYOND, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
         case("--tp 2", 4, 2, traits="same_bits estimated"),
         case("--tp 2 --sequence-parallel", 4, traits="llama"),
-        case("--tp 1", 2, traits="full"), case("--tp 3", 3, traits="full"), traits="needs_gpt"),
-    row("pytorch_PP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"pp": n}),
+        case("--tp 1", 2, traits="full"), case("--tp 3", 3, traits="full"),
+        case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"), traits="needs_gpt"),
+    row("pytorch_PP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
         case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits tied estimated"),
         case(SCHEDULE("gpipe"), 2, 1, 3, 4), case(SCHEDULE("interleaved"), 2, 1, 3, 4),
         case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="same_bits stopped tied llama"),
-        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), traits="needs_gpt"),
+        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), HALF, traits="needs_gpt"),
     row("pytorch_CP", "torchrun_DDP", BEYOND, *both(context_parallel),
         case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama estimated"),
         case("--attention allgather", 2, 1, 3, 4, traits="llama"),
-        case("--attention ulysses", 3, 1, 2, 4, traits="llama"), traits="needs_gpt"),
+        case("--attention ulysses", 3, 1, 2, 4, traits="llama"), HALF, traits="needs_gpt"),
     row("pytorch_EP", "torchrun_DDP", BEYOND, *both(expert_parallel),
         case("--experts 6", 3, 2), case("--experts 8 --top-k 2", 4, 2),
         case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
+        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"),
         traits="needs_gpt", unpredicted="the router chooses by the values of the tokens"),
     row("pytorch_ND_parallel", "FSDP_TP", BEYOND, *both(mesh), case("--dp-shard 2 --tp 2", 4),
         case("--tp 2 --pp 2", 4, traits="same_bits"), case("--pp 2 --cp 2", 4),
@@ -385,7 +405,8 @@ LESSONS = [
     row("lightning_Trainer", "torchrun_DDP", LIBRARY, *both(lightning), case(),
         case("--strategy fsdp"), case("--strategy deepspeed_stage_2")),
     row("transformers_Trainer", "torchrun_DDP", LIBRARY, *DATA, case()),
-    row("accelerate_FSDP", "FSDP", LIBRARY, *FSDP, case()),
+    row("accelerate_FSDP", "FSDP", LIBRARY, sharded,
+        lambda n, o: gathered(n, {**o, "blocks_only": True}), case()),
     row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
 ]  # fmt: skip
 TECHNIQUES = [one for one in LESSONS if one.course in COURSE and "no_training" not in one.traits]

@@ -12,6 +12,22 @@ SCHEDULES = {
     "zbv": pipelining.ScheduleZBVZeroBubble,  # weight gradients in idle time
     "dualpipev": pipelining.ScheduleDualPipeV,  # overlaps forward and backward
 }
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """PyTorch's. With NCCL, since PyTorch 2.14, activations and their gradients have communicators
+    of their own. With gloo it sends nothing before the first step: 2.11 would to the own rank."""
+
+    def __init__(self, module, number: int, count: int, device: torch.device, *ends, group=None):
+        config = getattr(torch.distributed, "config", None)
+        if device.type == "cuda" and hasattr(config, "pipeline_per_direction_p2p"):
+            config.pipeline_per_direction_p2p = True
+        super().__init__(module, number, count, device, *ends, group=group)
+
+    def _get_init_p2p_neighbors_ops(self) -> list:
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+
+
 IN_A_V = "zbv", "dualpipev"  # two stages per rank, split backward
 
 
@@ -71,10 +87,10 @@ def make_shapes(
 
     Args:
         parts: into which positions are split between stages.
-        dtype: of the activations between stages, and of logits.
+        dtype: of the activations between stages.
     """
     batch, time = size
     with torch.device("meta"):
         tokens = torch.empty(size, dtype=torch.int64)
         hidden = torch.empty(batch, time // parts, width, dtype=dtype, requires_grad=True)
-        return [tokens, hidden, torch.empty(batch, classes, time, dtype=dtype, requires_grad=True)]
+        return [tokens, hidden, torch.empty(batch, classes, time, requires_grad=True)]

@@ -19,6 +19,7 @@ import json
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,6 +201,7 @@ class FakeGpus(FakeTensorMode):
 def stand_in_for_ranks(note):
     """All others are like this one."""
     init, all_reduce = dist.init_process_group, dist.all_reduce
+    new_group = dist.new_group
 
     def init_process_group(backend, device_id=None, **_):
         note("init_process_group", backend, device_id)
@@ -217,6 +219,11 @@ def stand_in_for_ranks(note):
     def all_gather_object(values, value, group=None):
         values[:] = [value] * len(values)
 
+    def new_group_of(ranks=None, backend=None, **options):
+        return backend or new_group(ranks, **options)
+
+    dist.new_group = new_group_of
+    dist.split_group = lambda parent_pg, *_, **__: parent_pg or dist.group.WORLD
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 1)])
     dist.init_process_group, dist.all_reduce = init_process_group, all_reduce_alike
     dist.all_gather_object = all_gather_object
@@ -237,9 +244,9 @@ def stand_in_for_numbers(fake, common, harness):
     # What the others keep is not known, so no snapshot is complete:
     harness.state.save = lambda tensors, folder: None
 
-    def evaluate_all(model, loader, device):
+    def evaluate_all(model, loader, device, *cut):
         fake.number = loader.dataset.count_labels()  # so many, all of them right
-        metrics = evaluate(model, loader, device)
+        metrics = evaluate(model, loader, device, *cut)
         fake.number = 1
         return metrics
 
@@ -269,7 +276,8 @@ def stand_in_for_numbers(fake, common, harness):
         }
         return model
 
-    def gather_weights(own, parts, **_):  # those of the others, too
+    def gather_weights(own, parts, group=None):  # those of the others, too
+        assert group == "gloo", "nccl gathers on the GPU of rank 0, beside all else there"
         parts[:] = [fake.whole] * len(parts)
 
     common.make_model, dist.gather_object = make_and_remember, gather_weights
@@ -329,6 +337,8 @@ def main():
     sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]
     cuda = FakeCuda()
     stand_in_for_ranks(cuda.note)
+    # PyTorch 2.11, of this backend:
+    warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
     import common
     import harness.state
     import harness.stop

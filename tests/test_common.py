@@ -76,7 +76,7 @@ def test_evaluate_counts_what_is_right():
 def test_evaluate_refuses_to_report_a_wrong_count():
     data = images.Images(torch.zeros(20, 3, 8, 8), torch.zeros(20).long(), list("0123456789"), 8)
     loader = common.make_loader(arguments(), data, 8, sampler=range(16))
-    with pytest.raises(RuntimeError, match="16 samples instead of 20"):
+    with pytest.raises(RuntimeError, match="16 of 20 samples"):
         common.evaluate(Echo(), loader, torch.device("cpu"))
 
 

@@ -96,7 +96,7 @@ def refuse(become, monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "all_gather_object", alike)
     for name in ("broadcast_object_list", "monitored_barrier"):
         monkeypatch.setattr(dist, name, lambda *_, **__: None)
-    monkeypatch.setattr("common.die_with_launcher", lambda: None)
+    monkeypatch.setattr("harness.world.die_with_launcher", lambda: None)
     monkeypatch.setattr("hangs.watch.prepare", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
