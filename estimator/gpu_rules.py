@@ -12,12 +12,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import bias
 from torch.utils._pytree import tree_leaves, tree_map
+
+from jobs import gpt
 
 aten = torch.ops.aten
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 AUTOCAST = torch.library.Library("aten", "IMPL", "AutocastCPU")
 AUTOGRAD = torch.library.Library("aten", "IMPL", "AutogradCPU")
+HALF = torch.float16, torch.bfloat16
 
 
 def stand_in_for_a_gpu() -> None:
@@ -36,6 +40,9 @@ def stand_in_for_a_gpu() -> None:
     register(AUTOGRAD, "dropout", dropout)
     register(AUTOGRAD, "rms_norm", rms_norm)
     register(AUTOGRAD, "scaled_dot_product_attention", attention)
+    gpt.shares_heads = lambda q: q.dtype in HALF
+    bias.can_use_flash_attention = lambda inputs: inputs.query.dtype in HALF
+    bias.can_use_efficient_attention = lambda inputs: inputs.query.dtype == torch.float32
     for name in ("sgd", "adam"):  # on a CPU, they would update one tensor at a time by default
         module = importlib.import_module(f"torch.optim.{name}")  # torch.optim hides it
         module._default_to_fused_or_foreach = lambda *_, **__: (False, True)
@@ -152,7 +159,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=
               enable_gqa=False):  # fmt: skip
     """Choose the first kernel that supports the inputs, by the order and the rules of PyTorch's
     ``sdp_utils.cpp`` for GPUs of compute capability 8.0 or more."""
-    width, is_half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
+    width, is_half = q.shape[-1], q.dtype in HALF
     same = q.ndim == 4 and q.dtype == k.dtype == v.dtype and width == k.shape[-1]
     if same and is_half and attn_mask is None and v.shape[-1] == width <= 256:
         padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (q, k, v)]
@@ -163,11 +170,11 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     aligned = 8 if is_half else 4
     if same and q.dtype != torch.float64 and width % aligned == v.shape[-1] % aligned == 0:
-        bias = attn_mask
-        if bias is not None:
-            bias = bias.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+        mask = attn_mask
+        if mask is not None:
+            mask = mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
         return aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, dropout_p, is_causal, scale=scale
+            q, k, v, mask, True, dropout_p, is_causal, scale=scale
         )[0]
     return aten._scaled_dot_product_attention_math(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale

@@ -13,6 +13,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,9 @@ class Job:
             shape = (n, *self.label_shape[1:])
         return inputs, torch.zeros(shape, dtype=torch.int64)
 
+    def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
+        return self.batch(n, dtype)
+
     def describe(self) -> str:
         """Describe a sample, including sizes that are defaults."""
         if self.own and self.own.batch is not None:
@@ -106,8 +110,14 @@ class Job:
 
 
 class Loader:
-    def __init__(self, args, job: Job, batch_size: int, *_, **__):
-        self.job, self.batch_size = job, batch_size
+    def __init__(self, args, job: Job, batch_size: int, sampler=None, drop_last: bool = False):
+        self.dataset, self.batch_size = job, batch_size
+        self.batch_sampler = SimpleNamespace(sampler=sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        """One batch of the evaluation."""
+        yield self.batch_size
+        raise Finished
 
     def __len__(self) -> int:
         return STEPS
@@ -119,6 +129,8 @@ class ShortRun:
     start_epoch, epochs = 0, 1
     total_steps: int
     live: LiveBytes
+    sent: int  # messages of the measured step
+    report = None  # is looked up, but the evaluation does not end
 
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
         self.args, self.step, self.held = args, 0, {}
@@ -164,10 +176,13 @@ class ShortRun:
             if self.step == self.total_steps:
                 self.live.begin_step()
             self.live.kind = "input"
-            batch = loader.job.batch(loader.batch_size, dtype)
+            batch = loader.dataset.batch(loader.batch_size, dtype)
             self.live.kind = "activations"
             yield batch
-        raise Finished
+        type(self).sent = len(self.live.messages)
+        self.live.begin_phase()  # of the evaluation, which may need more
+        if loader.dataset.own:  # it has no labels that we know
+            raise Finished
 
     def log(self, loss: Tensor) -> None:
         pass
@@ -229,6 +244,7 @@ def run_script(
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    del live.messages[ShortRun.sent :]  # those of the evaluation
     return live, job.describe()
 
 

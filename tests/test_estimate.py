@@ -77,6 +77,14 @@ def estimate(flags, code=0, through="", hooks=""):
     return finished
 
 
+def test_an_evaluation_needs_no_more_than_a_step():
+    """With a large vocabulary it would, if it had the whole batch at once."""
+    flags = "--model gpt-2x4x64 --context 128 -b 32 --classes 50000 --gpus 2 --json "
+    flags += "--only torchrun_DDP,gradient_accumulation"
+    rows = {row["technique"]: row["peak"] for row in json.loads(estimate(flags).stdout)}
+    assert rows["gradient_accumulation --accumulate 4"] < 0.35 * rows["torchrun_DDP"]
+
+
 def test_a_row_for_each_technique():
     """As a program reads it, and that the sum is made of its parts."""
     flags = f"{IMAGES} --gpus 2 --json --memory 8 --only SingleGPU,DDP_ZeRO,FSDP"
