@@ -207,6 +207,10 @@ def cases(rows, usual):
 def pytest_collection_modifyitems(items):
     """A worker that has a test of a minute left while the others have none would be waited for."""
     items.sort(key=lambda item: item.path.stem not in LONG)
+    claims = (ROOT / "tests" / "gpu_claims.txt").read_text()
+    for item in items:
+        if f" => {item.nodeid}\n" in claims:
+            item.add_marker("claim")
 
 
 def succeed(command, **options):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 from conftest import cases, succeed
-from fake_gpu import GIB, FakeCuda
+from fake_gpu import GIB, FakeCuda, FakeGpus
 from test_contract import FLOAT16
 
 import common
@@ -17,6 +17,8 @@ import harness.world
 from harness import clock, result
 from harness.data import TaskData
 from jobs import classifiers, images
+from libraries import attention_kernels
+from pytorch_float8 import multiplies_float8
 from techniques import IN_A_V, TECHNIQUES
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
@@ -112,7 +114,7 @@ def check_tensors(seen, script, dtype, gpus, gpu):
     assert of["convolution"] == of["addmm"] == {(where, kind) for where in gpus for kind in kinds}
     autocast = "mixed_precision" in script or "AMP" in script  # the loss's kernel casts by itself
     loss = dtype if autocast else FP32
-    assert of["_log_softmax"] == {(gpu, loss), (gpu, "float64")}  # in training, in evaluation
+    assert of["_log_softmax"] == {(gpu, loss), (gpu, FP32)}  # in training, in evaluation
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
     of_dtensors = script.split()[0] in ("pytorch_FSDP", "pytorch_HSDP")  # which have none
     assert steps == ({} if of_dtensors else {"_fused_sgd_": {(gpu, weights)}})
@@ -250,6 +252,27 @@ def test_get_device(cuda, become, monkeypatch, capsys):
         common.get_device(arguments(), 0)
     [line] = capsys.readouterr().err.splitlines()
     assert "4 ranks need as many GPUs, and this machine has 1; use --nproc_per_node=1" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda):
+    with FakeGpus(cuda):
+        q, k, v = (torch.empty(2, n, 50, 16, device="cuda:0", dtype=dtype) for n in (4, 2, 2))
+        out, sums = attention_kernels.forward(q, k, v, True)
+        found = attention_kernels.backward(out, q, k, v, out, sums, True)
+    assert sums.shape == (2, 4, 50) and [t.shape for t in found] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("gpu, hip, able", [
+    ({"major": 8, "minor": 9}, None, True),
+    ({"major": 8, "minor": 6}, None, False),
+    ({"major": 9, "minor": 0, "gcnArchName": "gfx90a"}, "6.4", False),
+    ({"major": 9, "minor": 4, "gcnArchName": "gfx942"}, "6.4", True),
+])  # fmt: skip
+def test_which_gpus_multiply_float8(gpu, hip, able, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**gpu))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert multiplies_float8(torch.device("cuda:0")) == able
 
 
 @pytest.mark.parametrize("free, kept", [(10 * 8 * (48 + 8), True), (10 * 8 * (48 + 8) - 1, False)])

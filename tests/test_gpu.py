@@ -1,13 +1,20 @@
 """The same tests on GPUs; skipped without any."""
 
+import contextlib
 import json
 import os
 
 import pytest
 import torch
-from conftest import HOOKED, launcher, succeed
+import torch.nn.functional as F
+from conftest import HOOKED, launch, launcher, succeed
 from test_contract import FLOAT16
+from torch.nn.attention.bias import causal_lower_right
 
+from jobs.gpt import attend
+from libraries import attention_kernels
+from libraries.attention_kernels import repeat
+from pytorch_float8 import multiplies_float8
 from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32"
@@ -44,7 +51,18 @@ ALIKE = [  # all weights as on one GPU
     for t in TECHNIQUES
     if not t.traits & {"needs_gpt", "rounds", "differs"} and t.name not in (*APART, "SingleGPU")
 ]
-ON_GPTS = ["pytorch_Muon", "pytorch_float8", "pytorch_float8 --scaling rowwise --compile"]
+ON_GPTS = ["pytorch_float8", "pytorch_float8 --scaling rowwise --compile"]
+ON_GPTS += ["pytorch_FSDP_TP --tp 1", "pytorch_FSDP_TP --tp 1 --dtype bfloat16"]
+ON_GPTS += [  # of which a rank may be alone
+    f"{t.script} {dtype}".rstrip()
+    for t in TECHNIQUES
+    if "needs_gpt" in t.traits and t.name not in ("float8", "FSDP_TP")
+    for dtype in ("", "--dtype bfloat16")
+]
+BEYOND = [f"pytorch_{name}" for name in ("TP", "TP --sequence-parallel", "PP", "CP", "EP")]
+BEYOND += [f"pytorch_CP --attention {name}" for name in ("allgather", "ulysses")]
+BEYOND += [f"pytorch_ND_parallel --{name} 2" for name in ("tp", "pp", "cp", "dp-shard")]
+BREAK, E4M3 = "pytorch_collectives.py --device cuda --break", torch.float8_e4m3fn
 OFFLOAD = "pytorch_FSDP_offload"  # whose steps wait for the CPU's optimizer
 DEEPSPEED = [
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
@@ -60,6 +78,7 @@ def test_one_gpu(script, tmp_path):
     _, result = train(script, 1, f"{RESNET} --epochs 2", tmp_path)
     assert result["device"] == torch.cuda.get_device_name(0)
     assert result["devices"] == len(result["gpu_uuids"]) == (GPUS if "_DP" in script else 1)
+    assert (tmp_path / "flight_recorder").is_dir(), "of NCCL's watchdog"
     memory = result["peak_memory_gib"]
     assert 0 < memory["allocated"] <= memory["reserved"] < memory["process"]
     assert memory["dataset"] > 0 and len(result["trained_between"]) == 2
@@ -113,6 +132,57 @@ def test_inference(flags, tmp_path):
     command = f"python model_inference.py --weights {tmp_path}/model.pt --input test --json {flags}"
     answer = json.loads(succeed(command, CUDA_VISIBLE_DEVICES=VISIBLE).stdout)
     assert answer["accuracy"] == pytest.approx(result["eval_accuracy"][-1], abs=0.02)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_a_ring(dtype, kv_heads):
+    """What a rank computes of its own keys, of a length that is no multiple of 32; and attention
+    that ends with its last keys, of which nothing quadratic is kept."""
+    torch.manual_seed(0)
+    q, *kv = (torch.randn(2, n, 50, 16, device="cuda", dtype=dtype) for n in (4, *[kv_heads] * 2))
+    given = [t.requires_grad_() for t in (q, *kv)]
+    expected, gradient = attend(*given), torch.randn_like(q)
+    of_each = torch.autograd.grad(expected, given, gradient)
+    with torch.no_grad():
+        out, sums = attention_kernels.forward(*given, True)
+        found = attention_kernels.backward(gradient, *given, out, sums, True)
+    near = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close([out, *found], [expected, *of_each], **near)
+    kept, some = [], q[:, :, -20:]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        last = F.scaled_dot_product_attention(some, *repeat(q, *kv), causal_lower_right(20, 50))
+    torch.testing.assert_close(last, expected[:, :, -20:], **near)
+    assert not any(t.shape[-2:] == (20, 50) for t in kept)
+
+
+def test_float8_where_it_is_said_to_be():
+    a = torch.eye(16, device="cuda").to(torch.float8_e4m3fnuz if torch.version.hip else E4M3)
+    one = torch.ones((), device="cuda")
+    with contextlib.nullcontext() if multiplies_float8(a.device) else pytest.raises(RuntimeError):
+        torch._scaled_mm(a, a.T, one, one, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("script", ["alone", "order"])
+def test_a_mistake_ends_by_itself(script):
+    finished = launch(f"torchrun --standalone --nproc_per_node=2 {BREAK} {script}", timeout=90)
+    assert finished.code == 0 and "Error after 5 s" in finished.stdout
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("script", BEYOND)
+def test_two_gpus_end_with_the_weights_of_one(script, tmp_path):
+    """Evaluated by each for itself, and gathered through the CPU."""
+    flags = "--model gpt-4x4x32 --context 32 --double --max-steps 12 --clip-grad 1"
+    single = "pytorch_SingleGPU" + " --experts 8" * ("EP" in script)
+    expected, one = train(single, 1, flags, tmp_path / "one")
+    weights, result = train(script, 2, flags, tmp_path / "all")
+    assert result["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.multigpu

@@ -58,6 +58,7 @@ BUDGETS = {
 }
 LESSON, BEYOND_DATA_PARALLELISM, EXAMPLE = 170, 210, 90
 LONGER = {
+    "pytorch_Muon": 180,
     "pytorch_checkpoint": 175,
     "pytorch_CP": 240,
     "pytorch_ND_parallel": 280,
@@ -133,6 +134,12 @@ def test_a_lesson_is_short(row):
     if "no_training" not in row.traits:
         usual = BEYOND_DATA_PARALLELISM if row.course in COURSE[3:] else LESSON
         assert lines_of(ROOT / f"{row.script}.py") <= LONGER.get(row.script, usual)
+
+
+def test_claims_of_gpus_have_their_tests():
+    for line in (ROOT / "tests" / "gpu_claims.txt").read_text().splitlines()[1:]:
+        file, _, test = line.partition(" => ")[2].partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), line
 
 
 def test_an_example_is_short():
