@@ -1,7 +1,6 @@
 """The one list of techniques: each script, its parent, its place in the course, and its theory.
 
-Whatever enumerates techniques reads this file: tables and lists of README and docs/, the site, the
-tests of every technique, estimate.py. It imports nothing of the project.
+Whatever enumerates techniques reads this file. It imports nothing of the project.
 
     LESSONS                 every row, in the order of the course
     TECHNIQUES, LIBRARIES   those that train with raw PyTorch, and those that use a library
@@ -15,11 +14,8 @@ between two steps, by kind, and sends in a step, by collective, in fp32:
     row.sends(4, ...) -> {"allgather": 4.0, "reduce_scatter": 2.0, "allreduce": 2.0}
 
 Kinds are named as in ``state_bytes`` of a ``result.json``, collectives as in ``estimator/sent.py``.
-``options`` are the script's own flags with the values of the run (``options`` of its
-``result.json``), and in addition
-
-    optimizer    "sgd" (with momentum) or "adamw"
-    decoder      see :func:`decoder`; needed by ``needs_gpt`` rows, and makes others more exact
+``options`` are the script's own flags (``options`` of its ``result.json``); ``optimizer``: "sgd"
+(with momentum) or "adamw"; and :func:`decoder`, needed by ``needs_gpt`` rows, useful for others.
 
 They are the mean over the ranks of what is sent, and the rank that keeps most, where everything is
 divided evenly: blocks by stages, the vocabulary by ranks. ``sends`` returns ``None`` where no
@@ -59,9 +55,9 @@ class Decoder(NamedTuple):
         return self.first + self.last_norm + (0 if self.tied else self.head)
 
     @property
-    def in_no_unit(self) -> int:
-        """Weights that FSDP gathers with the model, not with one of its units."""
-        return self.ends if self.tied else self.ends - 2 * self.head
+    def end_units(self) -> int:
+        """Weights of the token embedding and the head, which are units of FSDP unless tied."""
+        return 0 if self.tied else 2 * self.head
 
     @property
     def whole(self) -> float:
@@ -71,13 +67,9 @@ class Decoder(NamedTuple):
 def decoder(
     layers, width, vocabulary, context, batch, *, kv=1.0, mlp=0, llama=False, experts=0, **more
 ) -> Decoder:
-    """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions.
-
-    Args:
-        batch: sequences of the global batch.
-        mlp: weights of the MLP in a block, or of each of its experts (default: a GPT's).
-        experts: in a block.
-    """
+    """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions. The
+    global ``batch`` is in sequences; ``mlp`` are the weights of the MLP in a block (default: a
+    GPT's), or of each of its ``experts``."""
     of_norm, mlp = (width if llama else 2 * width), mlp or 8 * width**2
     matrices = layers * (2 * width**2 * (1 + kv) + max(1, experts) * mlp)
     norms, positions = layers * (2 * of_norm + experts * width), 0 if llama else context
@@ -123,10 +115,9 @@ def gathered(n: int, o: Options) -> Bytes:
     """FSDP gathers its units for forward and again for backward, what is in none of them once:
     positions and the last norm; or all ends, if they are tied or only blocks are units. With
     ``shard``, the gradients of the shards are averaged across the rows of the mesh."""
-    model, shards, again = o.get("decoder"), o.get("shard", n), 1
+    model, shards, size, again = o.get("decoder"), o.get("shard", n), in_half(o), 1
     if model:
-        again -= (model.ends if o.get("blocks_only") else model.in_no_unit) / model.whole
-    size = in_half(o)
+        again -= (model.ends - (0 if o.get("blocks_only") else model.end_units)) / model.whole
     sent = {"allgather": size * (1 + again) * others(shards), "reduce_scatter": 4 * others(shards)}
     return sent | ({"allreduce": 8 / shards * others(n / shards)} if n > shards else {})
 
@@ -207,8 +198,7 @@ def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
     if pp > 1 and o["pipeline_schedule"] not in IN_A_V:
         ends = max(d.first / split, d.head / split + d.last_norm)
     kept = ((d.matrices / tp + d.norms) / pp + ends) / o.get("dp_shard", 1) / o.get("cp", 1)
-    sent = sum(by_dimension(o).values(), Counter())
-    return divide(replicated(n, o), d.whole / kept), dict(sent)
+    return divide(replicated(n, o), d.whole / kept), dict(sum(by_dimension(o).values(), Counter()))
 
 
 def by_dimension(o: Options) -> dict[str, Counter]:
@@ -225,12 +215,11 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         each = ((4 + again) * layers + 2 / pp) * hidden * others(tp)
         norms = 8 * (d.norms + d.last_norm) / pp * others(tp)
         found["tp"] = Counter(allgather=each, reduce_scatter=each, allreduce=norms)
+    ring = {"send": (4 + again + 8 / size) * d.kv}  # of keys and values; gradients in fp32
     exchanged = {
         "allgather": {"allgather": (2 + again) * d.kv, "reduce_scatter": 2 * d.kv},
         "ulysses": {"alltoall": (4 + again) * (1 + d.kv) / cp},
-    }.get(
-        o.get("attention"), {"send": (4 + again + 8 / size) * d.kv}
-    )  # around a ring; gradients in fp32
+    }.get(o.get("attention"), ring)
     each = layers * hidden / tp * (cp - 1)
     found["cp"] = Counter({kind: times * each for kind, times in exchanged.items()})
     cuts = {"interleaved": 2 * pp - 1, "zbv": 2 * pp - 2, "dualpipev": 2 * pp - 2}
@@ -242,14 +231,12 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     blocks = (d.matrices / tp + d.norms) / pp
     ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
     free = o.get("reshard_after_forward", pp == 1)
-    freed = blocks * others(shards if free is True else free or 1)
-    freed *= 1 - 1 / d.layers if o.get("keep_last") else 1
-    freed += (d.ends - d.in_no_unit) / split / pp * others(shards if free is True else free or 1)
+    freed = blocks * (1 - 1 / d.layers if o.get("keep_last") else 1) + d.end_units / split / pp
+    freed *= others(shards if free is True else free or 1)
     gathers = size * ((blocks + ends) * others(shards) + freed) * (1 if pp > 1 else parts)
     scatters = 4 * (blocks + ends) * others(shards) * parts
     found["shard"] = Counter(allgather=gathers, reduce_scatter=scatters)
-    averages = 8 * (blocks + ends) / shards * others(replicate) * parts
-    found["replicate"] = Counter(allreduce=averages)
+    found["replicate"] = Counter(allreduce=8 * (blocks + ends) / shards * others(replicate) * parts)
     return {name: Counter({k: v / d.whole for k, v in c.items() if v}) for name, c in found.items()}
 
 
@@ -327,8 +314,7 @@ LESSONS = [
         case("--accumulate 4", 4, 2, traits="estimated alone")),
     row("pytorch_activation_checkpointing", "torchrun_DDP", FASTER, *DATA,
         case("", 2, 1, traits="estimated alone"), case("--selective", 2)),
-    row("pytorch_compile", "torchrun_DDP", FASTER, *DATA,
-        case("--blocks", 2, traits="same_bits"),
+    row("pytorch_compile", "torchrun_DDP", FASTER, *DATA, case("--blocks", 2, traits="same_bits"),
         unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_comm_hooks", "torchrun_DDP", FASTER, replicated,
         # powersgd's size depends on the shape of each matrix
@@ -338,8 +324,7 @@ LESSONS = [
     row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
         case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
-        case("", 3, 1, 2, 4, traits="same_bits stopped killed estimated tied llama"),
-        HALF),
+        case("", 3, 1, 2, 4, traits="same_bits stopped killed estimated tied llama"), HALF),
     row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
         case("--shard 8", 16, traits="full estimated")),
     row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
@@ -352,12 +337,10 @@ LESSONS = [
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
         unpredicted="without a GPU, float8 is emulated with other tensors"),
     row("pytorch_DeepSpeed", "torchrun_DDP", FIT, *both(deepspeed),
-        case(STAGE(2), 2, 1, 4, traits="estimated alone"),
-        case(STAGE(3), 2, 1, 4, traits="estimated alone"),
+        *(case(STAGE(stage), 2, 1, 4, traits="estimated alone") for stage in (2, 3)),
         case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
-    row("pytorch_TP", "torchrun_DDP", BEYOND, 
-        # autocast: sums of outputs in bfloat16, of their inputs' gradients in fp32
-        *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),
+    row("pytorch_TP", "torchrun_DDP", BEYOND,
+        *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),  # gradients' sums are in fp32
         case("", 3, 2, 4, traits="sgd estimated llama"),
         case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"), HALF,
         traits="needs_gpt"),
@@ -392,10 +375,8 @@ LESSONS = [
     row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
     row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA,
         case("", 2, 1, 3, 4, traits="estimated"), shows=("Bucket",)),
-    row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand),
-        case("", 2, 1, 3, 4),
-        case("--stage 2", 3, 1, 2, 4, traits="same_bits estimated"),
-        shows=("send", "gather")),
+    row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand), case("", 2, 1, 3, 4),
+        case("--stage 2", 3, 1, 2, 4, traits="same_bits estimated"), shows=("send", "gather")),
     row("pytorch_FSDP_by_hand", "ZeRO_by_hand", HOOD, sharded,
         lambda n, o: {"allgather": 8 * others(n), "reduce_scatter": 4 * others(n)},
         case("", 3, 1, 2, 4, traits="same_bits tied llama estimated"),
