@@ -38,11 +38,8 @@ def stand_in_for_ranks() -> None:
         return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
 
     def answered(_, bucket):  # the fake group returns no result, but DDP reads it
-        return (
-            dist.all_reduce(bucket.buffer(), async_op=True)
-            .get_future()
-            .then(lambda future: future.value()[0])
-        )
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
 
     def begin_with_hook(ddp):
         if not ddp._comm_hooks:

@@ -170,11 +170,10 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     aligned = 8 if is_half else 4
     if same and q.dtype != torch.float64 and width % aligned == v.shape[-1] % aligned == 0:
-        mask = attn_mask
-        if mask is not None:
-            mask = mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+        if attn_mask is not None:
+            attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
         return aten._scaled_dot_product_efficient_attention(
-            q, k, v, mask, True, dropout_p, is_causal, scale=scale
+            q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
     return aten._scaled_dot_product_attention_math(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale

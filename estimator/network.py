@@ -19,13 +19,10 @@ from estimator.sent import SHARES, Message
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Args:
-    latency: seconds of a hop.
-    bandwidth: bytes per second that a rank sends, in one direction.
-    """
+    """The connection of two ranks."""
 
-    latency: float
-    bandwidth: float
+    latency: float  # seconds of a hop
+    bandwidth: float  # bytes per second that a rank sends, in one direction
 
 
 # Line rates, which are upper limits: NVLink 4 has 18 links of 25 GB/s (H100's data sheet);

@@ -44,10 +44,6 @@ class Way(Technique):
         """Only one of each kind is reported: others differ only in data parallelism."""
         return self.tp, self.pp, self.cp
 
-    @property
-    def shares(self) -> int:
-        return self.replicate * self.shard
-
     def words(self) -> list[str]:
         given = {
             "--dp-replicate": self.replicate, "--dp-shard": self.shard, "--tp": self.tp,
@@ -85,21 +81,15 @@ class Way(Technique):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The training task: see :func:`techniques.predict`.
+    """The training task: see :func:`techniques.predict`."""
 
-    Args:
-        size: of the decoder; ``vocabulary``: number of tokens.
-        bytes: size of the compute dtype.
-        flops: peak FLOP/s of the GPU in half precision.
-    """
-
-    size: object
-    vocabulary: int
+    size: object  # of the decoder
+    vocabulary: int  # number of tokens
     context: int
     batch_size: int
     optimizer: str
-    bytes: int
-    flops: float
+    bytes: int  # of a number in the compute dtype
+    flops: float  # peak FLOP/s of the GPU in half precision
     flags: tuple[str, ...]
 
     @property
@@ -175,7 +165,7 @@ def kept_at_least(job: Job, way: Way) -> float:
     if way.pp > 1 and shards > 1:
         kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
     parts = way.accumulate * way.microbatches
-    tokens = job.batch_size * job.context / way.shares / way.cp / parts
+    tokens = job.batch_size * job.context / way.replicate / shards / parts
     kv = size.width * size.kv_heads / size.heads
     inner = (size.mlp_matrices - 1) * size.mlp_width  # before the last matrix
     whole = 2 * size.width  # of attention and MLP: gathered inputs, or outputs to reduce

@@ -28,17 +28,12 @@ SILENT = ("barrier", "recv", "waittensor", "wraptensor")
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Args:
-    kind: one of ``SHARES``.
-    size: bytes of the full tensor.
-    ranks: size of its group; for a send 1, the receiver.
-    phase: of the step, by the kinds of :class:`LiveBytes`.
-    """
+    """A collective of a group of ranks, or a send."""
 
-    kind: str
-    size: int
-    ranks: int
-    phase: str = ""
+    kind: str  # one of ``SHARES``
+    size: int  # bytes of the full tensor
+    ranks: int  # size of its group; for a send 1, the receiver
+    phase: str = ""  # of the step, by the kinds of :class:`LiveBytes`
 
     @property
     def sent(self) -> float:

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 
@@ -30,29 +30,17 @@ ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
 
 @dataclasses.dataclass(frozen=True)
 class Technique:
-    """A row of the table.
+    """A row of the table."""
 
-    Args:
-        name: in the tables.
-        command: the script and its flags.
-        ranks: 0 without a launcher.
-        gpus: GPUs of a single process that divides the batch.
-        unit: the batch is a multiple of this many samples.
-        on_host: kinds of memory on the CPU.
-        rank: the predicted rank.
-        steps: number of steps.
-        tp, pp, cp: numbers of ranks of tensor, pipeline and context parallelism.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    ranks: int = 0
-    gpus: int = 1
-    unit: int = 1
-    on_host: tuple[str, ...] = ()
-    rank: int = 0
+    name: str  # in the tables
+    command: tuple[str, ...]  # the script and its flags
+    ranks: int = 0  # 0 without a launcher
+    gpus: int = 1  # of a single process that divides the batch
+    unit: int = 1  # the batch is a multiple of this many samples
+    on_host: tuple[str, ...] = ()  # kinds of memory on the CPU
+    rank: int = 0  # the predicted one
     steps: int = trial.STEPS
-    tp: int = 1
+    tp: int = 1  # numbers of ranks of tensor, pipeline and context parallelism
     pp: int = 1
     cp: int = 1
 
@@ -103,25 +91,16 @@ def make_technique(name: str, gpus: int) -> Technique:
 
 @dataclasses.dataclass
 class Prediction:
-    """The memory and communication of the GPU with the highest peak.
-
-    Args:
-        kinds: bytes at the peak, by kind.
-        peaks: the same for each part of the step: see :meth:`LiveBytes.peaks`.
-        messages: communication of a step.
-        inputs: description of a sample.
-        mistake: the script's error message, if it failed.
-        error: a traceback, if there was a bug.
-    """
+    """The memory and communication of the GPU with the highest peak."""
 
     technique: Technique
     batch_size: int
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
-    peaks: list[dict[str, int]] = dataclasses.field(default_factory=list)
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    inputs: str = ""
-    mistake: str = ""
-    error: str = ""
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
+    peaks: Sequence[dict[str, int]] = ()  # of each part of the step: see :meth:`LiveBytes.peaks`
+    messages: Sequence[Message] = ()  # communication of a step
+    inputs: str = ""  # description of a sample
+    mistake: str = ""  # the script's error message, if it failed
+    error: str = ""  # a traceback, if there was a bug
 
     @property
     def peak(self) -> int:

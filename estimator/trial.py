@@ -46,8 +46,6 @@ class Job:
         order: memory format of images and, if the script allows it, of the model's weights.
     """
 
-    unit, units = "sample", "samples"
-
     def __init__(self, classes: int | None, own: OwnModel | None, order):
         self.n_classes, self.own, self.order = classes, own, order
 
