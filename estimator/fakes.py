@@ -66,14 +66,7 @@ def stand_in_for_ranks() -> None:
 
 def stand_in_for_meshes() -> None:
     """Device meshes read their ranks from tensors, which must not be fake."""
-
-    def with_numbers(function):
-        def call(*args, **kwargs):
-            with _disable_current_modes():
-                return function(*args, **kwargs)
-
-        return call
-
+    with_numbers = _disable_current_modes()  # as a decorator
     device_mesh.init_device_mesh = with_numbers(device_mesh.init_device_mesh)
     mesh = device_mesh.DeviceMesh
     mesh.__init__ = with_numbers(mesh.__init__)  # FSDP combines two meshes for DTensors

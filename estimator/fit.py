@@ -4,14 +4,9 @@ from collections.abc import Generator
 
 
 def trials(memory: float) -> Generator[int, float, int]:
-    """Yield the number of units to try next, and expect its bytes from ``send()``.
-
-    Args:
-        memory: available bytes.
-
-    Returns:
-        the largest number that fits; 0 if not even two do: BatchNorm needs two samples.
-    """
+    """Yield the number of units to try next, and expect its bytes from ``send()``. Returns the
+    largest number that fits ``memory``, in bytes; 0 if not even two do: BatchNorm needs two
+    samples."""
     took = {}  # bytes, by number of units
     for n in (2, 8):
         took[n] = yield n

@@ -18,13 +18,10 @@ KEPT = ("send", "recv")  # except between pipeline stages
 
 class LiveBytes(TorchDispatchMode):
     """While active, it counts every storage that an operation creates, until it is freed. Tensors
-    may be fake.
+    may be fake. A storage takes a multiple of ``block`` bytes: 512 in PyTorch's allocator for GPUs.
 
     The kind of a storage is first guessed from when it was created: ``kind``, which the caller
     sets, one of ``KINDS``. :meth:`mark` corrects it later, also for the time before.
-
-    Args:
-        block: a storage takes a multiple of this many bytes. PyTorch's allocator for GPUs has 512.
     """
 
     KINDS = ("parameters", "gradients", "optimizer", "activations", "input", "temporary", "update")
@@ -49,11 +46,7 @@ class LiveBytes(TorchDispatchMode):
         self.phases.append(len(self.changes))
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
-        """Set the kind of tensors.
-
-        Args:
-            only: change only tensors of this kind.
-        """
+        """Set the kind of tensors, or of those that have been of the kind ``only``."""
         for storage in (s for t in tensors if torch.is_tensor(t) for s in storages_of(t)):
             number = self.count(storage)
             if only in (None, self.kinds[number]):
@@ -78,11 +71,8 @@ class LiveBytes(TorchDispatchMode):
         self.changes.append((number, -size))
 
     def peak(self, without: tuple[str, ...] = ()) -> dict[str, int]:
-        """Bytes by kind at the peak since :meth:`begin_step`.
-
-        Args:
-            without: kinds that are not on the GPU, and are not counted.
-        """
+        """Bytes by kind at the peak since :meth:`begin_step`. Kinds in ``without`` are not on the
+        GPU, and are not counted."""
         return highest(self.peaks(without))
 
     def peaks(self, without: tuple[str, ...] = ()) -> list[dict[str, int]]:

@@ -90,11 +90,8 @@ def waiting(
     messages: Iterable[Message], compute: float, links: dict[str, Link]
 ) -> tuple[float, float]:
     """Seconds of a step that a rank waits for communication: the minimum, if communication overlaps
-    with all compute of its phase, and the maximum, if it does not overlap.
-
-    Args:
-        compute: seconds of a step without communication, 1/3 of it forward, 2/3 backward.
-    """
+    with all compute of its phase, and the maximum, if it does not overlap. ``compute``: seconds of
+    a step without communication, 1/3 of it forward, 2/3 backward."""
     spent = {"activations": 0.0, "temporary": 0.0, "update": 0.0}
     for message in messages:
         spent[message.phase] += seconds(message, links)

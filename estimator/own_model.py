@@ -24,12 +24,8 @@ NOT_OWN = [Path(torch.__file__).parent, *(ROOT / room for room in ROOMS)]
 
 
 class OwnModel:
-    """The model of ``--module``, created once for each predicted training step.
-
-    Args:
-        make: the user's function.
-        given: the flag's value, for error messages.
-    """
+    """The model of ``--module``, which ``make``, the user's function, creates once for each
+    predicted training step. Error messages contain ``given``, the flag's value."""
 
     def __init__(self, make: Callable, given: str):
         self.make, self.given, self.batch, self.loss = make, given, None, None
@@ -85,9 +81,8 @@ class OwnModel:
             if not torch.is_tensor(value):
                 return value
             kind = dtype if dtype and value.is_floating_point() else value.dtype
-            shape = value.shape
-            if value.ndim and len(value) == samples:
-                shape = (n, *shape[1:])
+            grows = value.ndim and len(value) == samples
+            shape = (n, *value.shape[1:]) if grows else value.shape
             return torch.zeros(shape, dtype=kind)
 
         self.whole = pytree.tree_map(like, self.batch)

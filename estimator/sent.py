@@ -48,12 +48,8 @@ def size_of(tensors) -> int:
 
 
 def message_of(func, args, phase: str = "") -> Message | None:
-    """The message of an operation, if it is a collective or a send.
-
-    Args:
-        func, args: as a TorchDispatchMode gets them: of ``torch.distributed``, or of the functions
-            behind DTensor, which return their results.
-    """
+    """The message of an operation, as a TorchDispatchMode gets it, if it is a collective or a send:
+    of ``torch.distributed``, or one of the functions behind DTensor, which return their results."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func.__name__.replace("_", "")

@@ -115,11 +115,8 @@ class Prediction:
 def predict(
     technique: Technique, batch_size: int, flags: Iterable[str], classes, own, layers=None
 ) -> Prediction:
-    """Predict in this process, which cannot be used for anything else afterwards.
-
-    Args:
-        layers: see :func:`trial.run_script`.
-    """
+    """Predict in this process, which cannot be used for anything else afterwards. For
+    ``classes``, ``own`` and ``layers`` see :func:`trial.run_script`."""
     found, complaint = partial(Prediction, technique, batch_size), io.StringIO()
     share, one = batch_size // technique.gpus, {"rank": technique.rank, "steps": technique.steps}
     words = [*technique.command, *flags, "--batch-size", str(share)]
@@ -223,11 +220,8 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
-    """Run each task in its own process; yield the results in order.
-
-    Raises:
-        ChildProcessError: a process was killed; with its exit code.
-    """
+    """Run each task in its own process; yield the results in order. ``ChildProcessError``, with the
+    exit code: a process was killed."""
     with FakeTensorMode(), torch.no_grad():  # imports many modules, here instead of in each process
         torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
     context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch

@@ -38,13 +38,9 @@ class Finished(BaseException):
 
 
 class Job:
-    """Stands in for a data set: a length, classes, and batches of the right shape.
-
-    Args:
-        classes: number of classes, or of tokens in the vocabulary.
-        own: a user's model, instead of ``--model``.
-        order: memory format of images and, if the script allows it, of the model's weights.
-    """
+    """Stands in for a data set: a length, ``classes`` (or tokens of the vocabulary), and batches of
+    the right shape. ``own`` is a user's model, instead of ``--model``; ``order`` the memory format
+    of images and, if the script allows it, of the model's weights."""
 
     def __init__(self, classes: int | None, own: OwnModel | None, order):
         self.n_classes, self.own, self.order = classes, own, order

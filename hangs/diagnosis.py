@@ -17,11 +17,8 @@ def names(ranks) -> str:
 
 
 def diagnose(answers: dict[int, dict | str]) -> list[str]:
-    """Name the collective that did not complete, the ranks that called it and those that did not.
-
-    Args:
-        answers: of every rank, from :func:`hangs.recorder.account_of`, or why there is none.
-    """
+    """Name the collective that did not complete, the ranks that called it and those that did not,
+    from every rank's answer: that of :func:`hangs.recorder.account_of`, or why there is none."""
     accounts = {rank: found for rank, found in answers.items() if isinstance(found, dict)}
     groups = {name: ranks for a in accounts.values() for name, ranks in a["groups"].items()}
     smaller = {name: ranks for name, ranks in groups.items() if len(ranks) < len(answers)}

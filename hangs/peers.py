@@ -21,12 +21,8 @@ ANSWER = 10  # seconds that a rank has to answer: PyTorch may have to import muc
 
 
 def serve(one_machine: bool, answers: dict[str, Callable]) -> tuple:
-    """Start the thread. Returns the address for :func:`ask`.
-
-    Args:
-        one_machine: all ranks share it.
-        answers: functions by question; they return plain data.
-    """
+    """Start the thread. Returns the address for :func:`ask`. ``one_machine``: all ranks share it;
+    ``answers``: functions by question, which return plain data."""
     own = host = "127.0.0.1"
     if not one_machine:
         master = os.environ["MASTER_ADDR"]

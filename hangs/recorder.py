@@ -139,5 +139,5 @@ def message_of(entry: dict, ranks: list[int]) -> dict | None:
 
 
 def message(kind: str, size, dtype, peer: int) -> dict:
-    what = describe(kind, [size], dtype)
-    return {"peer": peer, "what": f"{what} {'from' if kind == 'recv' else 'to'} rank {peer}"}
+    to = "from" if kind == "recv" else "to"
+    return {"peer": peer, "what": f"{describe(kind, [size], dtype)} {to} rank {peer}"}

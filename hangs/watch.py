@@ -164,14 +164,9 @@ watch: Watch | None = None  # of this process
 
 
 def prepare(script: Path, folder: Path, rank: int, size: int, one_machine: bool) -> None:
-    """Start to record collectives, to explain them if they fail.
-
-    Args:
-        script: the file whose lines are reported first.
-        folder: for the records of all ranks.
-        rank, size: of this process, and of the run.
-        one_machine: all ranks share it, so no other machine has to reach them.
-    """
+    """Start to record collectives, in a ``folder`` for all ranks, to explain them if they fail.
+    Lines of the ``script`` are reported first. If all ranks share ``one_machine``, no other has to
+    reach them."""
     global watch
     if size > 1:
         watch = Watch(script, folder, rank, one_machine)
@@ -179,11 +174,8 @@ def prepare(script: Path, folder: Path, rank: int, size: int, one_machine: bool)
 
 def listen(timeout: float) -> None:
     """Answer other ranks from now on. Groups that a device mesh or a library has created get the
-    timeout of the group of all ranks. All ranks call it, again after creating such groups.
-
-    Args:
-        timeout: in seconds.
-    """
+    ``timeout`` of the group of all ranks, in seconds. All ranks call it, again after creating such
+    groups."""
     if watch and dist.is_initialized():
         set_timeouts(timeout)
         if not watch.peers:

@@ -91,10 +91,7 @@ def check_pickles(folder: Path) -> None:
 
 def resume(run, engine) -> dict:
     """Resume from the snapshot that ``--resume`` selects, or start; and attach to the engine.
-
-    Returns:
-        the tensors that :meth:`Run.finish` counts, by name; complete after the last step.
-    """
+    Returns the tensors that :meth:`Run.finish` counts, by name; complete after the last step."""
 
     def read(path: Path, snapshot: dict) -> bool:
         try:

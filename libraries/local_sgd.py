@@ -28,12 +28,8 @@ def mean(tensor: Tensor) -> Tensor:
 
 
 def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> None:
-    """Write a snapshot. All ranks call it.
-
-    Args:
-        outer: has the state of the outer step.
-        apart: whether the ranks have different weights.
-    """
+    """Write a snapshot, with the state of the ``outer`` step. All ranks call it. ``apart``: whether
+    they have different weights."""
     own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     parts = {"write": lambda folder: torch.save(own, own_file(folder)), "outer": outer}
     if apart:

@@ -41,11 +41,8 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
 
 def divide(args, layers: int, ranks: int, batch: int = 0) -> tuple[list[int], int]:
     """The rank of each stage, and the number of micro-batches: ``--microbatches``, or at least two
-    per rank. Reject what would fail on one rank while the others wait for it.
-
-    Args:
-        batch: samples per pass through the pipeline, if not ``--batch-size``.
-    """
+    per rank. Reject what would fail on one rank while the others wait for it. ``batch``: samples
+    per pass through the pipeline, if not ``--batch-size``."""
     schedule, whole = args.pipeline_schedule, args.batch_size
     batch = batch or whole
     owners = ranks_of_stages(schedule, ranks)

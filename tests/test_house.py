@@ -70,7 +70,6 @@ ABOVE = {
     "hangs": 510,
     "jobs": 1800,
     "report": 1520,
-    "estimator": 1910,
     "inference": 900,
     "techniques.py": 400,
 }
