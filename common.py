@@ -266,9 +266,6 @@ class Plateau(ReduceLROnPlateau):
     """Divides the learning rate by ten after two evaluations without improvement.
     ``step()`` without a loss does nothing; :meth:`Run.report` passes the loss over all ranks."""
 
-    def __init__(self, optimizer: Optimizer):
-        super().__init__(optimizer, factor=0.1, patience=1)
-
     def step(self, loss: float | None = None) -> None:
         if loss is not None:
             super().step(loss)
@@ -281,7 +278,7 @@ def make_scheduler(args: Settings, optimizer: Optimizer, steps_per_epoch: int) -
     total = total_steps(args, steps_per_epoch)
     warmup = total // 10 if args.warmup_steps is None else args.warmup_steps
     if args.schedule == "plateau":
-        return Plateau(optimizer)
+        return Plateau(optimizer, factor=0.1, patience=1)
 
     def factor(step: int) -> float:
         if args.schedule == "none":
@@ -303,18 +300,15 @@ def evaluate(
     """Loss and accuracy over the whole set, every sample counted once at any world size.
 
     All ranks must run the same number of forwards, so ``DistributedSampler`` repeats some samples.
-    The k-th sample of part s of n has index ``s + k * n``: indices beyond the end of the set are
-    masked out of the sums. Several ranks may process the same part.
+    The k-th sample of part s of n has index ``s + k * n``: those beyond the end of the set do not
+    count. Several ranks may process the same part. Returns the mean cross-entropy ``loss``, the
+    ``accuracy`` (0 to 1) and the number of ``samples``, or of predicted tokens, on every rank.
 
     Args:
         model: plain or wrapped. Its inputs have the dtype of its parameters. Returns ``None`` on
             ranks that have no logits, as those of a pipeline without its last stage.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
         cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
-
-    Returns:
-        ``loss`` (mean cross-entropy), ``accuracy`` (0 to 1) and ``samples``, identical on every
-        rank. For text, a sample is a predicted token.
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
@@ -327,7 +321,7 @@ def evaluate(
         seen += len(labels)
         if (logits := model(images)) is None:
             continue
-        # With a large vocabulary, some positions at a time, of up to half a GiB of logits.
+        # Some positions at a time, of up to half a GiB of logits, as a vocabulary may be large
         parts, dim = 1 + logits.numel() // 2**27, -1 if labels.ndim > 1 else 0
         pieces = (t.chunk(parts, dim) for t in (logits, cut(labels), cut(real)))
         for some, answers, counted in zip(*pieces, strict=True):

@@ -56,10 +56,9 @@ def save(run, model, optimizer, group, writing):
             (old / ".metadata").unlink(missing_ok=True)  # DCP: first, as it was written last
             shutil.rmtree(old)
         if run.args.async_save and not run.ends_now:
-            # It returns when the shards are copied to the CPU; a thread writes the copy.
+            # DCP: a future. It returns when the shards are copied; a thread writes the copy.
             options = {"async_stager": STAGER} if torch.__version__ >= "2.14" else {}
-            options |= {"checkpoint_id": folder, "process_group": group}
-            return dcp.async_save(tensors, **options)  # DCP: a future
+            return dcp.async_save(tensors, checkpoint_id=folder, process_group=group, **options)
         dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
     run.stop_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
 

@@ -47,12 +47,11 @@ def fail(message: object, code: int = 2) -> NoReturn:
 def need_compiler(device: str) -> None:
     """Check that torch.compile finds a compiler: for C++ on a CPU; on a GPU for C, in which Triton
     builds what starts its kernels."""
-    variable, names = ("CC", ["cc", "gcc", "clang"]) if device == "cuda" else ("CXX", ["c++"])
-    names = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, names)):
-        what = "C" if device == "cuda" else "C++"
+    of_device = {"cuda": ("C", "CC", "cc gcc clang"), "cpu": ("C++", "CXX", "c++")}
+    language, variable, names = of_device[device]
+    if not any(map(shutil.which, os.environ.get(variable, names).split())):
         use = f"install gcc, g++ or clang, or set {variable}"
-        fail(f"no {what} compiler ({', '.join(names)}) is installed; {use}")
+        fail(f"no {language} compiler ({os.environ.get(variable, names)}) is installed; {use}")
 
 
 def import_optional(library: str):

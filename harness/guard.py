@@ -40,12 +40,8 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
 
 
 class Guard:
-    """Implements ``--on-nan``. All ranks call its methods.
-
-    Args:
-        newest_snapshot: returns the path of the snapshot to resume from, or ``None``.
-        close: called before the guard stops the run.
-    """
+    """Implements ``--on-nan``. All ranks call its methods. ``newest_snapshot()`` is the path of the
+    snapshot to resume from, or ``None``; ``close()`` is called before the guard stops the run."""
 
     def __init__(self, mode: str, state: RunState, newest_snapshot: Callable, close: Callable):
         self.mode, self.state = mode, state

@@ -89,9 +89,8 @@ class Resumable:
             engine: a library's wrapper that steps the optimizer, and tells clock and guard of it.
         """
         if snapshot and scheduler:
-            own = scheduler.state_dict().items()  # lists: by parameter group, which scripts choose
-            of_groups = {name: value for name, value in own if isinstance(value, list)}
-            scheduler.load_state_dict(snapshot["scheduler"] | of_groups)
+            own = {k: v for k, v in scheduler.state_dict().items() if isinstance(v, list)}
+            scheduler.load_state_dict(snapshot["scheduler"] | own)  # lists: by parameter group
             scheduler.last_epoch -= 1
             scheduler.step()  # to this run's learning rate: --epochs may have changed
         if snapshot:

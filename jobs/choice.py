@@ -111,18 +111,12 @@ class Experts:
 
 
 class Task(NamedTuple):
-    """What the settings select.
+    """What the settings select."""
 
-    Args:
-        data_module, models_module: names of modules in jobs/.
-        datasets: choices of ``--dataset``.
-        flags: names of the flags that it has and other tasks may not have.
-    """
-
-    data_module: str
+    data_module: str  # in jobs/
     models_module: str
-    datasets: list[str]
-    flags: set[str]
+    datasets: list[str]  # choices of --dataset
+    flags: set[str]  # that it has and other tasks may not have
 
     @property
     def data(self) -> ModuleType:
@@ -163,12 +157,8 @@ class Settings(
 
 
 def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool = False) -> None:
-    """Add the flags of all settings.
-
-    Args:
-        only_gpt: the help does not show flags of other models.
-        experts: the help shows the flags of a mixture of experts.
-    """
+    """Add the flags of all settings. The help shows those of other models unless ``only_gpt``, and
+    those of a mixture of experts with ``experts``."""
     add_flags(parser, Training)
     add_flags(parser, Choice, **(ONLY_GPT if only_gpt else {}))
     parser.set_defaults(model="gpt" if only_gpt else None)
@@ -198,12 +188,9 @@ def size_of(args):
 
 
 def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) -> None:
-    """Check that the ranks divide the heads, the MLP, and with ``--sequence-parallel`` the
-    positions, and that it leaves none of them an empty shard of the vocabulary.
-
-    Args:
-        flag: that sets the number of ranks, for the error message.
-    """
+    """Check that the ranks, which ``flag`` sets, divide the heads, the MLP, and with
+    ``--sequence-parallel`` the positions, and leave none of them an empty shard of the
+    vocabulary."""
     size, tokens = size_of(args), len(vocabulary)
     if size.kv_heads % ranks:
         why = f"{size.kv_heads} heads are not divisible by {flag}"

@@ -15,23 +15,16 @@ from libraries.attention_kernels import repeat, shares_heads
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The shape of a decoder.
-
-    Args:
-        context: default of ``--context``, tokens per sequence.
-        kv_heads: heads of keys and values; 0: as many as heads of queries.
-        mlp_width: width within the MLP.
-        vocabulary: number of tokens of the published model; 0 if there is none.
-    """
+    """The shape of a decoder."""
 
     layers: int
     heads: int
     width: int
-    context: int = 256
+    context: int = 256  # default of --context, tokens per sequence
     dropout: float = 0.0
-    kv_heads: int = 0
-    mlp_width: int = 0
-    vocabulary: int = 0
+    kv_heads: int = 0  # heads of keys and values; 0: as many as heads of queries
+    mlp_width: int = 0  # within the MLP
+    vocabulary: int = 0  # tokens of the published model; 0 if there is none
 
     mlp_matrices = 2
     on_the_hub = False  # whether libraries/hub.py reads and writes its weights
@@ -73,13 +66,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with several heads.
+    """Causal attention with several heads. ``rotate`` is applied to queries and to keys before.
 
     Queries, keys and values have separate matrices: tensor parallelism would split a combined
     matrix so that a rank has some queries and no values.
-
-    Args:
-        rotate: applied to queries and to keys, with their places, before the attention.
     """
 
     def __init__(self, size: Size, dropout: float = 0.0, rotate: Callable | None = None):

@@ -15,20 +15,12 @@ from jobs.gpt import Attention, Decoder, Size
 
 @dataclasses.dataclass(frozen=True)
 class LlamaSize(Size):
-    """See :class:`jobs.gpt.Size`.
+    """See :class:`jobs.gpt.Size`."""
 
-    Args:
-        base: base of the rotary embedding's frequencies.
-        scaling: scaling of these frequencies, as in Llama 3.1; its keys are those of
-            ``rope_scaling`` in a configuration.
-        eps: epsilon of the norms.
-        tie: default of ``--tie``: whether embedding and head share a matrix.
-    """
-
-    base: float = 10_000.0
-    scaling: tuple[tuple[str, float], ...] = ()
-    eps: float = 1e-5
-    tie: bool = False
+    base: float = 10_000.0  # of the rotary embedding's frequencies
+    scaling: tuple[tuple[str, float], ...] = ()  # of these, as rope_scaling of Llama 3.1 has it
+    eps: float = 1e-5  # of the norms
+    tie: bool = False  # default of --tie: whether embedding and head share a matrix
 
     mlp_matrices = 3
     on_the_hub = True
