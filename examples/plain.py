@@ -29,7 +29,7 @@ def main():
 
     start = 0
     if os.path.exists(args.checkpoint):
-        saved = torch.load(args.checkpoint, map_location=device)
+        saved = torch.load(args.checkpoint, map_location="cpu")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["epoch"]
