@@ -183,7 +183,7 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    attend = ATTENTIONS[args.attention]()
+    attend = ATTENTIONS[args.attention](dist.new_group())  # CP: not behind DDP's buckets
     for block in common.blocks_of(model):
         block.attention.attend = attend  # CP: only attention mixes positions
     positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: own positions

@@ -155,8 +155,8 @@ def main():
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
     shapes = make_shapes((batch_size // microbatches, args.context), size.width, classes)
     model.forward = partial(forward, stages, owners, shapes, None)
-    name, loss_fn = args.pipeline_schedule, partial(mean_loss, microbatches)
-    schedule = make_schedule(name, stages, count, microbatches, shapes, loss_fn, device)
+    made = stages, count, microbatches, shapes, partial(mean_loss, microbatches), device
+    schedule = make_schedule(args.pipeline_schedule, *made, dist.new_group())  # PP: its own group
     shared, ends = set(), [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
         group = dist.new_group(ends)
