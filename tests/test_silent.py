@@ -125,18 +125,10 @@ LINE = re.compile(r"^(right|wrong) ?(.*): (.+) off by (\S+)$", re.MULTILINE)
 INEXACT = {"same_dropout": 0.05, "batchnorm_statistics": 1e-3}
 
 
-@pytest.fixture(scope="module")
-def printed():
-    """By each example, in one process for all."""
-    scripts = " ".join(f"examples/silent/{name}.py" for name in EXAMPLES)
-    finished = succeed(f"python tests/each.py {scripts}", forked=True)
-    parts = finished.stdout.split("== examples/silent/")[1:]
-    return {part.partition(".py\n")[0]: part for part in parts}
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_right_and_wrong(name, printed, measured):
-    (kind, _, of, right), *wrongs = LINE.findall(printed[name])
+def test_right_and_wrong(name, measured):
+    printed = succeed(f"python examples/silent/{name}.py", forked=True).stdout
+    (kind, _, of, right), *wrongs = LINE.findall(printed)
     assert kind == "right" and float(right) < INEXACT.get(name, 1e-11)
     told = [row for row in PRINTED if row[0].partition(" ")[0] == name]
     assert [f"{name} {mistake}".rstrip() for _, mistake, _, _ in wrongs] == [row[0] for row in told]
