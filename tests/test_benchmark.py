@@ -1,6 +1,5 @@
 """benchmark.py: measure end to end, interrupt and resume, render, and check the pages."""
 
-import contextlib
 import functools
 import json
 import re
@@ -8,8 +7,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from checkout import copy_checkout
@@ -84,16 +83,6 @@ def test_a_row_that_fails_says_why(checkout):
     assert row["name"] == "good" and len(row["runs"]) == 1
 
 
-def started_here(folder):
-    """Processes whose working directory is the folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (process / "cwd").resolve() == folder:
-                found.append((process / "cmdline").read_text())
-    return found
-
-
 # As a worker of a launcher: the first time it does not end, then it has the first row's result.
 WORKER = """
 if test -e runs/begun-$RANK; then
@@ -120,7 +109,7 @@ def test_stopped_and_continued(checkout):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "resumes" in stderr
-    assert not started_here(checkout)
+    assert str(checkout) not in [p.info["cwd"] for p in psutil.process_iter(["cwd"])]
     before = json.loads(partial.read_text())
     measured = [run for row in before["rows"] for run in row["runs"]]
     assert len(measured) == 1 and not before["complete"]
@@ -143,7 +132,7 @@ def changes(checkout):
 
 def test_render_and_check(checkout):
     """Rendering twice is rendering once; one digit more or less is found, wherever it is."""
-    assert not changes(checkout)
+    assert not changes(checkout), "python benchmark.py --render"
     blocks = {"README": "front-gpt", "docs/measuring": "cpu", "docs/proof": "bytes"}
     for name, block in blocks.items():
         for path in (checkout / f"{name}.md", checkout / f"{name}.zh-CN.md"):
@@ -163,29 +152,17 @@ def test_render_and_check(checkout):
     assert changes(checkout) == {f"{name}{end}" for name in names for end in (".md", ".zh-CN.md")}
 
 
-def test_the_command_to_render_and_check(checkout, monkeypatch, capsys):
-    def ends(flag):
-        monkeypatch.setattr("sys.argv", ["benchmark.py", flag])
-        try:
-            benchmark.main()
-        except SystemExit as end:
-            return end.code
-
-    found = functools.partial(pages.find_changes, checkout)
-    monkeypatch.setattr(pages, "find_changes", found)
-    monkeypatch.setattr(benchmark, "ROOT", checkout)
+def test_the_command_to_render_and_check(checkout):
     path, results = checkout / "README.md", checkout / "results/cpu.json"
     text = path.read_text()
     path.write_text(text.replace("| 16 (16) |", "| 17 (16) |"))
-    assert ends("--check") == 1 and "README.md" in capsys.readouterr().err
+    assert "README.md" in run(checkout, "--check", code=1).stderr
     assert path.read_text() != text, "a check changes nothing"
-    assert not ends("--render") and path.read_text() == text
+    run(checkout, "--render")
+    assert path.read_text() == text
     results.write_text(results.read_text()[:1000])
-    assert ends("--render") == 2 and "cpu.json" in capsys.readouterr().err
-
-
-def test_the_repository_is_rendered():
-    assert not changes(ROOT), "python benchmark.py --render"
+    [line] = run(checkout, "--render", code=2).errors
+    assert "cpu.json" in line and "measure it again" in line
 
 
 WRONG = [  # a file, what stands in it, and what would be wrong in its place
