@@ -38,7 +38,9 @@ def saved(tmp_path, monkeypatch):
 def test_all_kinds_come_back(saved, tmp_path):
     tensors, snapshot = saved
     model, optimizer = small_model(0)
+    optimizer.param_groups[0]["fused"] = True  # which the snapshot's steps were not
     state.load(tmp_path, snapshot, model, optimizer)
+    assert optimizer.param_groups[0]["fused"] is True, "it is the script's to say"
     found, _ = state.gather(model, optimizer)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
