@@ -3,6 +3,7 @@ processes, where a test is not about the launcher."""
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -321,17 +322,15 @@ def no_process_is_left():
 def run_once(tmp_path_factory):
     """A function that runs a script through hooks.py, by (script, world size, flags, hooks), and
     returns what the command left behind and its output folder. The same run is done only once."""
-    folder, runs = tmp_path_factory.mktemp("runs"), {}
+    folder = tmp_path_factory.mktemp("runs")
 
+    @functools.cache
     def get(script, world_size=1, flags="", hooks=""):
-        key = script, world_size, flags, hooks
-        if key not in runs:
-            output = folder / str(len(runs))
-            command = hooked(script, world_size, f"{flags} --output-dir {output}")
-            finished = succeed(command, forked=True, HOOKS=hooks)
-            assert not finished.our_warnings
-            runs[key] = finished, output
-        return runs[key]
+        output = Path(tempfile.mkdtemp(dir=folder))
+        command = hooked(script, world_size, f"{flags} --output-dir {output}")
+        finished = succeed(command, forked=True, HOOKS=hooks)
+        assert not finished.our_warnings
+        return finished, output
 
     yield get
     shutil.rmtree(folder)

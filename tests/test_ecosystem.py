@@ -1,5 +1,6 @@
 """The scripts with Accelerate, Lightning and transformers: each trains as its raw counterpart."""
 
+import functools
 import signal
 
 import pytest
@@ -60,17 +61,14 @@ def start(script, ranks, flags):
 def train(tmp_path_factory):
     """A function that trains, forked as a script's own launcher would start it; it returns the
     weights and the result. The same run is done only once."""
-    runs = {}
 
+    @functools.cache
     def get(script, ranks, flags):
-        key = script, ranks, flags
-        if key not in runs:
-            output = tmp_path_factory.mktemp("run")
-            command = f"{start(*key)} --output-dir {output}"
-            finished = succeed(command, forked=True, **FILE.get(script, {}))
-            assert not finished.our_warnings
-            runs[key] = read_run(output)
-        return runs[key]
+        output = tmp_path_factory.mktemp("run")
+        command = f"{start(script, ranks, flags)} --output-dir {output}"
+        finished = succeed(command, forked=True, **FILE.get(script, {}))
+        assert not finished.our_warnings
+        return read_run(output)
 
     return get
 

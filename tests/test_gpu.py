@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HOOKED, launch, launcher, succeed
+from conftest import HOOKED, launch, launcher, read_run, succeed
 from test_contract import FLOAT16
 from torch.nn.attention.bias import causal_lower_right
 
@@ -34,8 +34,7 @@ def train(script, world_size, flags, output, through="", **env):
     env = {"CUDA_VISIBLE_DEVICES": VISIBLE} | env
     finished = succeed(f"{command} {JOB} {flags} --output-dir {output}", **env)
     assert not finished.our_warnings
-    weights = torch.load(output / "model.pt", weights_only=True)
-    return weights, json.loads((output / "result.json").read_text())
+    return read_run(output)
 
 
 APART = ("HSDP", "FSDP_offload", "DeepSpeed", "LocalSGD")

@@ -12,18 +12,8 @@ from socket import socket
 import file_servers
 import pytest
 import test_mistakes
-import torch
-from conftest import (
-    ROOT,
-    environment,
-    free_port,
-    launch,
-    launcher,
-    same_bits,
-    started,
-    succeed,
-    wait_for,
-)
+from conftest import ROOT, environment, free_port, launch, launcher, started, succeed, wait_for
+from test_snapshots import same
 
 import common
 from harness import cli
@@ -92,10 +82,6 @@ def machine(folder):
     return folder
 
 
-def weights(folder):
-    return torch.load(folder / "model.pt", weights_only=True)
-
-
 def steps(files):
     """Which snapshots are there, and whether they were copied to their end."""
     found = mirror.by_snapshot(files)
@@ -105,7 +91,7 @@ def steps(files):
 def test_killed_in_the_middle_of_a_copy(s3, reins, run_once, tmp_path):
     """The half of a snapshot is named and left out by another machine; on the same one, the newest
     is still there."""
-    whole = weights(run_once("pytorch_SingleGPU", 1, JOB)[1])  # which nothing interrupts
+    _, whole = run_once("pytorch_SingleGPU", 1, JOB)  # which nothing interrupts
     files, here = Remote("s3://bucket/killed"), machine(tmp_path / "here")
     own = command("--output-dir s3://bucket/killed")
     reins("hold", f"step-00000008-evaluated/{SUMS}")
@@ -120,7 +106,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, run_once, tmp_path):
     assert "step-00000008-evaluated is damaged and ignored: SHA256SUMS" in str(finished)
     snapshot = "data/remote/s3/bucket/killed/snapshots/step-00000004-evaluated"
     assert f"resumed from {snapshot} at epoch 2, step 5" in finished.stdout
-    assert same_bits(weights(tmp_path / "out"), whole)
+    assert same(tmp_path / "out", whole)
 
     finished = succeed(f"{own} --resume auto", cwd=here, forked=True, **s3.env)
     snapshot = "runs/remote/s3/bucket/killed/snapshots/step-00000008-evaluated"
@@ -128,7 +114,7 @@ def test_killed_in_the_middle_of_a_copy(s3, reins, run_once, tmp_path):
     assert finished.lines[-1] == "files copied to s3://bucket/killed"
     assert steps(files.list_files()) == {12: True, 8: True}
     files.download(files.list_files(), tmp_path / "back")
-    assert same_bits(weights(tmp_path / "back"), whole)
+    assert same(tmp_path / "back", whole)
     for snapshot in (tmp_path / "back" / "snapshots").iterdir():
         assert not find_damage(snapshot)
     result = json.loads((tmp_path / "back" / "result.json").read_text())
