@@ -356,18 +356,8 @@ def test_schemas_of_clusters(name, accepts, keys):
 
 
 def test_hostfile():
-    """DeepSpeed's own reader understands it."""
+    """The page shows it, and DeepSpeed's own reader understands it."""
+    path, page = ROOT / "config" / "hostfile", (ROOT / "docs" / "multi_node.md").read_text()
+    assert path.read_text().split("\n", 2)[2].strip() in page
     deepspeed = pytest.importorskip("deepspeed.launcher.runner")
-    assert deepspeed.fetch_hostfile(str(ROOT / "config" / "hostfile")) == {"node1": 4, "node2": 4}
-
-
-def test_files_of_clusters_agree_with_their_page():
-    page = (ROOT / "docs" / "multi_node.md").read_text()
-    assert (ROOT / "config" / "hostfile").read_text().split("\n", 2)[2].strip() in page
-    words = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "--rdzv_backend=c10d", "--max-restarts=3"]
-    words += ["pytorch_torchrun_DDP.py --output-dir ", " --resume auto"]
-    for name in ["slurm_torchrun.sbatch", "kubeflow_torchrun.yaml", "skypilot_torchrun.yaml"]:
-        text = (ROOT / "config" / name).read_text()
-        assert not [word for word in words if word not in page or word not in text], name
-        assert "29400" in page and ("29400" in text or "PET_MASTER_PORT" in text)
-        assert "exec torchrun" in text or "scancel --signal" in text  # the signal must reach it
+    assert deepspeed.fetch_hostfile(str(path)) == {"node1": 4, "node2": 4}

@@ -123,20 +123,17 @@ def sessions(monkeypatch):
     return Session
 
 
-def test_all_on_the_gpu(sessions):
+@pytest.mark.parametrize("on_cpu", [(), ("Concat", "Slice")], ids=["all", "but shapes"])
+def test_what_is_on_the_gpu(on_cpu, sessions, monkeypatch):
+    monkeypatch.setattr(sessions, "on_cpu", on_cpu)
     for use_tf32 in (True, False):
         make_session(Path("model.onnx"), CUDA, use_tf32)
         assert sessions.opened.pop() == ([(CUDA, {"use_tf32": int(use_tf32)})], False)
 
 
-def test_shapes_may_be_on_the_cpu(sessions, monkeypatch):
-    monkeypatch.setattr(sessions, "on_cpu", ("Concat", "Slice"))
-    make_session(Path("vit.onnx"), CUDA)
-
-
 @pytest.mark.parametrize("on_cpu, named", [(["MaxPool", "Slice"], "would run MaxPool of"),
                                            ([], f"falls back to {CPU}")])  # fmt: skip
-def test_nothing_else_is(on_cpu, named, sessions, monkeypatch, capsys):
+def test_nothing_else_is_on_the_cpu(on_cpu, named, sessions, monkeypatch, capsys):
     monkeypatch.setattr(sessions, "on_cpu", on_cpu)
     monkeypatch.setattr(sessions, "providers", [CUDA, CPU] if on_cpu else [CPU])
     with pytest.raises(SystemExit) as ended:
