@@ -11,6 +11,7 @@ import torchvision
 from conftest import cases, succeed
 from fake_gpu import GIB, FakeCuda, FakeGpus
 from test_contract import FLOAT16
+from torch._subclasses import fake_tensor
 
 import common
 import harness.world
@@ -255,7 +256,8 @@ def test_get_device(cuda, become, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda):
+def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda, monkeypatch):
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
     with FakeGpus(cuda):
         q, k, v = (torch.empty(2, n, 50, 16, device="cuda:0", dtype=dtype) for n in (4, 2, 2))
         out, sums = attention_kernels.forward(q, k, v, True)

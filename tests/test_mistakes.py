@@ -94,7 +94,7 @@ def refuse(become, monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "init_process_group", init_alone)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "all_gather_object", alike)
-    for name in ("broadcast_object_list", "monitored_barrier"):
+    for name in ("broadcast_object_list", "monitored_barrier", "new_group"):
         monkeypatch.setattr(dist, name, lambda *_, **__: None)
     monkeypatch.setattr("harness.world.die_with_launcher", lambda: None)
     monkeypatch.setattr("hangs.watch.prepare", lambda *_: None)
