@@ -325,10 +325,14 @@ def main() -> None:
     args, flags = parse_args()
     try:
         predict_all(args, flags)
+        sys.stdout.flush()
     except ChildProcessError as error:
         fail(f"a process was killed (exit code {error}), maybe for lack of memory", code=3)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:  # of `| head`. Python flushes stdout again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def predict_all(args, flags: list[str]) -> None:
