@@ -111,7 +111,7 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     texts, labels = [], []
     for number, line in enumerate(lines, 1):
         try:
-            label, rating, text = line.decode().split("\t")
+            label, rating, text = line.decode("utf-8-sig").split("\t")
             if number == 1 and [label, rating, text] == COLUMNS:
                 continue
             float(rating)

@@ -1,5 +1,6 @@
 """Text: tiny Shakespeare, your own files, synthetic text; tokens and sequences."""
 
+import codecs
 import dataclasses
 import hashlib
 import urllib.request
@@ -189,7 +190,7 @@ def read(args) -> bytes:
     texts = []
     for path in paths:
         try:
-            texts.append(path.read_bytes())
+            texts.append(path.read_bytes().removeprefix(codecs.BOM_UTF8))  # of Windows
             if args.tokenizer != "bytes":
                 texts[-1].decode()
         except OSError as error:

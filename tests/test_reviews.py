@@ -110,7 +110,7 @@ BROKEN = {
 @pytest.mark.parametrize("line, words", BROKEN.values(), ids=BROKEN)
 def test_a_broken_line_is_told_by_its_number(line, words, tmp_path, capsys):
     path = tmp_path / "train.tsv"
-    path.write_bytes(b"label\trating\ttext\n0\t-1.0\tfine\n" + line + b"\n1\t1.0\tfine\n")
+    path.write_bytes(b"\xef\xbb\xbflabel\trating\ttext\n0\t-1.0\tfine\n" + line + b"\n")
     with pytest.raises(SystemExit) as exit:
         reviews.read(path)
     assert exit.value.code == 2

@@ -103,7 +103,7 @@ def test_files_of_ones_own(tokenizer, vocabulary, tmp_path):
     """Every rank encodes them: characters may need several bytes of memory, but not 13."""
     (tmp_path / "b.txt").write_text("süß€" * 10_000)
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.txt").write_text("ab" * 10)
+    (tmp_path / "deep" / "a.txt").write_text("ab" * 10, encoding="utf-8-sig")
     (tmp_path / ".hidden").write_bytes(b"\xff")
     flags = f"--model gpt-1x1x8 --context 4 --dataset text --data-dir {tmp_path}"
     args = settled(f"{flags} --tokenizer {tokenizer}")
