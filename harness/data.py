@@ -107,8 +107,8 @@ def batches_of(loader: DataLoader) -> Iterator:
 def ignore_signals(worker: int) -> None:
     """A DataLoader's ``worker_init_fn``. Terminals and launchers also send their signals to the
     workers, without which the rank would fail. :func:`kill_loaders` ends them instead."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def kill_loaders() -> None:

@@ -138,10 +138,8 @@ class Display:
 
     def epoch(self, title: str, step: int, epoch: dict[str, float]) -> None:
         self.add_scalars("epoch", step, **epoch)
-        print0(
-            f"{title}: loss {epoch['train_loss']:.4f}, evaluation loss {epoch['eval_loss']:.4f}, "
-            f"accuracy {epoch['eval_accuracy']:.2%}, {epoch['seconds']:.1f} s"
-        )
+        loss = f"loss {epoch['train_loss']:.4f}, evaluation loss {epoch['eval_loss']:.4f}"
+        print0(f"{title}: {loss}, accuracy {epoch['eval_accuracy']:.2%}, {epoch['seconds']:.1f} s")
 
     def add_scalars(self, group: str, step: int, **values: float) -> None:
         for name, value in values.items() if self.writer else ():

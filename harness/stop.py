@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C are requests to stop: all ranks stop after the same step, with a snapshot."""
+"""SIGTERM, SIGHUP and Ctrl-C stop a run: all ranks after the same step, with a snapshot."""
 
 import signal
 import threading
@@ -24,7 +24,8 @@ class StopRequest:
 
     def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():  # not in a notebook's thread
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # unless under nohup
+            for signum in (signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hears):
                 signal.signal(signum, self.note)  # Python calls it between two operations
 
     def note(self, signum: int, frame) -> None:

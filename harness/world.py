@@ -44,9 +44,8 @@ class World:
 
 def count_local_ranks(env: Mapping[str, str]) -> int | None:
     """Number of ranks on this machine; ``None`` if unknown."""
-    names = ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]  # torchrun's, deepspeed's
-    names += ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]  # mpirun's: Open MPI, MPICH
-    for name in names:
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    for name in names:  # torchrun's, deepspeed's; mpirun's: Open MPI, MPICH
         if env.get(name):
             return int(env[name])
     here = env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
@@ -79,9 +78,14 @@ def why_ranks_are_unclear() -> str | None:
 
 
 def print0(message: str, file=None) -> None:
-    """Print a line, on rank 0 only."""
+    """Print a line, on rank 0 only. If its reader is gone, as after ``| head`` or on a closed
+    terminal, the run stops as at SIGHUP; under nohup, which ignores that, it goes on."""
     if world().rank == 0:
-        print(message, file=file, flush=True)
+        try:
+            print(message, file=file, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
+            signal.raise_signal(signal.SIGHUP)
 
 
 def make_store(args) -> dist.Store:
@@ -184,8 +188,7 @@ def is_first_here() -> bool:
 
 def launch_id() -> str:
     """An identifier of the launch: the same for all attempts, different for the next launch."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run != "none":
+    if (run := os.environ.get("TORCHELASTIC_RUN_ID", "none")) != "none":
         return run
     stat = Path(f"/proc/{parent()}/stat")  # Linux; psutil's time changes when the clock is set
     started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
@@ -209,8 +212,7 @@ def die_with_launcher() -> None:
 
 
 def stop_with_runner() -> None:
-    """Ask this rank to stop if ``deepspeed`` has exited: it starts a process that starts the ranks,
-    and on one machine does not forward signals to that process."""
+    """Stop this rank when ``deepspeed`` exits, which on one machine does not forward signals."""
     launcher = psutil.Process(parent())
     runner = launcher.ppid()
     while launcher.ppid() == runner:
@@ -219,8 +221,8 @@ def stop_with_runner() -> None:
 
 
 def listen_on_loopback() -> None:
-    """Let ranks that share a machine connect by loopback only, unless the user chose an interface.
-    The store for the rendezvous is torchrun's and listens on all interfaces."""
+    """Let ranks that share a machine connect by loopback only, unless the user chose an interface;
+    torchrun's store listens on all."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
 

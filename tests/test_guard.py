@@ -58,8 +58,7 @@ def all_finite(output):
 
 
 @pytest.mark.parametrize(
-    "mode, script, ranks, named",
-    cases(EVERYWHERE, lambda mode, script, *_: script in USUAL[mode]),
+    "mode, script, ranks, named", cases(EVERYWHERE, lambda mode, script, *_: script in USUAL[mode])
 )
 def test_a_bad_gradient(mode, script, ranks, named, tmp_path):
     output = tmp_path / "two words"
