@@ -36,8 +36,8 @@ from inference.runtimes import PROVIDERS, OnnxRunner, Runner, TorchRunner, make_
 from inference.trained import Trained, as_trained
 
 
-def main():
-    args = parse_args()
+def main() -> int:
+    args, code = parse_args(), 0
     if args.benchmark:
         benchmark(args)
     elif args.export:
@@ -45,7 +45,9 @@ def main():
     elif args.prompt is not None:
         write(args)
     else:
-        sys.exit(predict(args))
+        code = predict(args)
+    sys.stdout.flush()
+    return code
 
 
 # -------------------------------------------------------------------------------- command line
@@ -313,4 +315,8 @@ def benchmark(args: Trained) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # of `| head`. Python flushes stdout again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -52,7 +52,7 @@ def infer(flags):
     ):
         patch.setattr(sys, "argv", ["model_inference.py", *shlex.split(flags)])
         try:
-            model_inference.main()
+            code = model_inference.main()
         except SystemExit as end:
             code = end.code or 0
         except Exception:
