@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import warnings
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -75,6 +76,8 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 def units_of(model: nn.Module) -> list[nn.Module]:
     """What FSDP gathers at a time: the blocks; and a decoder's embedding and head, which with a
     large vocabulary are larger than a block, unless they share a matrix."""
+    # Of an embedding under sequence parallelism; no operation in place follows.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     children = dict(model.named_children()) if hasattr(model, "unembed") else {}
     ends = [children[name] for name in ("token", "head") if name in children]
     tied = len(ends) == 2 and ends[0].weight is ends[1].weight
