@@ -2,8 +2,8 @@
 
 import difflib
 import itertools
-import warnings
 import math
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

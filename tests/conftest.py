@@ -31,8 +31,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# A shell's background job ignores Ctrl-C, and so would all that a test starts:
+# A shell's background job ignores Ctrl-C, one of nohup SIGHUP, and so would all that a test starts:
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)  # see environment()
 

@@ -86,7 +86,7 @@ def test_a_row_that_fails_says_why(checkout):
 # As a worker of a launcher: the first time it does not end, then it has the first row's result.
 WORKER = """
 if test -e runs/begun-$RANK; then
-    mkdir -p "$2" && cp runs/benchmark/quick/first/*.* "$2"
+    test $RANK != 0 || { mkdir -p "$2" && cp runs/benchmark/quick/first/*.* "$2"; }
     exit
 fi
 touch runs/begun-$RANK
