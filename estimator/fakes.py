@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -81,6 +82,9 @@ def stand_in_for_numbers() -> None:
         ours.data = theirs.detach()
 
     torch.utils.swap_tensors = swap
+    # PyTorch 2.12 reads what the ranks of a pipeline have voted: that all shapes are known.
+    voted = SimpleNamespace(item=lambda: 1)
+    PipelineStage._warmup_backward_result = lambda *_, **__: voted
     torch.nn.init.trunc_normal_ = lambda tensor, *_, **__: tensor  # it reads the drawn values
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # a copied model shares it
     with contextlib.suppress(RuntimeError):  # it is registered already

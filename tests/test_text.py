@@ -42,7 +42,7 @@ def test_memory_of_tensors_on_a_cpu(script, n, part, train):
     whole = sum(train("pytorch_SingleGPU", 1, job)[1]["state_bytes"].values())
     _, result = train(script, n, job)
     allocated = result["peak_memory_gib"]["allocated"] * 2**30
-    assert part < allocated / whole < part + 0.4, "with activations, and blocks that are gathered"
+    assert part < allocated / whole < part + 0.45, "with activations, and blocks that are gathered"
     _, short = train("pytorch_SingleGPU", 1, "--max-steps 1 --profile-memory")
     assert short["peak_memory_gib"]["allocated"] is None, "the one step is timed"
     assert short["step_ms"]["p50"] > 0
