@@ -102,7 +102,7 @@ def main():
     parser.set_defaults(experts=8)
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
-        help="dtype of matrix products and attention (default: float32)",
+        help="dtype of matrix products (default: float32)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)

@@ -175,8 +175,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
-                logits = model(images)
-                loss = F.cross_entropy(logits.to(torch.get_default_dtype()), labels)
+                logits = model(images).to(torch.get_default_dtype())
+                loss = F.cross_entropy(logits, labels)
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             if args.sequence_parallel:
                 add_up_gradients(model)  # TP: sums the norms' gradients over the ranks

@@ -105,7 +105,7 @@ def main():
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
-        help="dtype of matrix products and attention (default: float32)",
+        help="dtype of matrix products (default: float32)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
