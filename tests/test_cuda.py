@@ -19,7 +19,6 @@ from harness import clock, result
 from harness.data import TaskData
 from jobs import classifiers, images
 from libraries import attention_kernels
-from pytorch_float8 import multiplies_float8
 from techniques import IN_A_V, TECHNIQUES
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
@@ -274,6 +273,9 @@ def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda, monkeypatch):
 def test_which_gpus_multiply_float8(gpu, hip, able, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**gpu))
     monkeypatch.setattr(torch.version, "hip", hip)
+    pytest.importorskip("torchao")
+    from pytorch_float8 import multiplies_float8
+
     assert multiplies_float8(torch.device("cuda:0")) == able
 
 

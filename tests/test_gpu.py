@@ -14,7 +14,6 @@ from torch.nn.attention.bias import causal_lower_right
 from jobs.gpt import attend
 from libraries import attention_kernels
 from libraries.attention_kernels import repeat
-from pytorch_float8 import multiplies_float8
 from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32"
@@ -156,6 +155,9 @@ def test_kernels_of_a_ring(dtype, kv_heads):
 
 
 def test_float8_where_it_is_said_to_be():
+    pytest.importorskip("torchao")
+    from pytorch_float8 import multiplies_float8
+
     a = torch.eye(16, device="cuda").to(torch.float8_e4m3fnuz if torch.version.hip else E4M3)
     one = torch.ones((), device="cuda")
     with contextlib.nullcontext() if multiplies_float8(a.device) else pytest.raises(RuntimeError):
