@@ -1,50 +1,93 @@
-"""A plain training loop on one device: python plain.py --epochs 3 --checkpoint checkpoint.pt"""
+"""A training loop on one device: python plain.py. The same command again resumes from OUT."""
 
-import argparse
+import glob
+import math
 import os
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/plain", 60, 20, 32, 1e-2, 6, 0.01
+
+
+def make_model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--checkpoint", default="checkpoint.pt")
-    args = parser.parse_args()
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    inputs = torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(inputs, inputs[:, :10].argmax(1))  # the label: the largest of ten numbers
-    generator = torch.Generator()
-    sampler = RandomSampler(data, generator=generator)
-    loader = DataLoader(data, 64, sampler=sampler, drop_last=True)
-
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
-    model = nn.Sequential(nn.Linear(32, 64), *blocks, nn.Linear(64, 10)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    start = 0
-    if os.path.exists(args.checkpoint):
-        saved = torch.load(args.checkpoint, map_location="cpu")
+    os.makedirs(f"{OUT}/best", exist_ok=True)
+    model, (train_set, eval_set) = make_model().to(device), make_data()
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    start, best = 0, math.inf
+    if files := sorted(glob.glob(f"{OUT}/step-*.pt")):
+        saved = torch.load(files[-1], map_location="cpu")
+        start, best = saved["step"], saved["best"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        start = saved["epoch"]
 
-    for epoch in range(start, args.epochs):
-        generator.manual_seed(epoch)
-        for x, y in loader:
-            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
+    train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
+    eval_loader = DataLoader(eval_set, BATCH)
+    torch.manual_seed(start)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step)  # of dropout: a resumed run repeats no masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        sums = loss_of(model, batch)
+        total = sums.detach()
+        (sums[0] / total[1]).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for batch in eval_loader:
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with torch.no_grad():
+                found += loss_of(model, batch)
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            export(model, model.state_dict())
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(saved | {"epoch": epoch + 1}, f"{args.checkpoint}.part")
-        os.replace(f"{args.checkpoint}.part", args.checkpoint)  # never half a file
+        torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
+        os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
+        for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
+            os.remove(old)
 
 
 main()

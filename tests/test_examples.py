@@ -1,89 +1,330 @@
-"""The loops of examples/: each ends with the weights of the plain loop, also after a resume, and
-docs/your_own_loop.md shows their lines."""
+"""The examples: each ends as the plain loop, also after it was killed and resumed on another number
+of ranks; with dropout, with one's own model, and on a chat. Edited copies of them run."""
 
-import difflib
+import ast
+import functools
+import json
 import re
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import HOOKED, ROOT, cases, succeed
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from conftest import ROOT, cases, distance, launch, same_bits
+from safetensors.torch import load_file
+from test_llama import make_tokenizer
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# Rounding alone in float64. bfloat16 rounds to 8 bits; DeepSpeed's engine computes in fp32.
-TOLERANCE = {"ddp": 1e-9, "zero": 1e-9, "fsdp": 1e-9}
-TOLERANCE |= {"ddp_autocast": 0.05, "fsdp_bf16": 0.05, "deepspeed_zero2": 1e-4}
-PARENTS = dict.fromkeys(TOLERANCE, "ddp") | {"ddp": "plain", "fsdp_bf16": "fsdp"}
-PAGES = [ROOT / "docs" / f"your_own_loop{language}.md" for language in ("", ".zh-CN")]
+transformers = pytest.importorskip("transformers")
+Decoder = transformers.AutoModelForCausalLM
 
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """Weights of the plain loop after two epochs, in both dtypes."""
-    folder, found = tmp_path_factory.mktemp("plain"), {}
-    for dtype, hooks in ((torch.float32, ""), (torch.float64, "float64")):
-        path = folder / f"{dtype}.pt"
-        command = f"python {HOOKED} examples/plain.py --epochs 2 --checkpoint {path}"
-        succeed(command, forked=True, HOOKS=hooks)
-        found[dtype] = torch.load(path)["model"]
-    assert found[torch.float64]["0.weight"].dtype == torch.float64
-    return found
+POLICY = "POLICY = MixedPrecisionPolicy()"  # FSDP computes in the weights' float64
+NO_OPS = "deepspeed.ops.__compatible_ops__ = {}"  # else DeepSpeed compiles one for the CPU
 
 
-def weights_in(path, name):
-    """The model's, by their names in the plain loop."""
-    if name.startswith("fsdp"):
-        dcp_to_torch_save(path / "2", path / "whole.pt")
-        path = path / "whole.pt"
-    if name.startswith("deepspeed"):
-        step = (path / "latest").read_text()
-        return torch.load(path / step / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    return torch.load(path)["model"]
+class Row(NamedTuple):
+    """Of an example: which one it changes, on how many ranks it is killed and resumed, what is set
+    in a copy, how far it may be from the plain loop."""
+
+    parent: str
+    ranks: int = 2
+    then: int = 1
+    code: str = ""
+    far: tuple = (0, 1e-9)
+    usual: bool = True
 
 
-@pytest.mark.parametrize("name", cases([(n,) for n in TOLERANCE], lambda n: TOLERANCE[n] < 0.01))
-def test_an_example_ends_with_the_plain_loops_weights(name, plain, tmp_path):
-    """Stopped after the first of two epochs and resumed."""
-    exact = TOLERANCE[name] < 1e-6
-    script = f"{HOOKED} examples/{name}.py" if exact else f"examples/{name}.py"
-    launch = f"torchrun --standalone --nproc_per_node=2 {script}"
-    if name.startswith("deepspeed"):
-        launch = f"deepspeed --num_gpus 2 {script}"
-    path = tmp_path / "checkpoint"
-    for epochs in (1, 2):
-        command = f"{launch} --epochs {epochs} --checkpoint {path}"
-        finished = succeed(command, forked=True, DS_ACCELERATOR="cpu", HOOKS="float64")
-        assert re.findall(r"^epoch (\d): loss", finished.stdout, re.M) == [str(epochs)]
-    found = weights_in(path, name)
-    expected = plain[torch.float64 if exact else torch.float32]
-    assert found.keys() == expected.keys()
-    for key, weight in expected.items():
-        difference = (found[key].to(weight) - weight).norm() / weight.norm()
-        assert difference < TOLERANCE[name], key
-
-
-def test_examples_stand_alone():
-    assert {path.stem for path in EXAMPLES} == {*TOLERANCE, "plain"}
-    for path in EXAMPLES:
-        assert not re.search(r"\b(common|harness|jobs)\b", path.read_text()), path
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_shows_the_files(page):
-    """The plain loop, and of the others the lines that differ from their parents."""
-    text = page.read_text()
-    assert f"```python\n{read('plain').partition('parse_args()')[2].strip(chr(10))}\n```" in text
-    shown = re.findall(r"\(\.\./examples/(\w+)\.py\)[:：]\n\n```diff\n(.*?)```", text, re.S)
-    assert dict(shown) == {name: changes(PARENTS[name], name) for name in TOLERANCE}
+ROWS = {
+    "ddp": Row("plain", 2, 3),
+    "amp": Row("ddp", then=2, far=(1e-4, 0.05)),
+    "accumulation": Row("ddp", 3, 2),
+    "zero": Row("ddp", 2, 3),
+    "zero_deepspeed": Row("ddp", 2, 2, NO_OPS, (0, 1e-4)),
+    "fsdp": Row("ddp", 3, 2, POLICY),
+    "dcp": Row("fsdp", 2, 3, POLICY),
+    "fsdp_compile": Row("fsdp", 2, 1, POLICY, usual=False),
+    "hsdp": Row("fsdp", 4, 2, f"{POLICY}\nSHARD = 2", usual=False),
+    "offload": Row("fsdp", 2, 1, POLICY, usual=False),
+    "fsdp_tp": Row("fsdp", 4, 2, POLICY, usual=False),
+    **dict.fromkeys(("chat", "tp", "pp", "cp", "ep"), Row("ddp")),
+}
+ONE_DISK = ("ddp", "amp", "accumulation", "zero")  # rank 0 reads and writes, for all ranks
+APART = "\nos.makedirs(os.environ['RANK'], exist_ok=True)\nos.chdir(os.environ['RANK'])"
+SAME = {  # in a copy; and ranks have different numbers of labels
+    "nn.Dropout(0.1)": "nn.Dropout(0.0)",
+    '"labels": row[1:]}': '"labels": row[1:].where(torch.arange(16) > row[0] % 15, -100)}',
+}
+EXACT = """torch.set_default_dtype(torch.float64)
+to, torch.Tensor.float = torch.Tensor.to, torch.Tensor.double  # models convert to float32, too
+double = lambda x: torch.double if x is torch.float else x
+torch.Tensor.to = lambda tensor, *xs, **named: to(tensor, *map(double, xs), **named)
+"""
+EAGER = {"dtype=torch.float32": 'dtype=torch.float64, experts_implementation="eager"'}
 
 
 def read(name):
     return (ROOT / f"examples/{name}.py").read_text()
 
 
-def changes(old, new):
-    """Without docstrings and imports."""
-    olds, news = (read(name).split('"""', 2)[2].splitlines() for name in (old, new))
-    lines = difflib.unified_diff(olds, news, n=0, lineterm="")
-    lines = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-    return "".join(f"{line}\n" for line in lines if not re.match(r"[+-](import|from) ", line))
+def insert(text, own):
+    """Someone's functions in place of those of the same names, and what else belongs to them."""
+    for node in ast.parse(own).body:
+        code = ast.get_source_segment(own, node)
+        head = re.escape(code.partition(":")[0])  # with the arguments
+        found = re.search(rf"^{head}:.*?(?=\n\n\n)", text, re.M | re.S)
+        if isinstance(node, ast.FunctionDef) and found:
+            text = text if node.name == "main" else text.replace(found[0], code)
+        elif not isinstance(node, ast.Expr):
+            text = text.replace("\n\n\n", f"\n\n{code}\n\n\n", 1)
+    return text
+
+
+def run(name, n, folder, code="", own="", kill=0, changes=SAME, exact=True):
+    """A copy of an example on n ranks, or by python if 0: the figures it prints, by step."""
+    text = insert(read(name), own)
+    exact = EAGER | {"torch.float32": "torch.float64"} if exact else {}
+    for old, new in (changes | exact | {":.4f}": ":.17g}"}).items():
+        text = text.replace(old, new)
+    code = f"{EXACT if exact else ''}OUT, STEPS, EVERY = 'runs', 16, 4\n{code}"
+    text = text.replace("\n\n\n", f"\n{code}\n\n\n", 1)
+    killed = f"os._exit(7) if step == {kill} else None\n        "
+    script = folder / f"transformers_{name}.py"  # forked where its libraries are imported
+    script.write_text(re.sub(r"(?=torch.manual_seed\(step\b)", killed, text))
+    start = "deepspeed --num_gpus " if "deepspeed" in name else "torchrun --nproc_per_node="
+    start = f"{start}{n}" if n else "python"
+    finished = launch(f"{start} {script}", cwd=folder, forked=True, DS_ACCELERATOR="cpu")
+    assert finished.code == (7 if kill else 0), str(finished)
+    figures = r"^step (\d+): loss (\S+), evaluation loss (\S+), norm (\S+)$"
+    found = re.findall(figures, finished.stdout, re.M)
+    return {int(step): [*map(float, each)] for step, *each in found}
+
+
+def best(folder):
+    return load_file(folder / "runs/best/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A function that runs the plain loop, with someone's functions: figures and folder. The same
+    run is done only once."""
+
+    @functools.cache
+    def get(own="", code="", changes=(), exact=True):
+        folder = tmp_path_factory.mktemp("plain")
+        return run("plain", 0, folder, code, own, 0, SAME | dict(changes), exact), folder
+
+    return get
+
+
+def talk(*contents):
+    roles = ["user", "assistant"] * (len(contents) // 2)
+    pairs = zip(roles, contents, strict=True)
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in pairs]})
+
+
+@pytest.fixture(scope="module")
+def chat(hub):
+    """What a copy of chat.py has to know: its model, and conversations."""
+    path = hub("Qwen3") / "chat.jsonl"
+    lines = [talk(f"{i % 7}, {i % 5}?", f"to be {i % 7} or not to be {i % 5}") for i in range(80)]
+    path.write_text("\n".join(lines))
+    return f"FOLDER, DATA, LENGTH, BATCH = {str(path.parent)!r}, {str(path)!r}, 64, 8\nLR = 1e-2"
+
+
+@cases("name", ROWS, lambda n: ROWS[n].usual)
+def test_an_example_is_the_plain_loop(name, plain, tmp_path, request):
+    """On uneven shares; killed after three saves, of which two are kept, and resumed from the
+    newest. Where rank 0 reads and writes for all, each rank has a folder of its own."""
+    row, exact = ROWS[name], name not in ("amp", "zero_deepspeed")  # which leave float64 alone
+    given = request.getfixturevalue("chat") if name == "chat" else ""
+    own = read(name) if given or "\nclass " in read(name) else ""
+    expected, folder = plain(own, given, exact=exact)
+    code = f"{row.code}\n{given}{APART if name in ONE_DISK else ''}"
+    found = run(name, row.ranks, tmp_path, code, kill=13, exact=exact)
+    for old, new in ("0x", "10", "x1") if name in ONE_DISK else ():  # rank 0 is another machine
+        (tmp_path / old).rename(tmp_path / new)
+    again = run(name, row.then, tmp_path, code, exact=exact)
+    assert [*again] == [16] or name == "dcp" and [*again] == [12, 16]
+    ours = tmp_path / "0" if name in ONE_DISK else tmp_path
+    kept = {path.stem for path in tmp_path.glob("**/runs/step-*")}
+    assert kept - {"step-00000008"} == {"step-00000012", "step-00000016"}
+    assert name in ONE_DISK or len(kept) == 2
+    assert all(a[1] > b[1] for a, b in pairwise(expected.values())), "the best is not the last"
+    for step, figures in (found | again).items():
+        assert figures == pytest.approx(expected[step], row.far[1]), step
+    assert row.far[0] <= distance(best(ours), best(folder)) <= row.far[1]
+    assert not given or generate(ours / "runs/best")
+    assert not exact or {weight.dtype for weight in best(ours).values()} == {torch.float64}
+
+
+@cases("name", ["ddp", "zero", "fsdp"], lambda n: n == "ddp")
+def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
+    """To the last bit, with dropout, of which each rank draws its own. The best evaluation is the
+    first here."""
+    drawn = "dist.all_gather_object(drawn := [0] * world, torch.rand(1).item())\n        "
+    drawn += "assert len({*drawn}) == world\n        sums ="
+    worse = '[row | {"labels": row["input_ids"]} for row in rows[540:]]'
+    options = {"code": ROWS[name].code, "changes": {"sums =": drawn, "rows[540:]": worse}}
+    folders = tmp_path / "whole", tmp_path / "parts"
+    [folder.mkdir() for folder in folders]
+    whole = run(name, 2, folders[0], **options)
+    first = run(name, 2, folders[1], kill=5, **options)
+    early = best(folders[1])
+    assert [*first] == [4] and first | run(name, 2, folders[1], **options) == whole
+    assert whole[4][1] == min(figures[1] for figures in whole.values())
+    assert same_bits(early, best(folders[1])) and same_bits(early, best(folders[0]))
+
+
+def test_examples_stand_alone():
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert names == {"plain", *ROWS}
+    for name in names:
+        assert not re.search(r"(import|from) (common|harness|jobs|libraries)\b", read(name)), name
+
+
+SMALL = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+DECODERS = {"Llama": {}, "Qwen2": {"tie_word_embeddings": True}, "Qwen3": {}}
+DECODERS |= {"Mistral": {"sliding_window": 8}}
+DECODERS |= {"Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}
+BLOCKS = '[block for i in range(1, 5) for block in model.get_submodule(f"layer{i}")]'
+CLASSIFIERS = {  # in place of resnet50(
+    "resnet": {"resnet50(": "resnet18(norm_layer=lambda n: nn.GroupNorm(2, n), "},
+    "vit": {"resnet50(": "VisionTransformer(16, 8, 2, 2, 32, 64, ", BLOCKS: "model.encoder.layers"},
+}
+STILL = {"v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()": "v2.Resize((SIZE, SIZE))"}
+STILL |= {"v2.Resize(SIZE), v2.CenterCrop(SIZE)": "v2.Resize((SIZE, SIZE))", "/val": "/test"}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A function that makes a folder as on the Hub, of a decoder by name: Llama's in bfloat16,
+    Qwen2's tied, Qwen3's in several files."""
+
+    @functools.cache
+    def get(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        make_tokenizer(folder, 280)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_special_tokens({"eos_token": "</s>"})
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SMALL | DECODERS[kind])
+        model = Decoder.from_config(config).to(torch.bfloat16 if kind == "Llama" else torch.float32)
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id]
+        model.save_pretrained(folder, max_shard_size="20KB" if kind == "Qwen3" else "1GB")
+        (folder / "text").write_text("abcde</s>" * 500)
+        return folder
+
+    return get
+
+
+FAMILIES = ("ddp", "accumulation", "zero", "fsdp")
+OWN_MODELS = [*product(FAMILIES, [*DECODERS, *CLASSIFIERS])]
+USUAL = ("ddp", "Qwen2"), ("fsdp", "Llama"), ("accumulation", "vit")
+PAGES = [ROOT / f"docs/your_own_model{language}.md" for language in ("", ".zh-CN")]
+
+
+@cases("name, kind", OWN_MODELS, lambda *row: row in USUAL)
+def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
+    """The page's functions in place of the example's: killed on two ranks, resumed on one, it
+    writes what the plain loop does, and that loads and generates."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.S)
+    [own] = (b for b in blocks if ("AutoTokenizer" if kind in DECODERS else "torchvision") in b)
+    changes = STILL | CLASSIFIERS.get(kind, {})
+    if kind in DECODERS:
+        code = (
+            f"FOLDER, DATA, LENGTH = {str(hub(kind))!r}, {str(hub(kind) / 'text')!r}, 16\nLR = 3e-2"
+        )
+    else:
+        code = f"DATA, CLASSES, SIZE = {str(image_folder)!r}, 3, 16\nLR = 1e-3"
+    expected, folder = plain(own, code, tuple(changes.items()))
+    for n, kill in ((2, 13), (1, 0)):
+        found = run(name, n, tmp_path, f"{ROWS[name].code}\n{code}", own, kill, SAME | changes)
+    assert found[16] == pytest.approx(expected[16], 1e-6)
+    assert distance(best(tmp_path), best(folder)) < 1e-6
+    assert {weight.dtype for weight in best(tmp_path).values()} == {torch.float64}  # not bfloat16
+    if kind in DECODERS:
+        text = generate(tmp_path / "runs/best")
+        assert text == generate(folder / "runs/best") and re.fullmatch(r" ?abcd.{,9}</s>", text)
+
+
+def generate(folder):
+    """Until the token that ends it, as written into the folder, or too long."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == TEMPLATE
+    model = Decoder.from_pretrained(folder, dtype=torch.float32)
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
+    prompt = tokenizer("abc", add_special_tokens=False, return_tensors="pt").input_ids
+    return tokenizer.decode(model.generate(prompt, do_sample=False, max_new_tokens=20)[0])
+
+
+def functions_of(code):
+    """Of chat.py, where constants are set by a line."""
+    text, found = read("chat").partition("\n\n\ndef main")[0], {}
+    exec(text.replace("\n\n\n", f"\n{code}\n\n\n", 1), found)
+    return found
+
+
+HM = "{% if loop.last and m['role'] == 'assistant' %}hm {% endif %}{{ m['c"
+LEARNED = {  # by template: of two answers. One that changes earlier answers makes two documents
+    TEMPLATE: ["to be</s>or not</s>"],
+    TEMPLATE.replace("{{ m['c", HM): ["hm to be</s>", "hm or not</s>"],
+}
+
+
+@pytest.mark.parametrize("template", LEARNED)
+def test_answers_alone_are_learned(template, hub):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hub("Qwen3"))
+    tokenizer.chat_template = template
+    messages = json.loads(talk("a", "to be", "b", "or not"))["messages"]
+    documents = [*functions_of("")["documents_of"](messages, tokenizer)]
+    learned = [tokenizer.decode([i for i in labels if i >= 0]) for _, labels in documents]
+    assert learned == LEARNED[template]
+    assert documents[-1][0] == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_documents_of_a_row_do_not_see_each_other(kind, hub, chat):
+    """The loss of rows is the sum over their documents alone. With a cache, it would not be."""
+    found = functions_of(f"{chat}\nLENGTH = 50")
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model = Decoder.from_pretrained(hub(kind), **options)
+    documents = [(torch.randperm(200)[:n].tolist(),) * 2 for n in (20, 9, 2, 30, 10)]
+    rows = torch.utils.data.default_collate(found["pack"](documents))
+    assert rows["labels"].shape == (2, 50)
+    logits = [model(torch.tensor([tokens[:-1]])).logits[0] for tokens, _ in documents]
+    labels = torch.tensor([label for _, labels in documents for label in labels[1:]])
+    expected = torch.nn.functional.cross_entropy(torch.cat(logits), labels, reduction="sum")
+    loss, count = found["loss_of"](model, rows).tolist()
+    assert loss == pytest.approx(expected.item(), 1e-6) and count == len(labels)
+
+
+BAD = {
+    '{"messages": [}': "JSONDecodeError: Expecting value",
+    '{"text": "a"}': "KeyError: 'messages'",
+    '{"messages": [{"role": "assistant"}]}': "KeyError: 'content'",
+    '{"messages": [{"role": "assistant", "content": null}]}': "TypeError: ",
+    '{"messages": [{"role": "user", "content": "a"}]}': "no answer of an assistant within 64",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_line_is_named(line, chat, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(f"{talk('a', 'b')}\n{line}\n")
+    with pytest.raises(SystemExit, match=rf"bad.jsonl, line 2: .*{BAD[line]}"):
+        functions_of(f"{chat}\nDATA = {str(tmp_path / 'bad.jsonl')!r}")["make_data"]()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_lists_the_files(page):
+    """Each with its parent."""
+    row = r"\[(\w+)\.py\]\(\.\./examples/\1\.py\) \| (\w+) \|"
+    parents = {name: row.parent for name, row in ROWS.items()}
+    assert dict(re.findall(row, page.read_text())) == parents

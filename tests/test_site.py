@@ -14,7 +14,7 @@ from website import make_data
 
 DATA = {path.stem: json.loads(path.read_text()) for path in (ROOT / "website/data").glob("*.json")}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-PAGES = ("index", "techniques/FSDP", "explore", "your_own_loop", "zh/index", "zh/techniques/PP")
+PAGES = ("index", "techniques/FSDP", "explore", "your_own_model", "zh/index", "zh/techniques/PP")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,192 @@
+"""The loop of ddp.py with context parallelism (Ulysses): torchrun --nproc_per_node=2 cp.py"""
+
+import gc
+import glob
+import math
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/cp", 60, 20, 32, 1e-2, 6, 0.01
+
+
+def rotate(x, positions):  # rotary position embedding of [batch, heads, time, 16]
+    angles = positions[..., None] / 100 ** (torch.arange(8, device=x.device) / 8)
+    (a, b), (cos, sin) = x.chunk(2, -1), (angles.cos()[:, None], angles.sin()[:, None])
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Layer(nn.Module):
+    attend = staticmethod(partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True))
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
+        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+        self.dropout, self.norm = nn.Dropout(0.1), nn.RMSNorm(64)
+
+    def forward(self, x, positions):
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 16)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        y = self.attend(rotate(q, positions), rotate(k, positions), v)
+        x = x + self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.mlp(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(64, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, input_ids, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, position_ids)
+        return self.lm_head(x)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"], batch.get("position_ids")).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+class Exchange(torch.autograd.Function):  # splits one dimension over the ranks, joins another
+    @staticmethod
+    def forward(ctx, x, split, join):
+        ctx.reverse = join, split
+        parts = torch.stack(x.chunk(dist.get_world_size(), split))
+        found = torch.empty_like(parts)
+        dist.all_to_all_single(found, parts)
+        return torch.cat(found.unbind(), join)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.reverse), None, None
+
+
+def attend(q, k, v, window=None, **options):  # causal, of [batch, heads, this rank's time, width]
+    world, heads = dist.get_world_size(), q.shape[1]
+    if heads % world:
+        raise SystemExit(f"{heads} attention heads cannot be divided among {world} ranks")
+    if k.shape[1] % world:  # too few heads of keys and values
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    q, k, v = (Exchange.apply(x, 1, 2) for x in (q, k, v))  # all the time, of 1/N of the heads
+    mask, time = None, torch.arange(q.shape[2], device=q.device)
+    if window and window < len(time):
+        ago = time[:, None] - time
+        mask = (ago >= 0) & (ago < window)
+    options |= {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": True}
+    return Exchange.apply(F.scaled_dot_product_attention(q, k, v, **options), 2, 1)
+
+
+def shard(batch, device):  # this rank's positions of every row; padded to a multiple of the ranks
+    (rows, time), world = batch["input_ids"].shape, dist.get_world_size()
+    pad = partial(F.pad, pad=(0, -time % world))
+    batch = {name: pad(x, value=-100 * (name == "labels")) for name, x in batch.items()}
+    batch["position_ids"] = torch.arange(time + -time % world).expand(rows, -1)
+    return {name: x.chunk(world, 1)[dist.get_rank()].to(device) for name, x in batch.items()}
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    os.makedirs(f"{OUT}/best", exist_ok=True)
+    model, (train_set, eval_set) = make_model().to(device), make_data()
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = attend
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    start, best = 0, math.inf
+    files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
+    dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
+    owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
+    found = [torch.load(files[-1], map_location="cpu") if files and rank == owner else None]
+    dist.broadcast_object_list(found, owner)
+    if saved := found[0]:
+        start, best = saved["step"], saved["best"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    model = DistributedDataParallel(model)  # averages the gradients in backward
+
+    train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
+    eval_loader = DataLoader(eval_set, BATCH)  # every rank reads all rows
+    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = shard(batch, device)
+        sums = loss_of(model, batch)
+        total = sums.detach().clone()
+        dist.all_reduce(total)  # ranks may have different numbers of labels
+        (sums[0] * world / total[1]).backward()  # DDP divides by world
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for batch in eval_loader:
+            with torch.no_grad():
+                found += loss_of(model.module, shard(batch, device))
+        dist.all_reduce(found)
+        if rank > 0:  # every rank has the same weights: rank 0 saves them
+            continue
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            export(model.module, model.module.state_dict())
+        saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
+        os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
+        for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
+            os.remove(old)
+
+
+main()
+gc.collect()  # frees DDP, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()

@@ -1,0 +1,223 @@
+"""The loop of ddp.py with expert parallelism: torchrun --nproc_per_node=2 ep.py"""
+
+import gc
+import glob
+import math
+import os
+import shutil
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.data import DataLoader
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/ep", 60, 20, 32, 1e-2, 6, 0.01
+WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
+
+
+class Experts(nn.Module):  # with stacked weights, as in transformers
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 128, 64) / 8)  # [experts, 2 * inner, width]
+        self.down_proj = nn.Parameter(torch.randn(4, 64, 64) / 8)  # [experts, width, inner]
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x, index, weights):  # each token's width, its experts, and their weights
+        found = torch.zeros_like(x)
+        for expert in range(len(self.down_proj)):
+            token, place = torch.where(index == expert)
+            gate, up = F.linear(x[token], self.gate_up_proj[expert]).chunk(2, -1)
+            y = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            found = found.index_add(0, token, y * weights[token, place, None])
+        return found
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.experts = nn.RMSNorm(64), nn.Linear(64, 4), Experts()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.norm(x).flatten(0, -2)
+        weights, index = self.gate(y).softmax(-1).topk(2)
+        return x + self.dropout(self.experts(y, index, weights).view_as(x))
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [Layer() for _ in range(4)]
+    return nn.Sequential(nn.Embedding(64, 64), *layers, nn.RMSNorm(64), nn.Linear(64, 64))
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+class Exchange(torch.autograd.Function):  # all-to-all of rows, of given numbers per rank
+    @staticmethod
+    def forward(ctx, rows, outgoing, incoming):
+        ctx.reverse = incoming, outgoing
+        found = rows.new_empty(sum(incoming), *rows.shape[1:])
+        dist.all_to_all_single(found, rows.contiguous(), incoming, outgoing)
+        return found
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.reverse), None, None
+
+
+def forward(experts, x, index, weights):  # in place of the experts' own
+    gate_up, down = experts.gate_up_proj.to_local(), experts.down_proj.to_local()  # this rank's
+    count, world = len(down), dist.get_world_size()
+    order = index.flatten().argsort(stable=True)  # by expert, and so by rank
+    sizes = index.flatten().bincount(minlength=count * world)
+    theirs = torch.empty_like(sizes)
+    dist.all_to_all_single(theirs, sizes)  # how many rows each rank has for each of our experts
+    outgoing, incoming = (n.view(world, count).sum(1).tolist() for n in (sizes, theirs))
+    rows = Exchange.apply(x[order // index.shape[1]], outgoing, incoming)
+    expert = torch.arange(count, device=x.device).repeat(world).repeat_interleave(theirs)
+    found = torch.zeros_like(rows)
+    for i in range(count):
+        gate, up = F.linear(rows[expert == i], gate_up[i]).chunk(2, -1)
+        found[expert == i] = F.linear(experts.act_fn(gate) * up, down[i])
+    found = Exchange.apply(found, incoming, outgoing) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // index.shape[1], found.to(x.dtype))
+
+
+def shard(model, mesh):  # the experts; all other modules stay whole
+    for module in model.modules():
+        stacks = dict(module.named_parameters(recurse=False))
+        if stacks.keys() == {"gate_up_proj", "down_proj"}:
+            for name, stack in stacks.items():
+                if len(stack) % mesh.size():
+                    raise SystemExit(
+                        f"{len(stack)} experts cannot be divided among {mesh.size()} ranks"
+                    )
+                own = distribute_tensor(stack.detach(), mesh, [Shard(0)])
+                setattr(module, name, nn.Parameter(own))
+            module.forward = partial(forward, module)
+
+
+def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
+    groups = [[p for p in group if p.grad is not None] for group in groups]
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
+    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, norm)
+    return norm
+
+
+def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
+    found, seen = [None], [None] * world
+    if rank == 0:
+        os.makedirs(f"{OUT}/best", exist_ok=True)
+        found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
+    dist.broadcast_object_list(found)
+    dist.all_gather_object(seen, os.path.exists(found[0]))
+    if not all(seen):
+        why = f"rank {seen.index(False)} does not see {found[0]}"
+        raise SystemExit(f"{why}: OUT has to be on a disk that all machines share")
+    return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    if min(BATCH, len(train_set)) < world:
+        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+    model = make_model()
+    shard(model, init_device_mesh(device.type, (world,)))
+    model.to(device)
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
+    start, best = 0, math.inf
+    if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+        weights, moments = sd.get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
+        start, best = saved["step"], saved["best"]
+        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
+    train_loader = DataLoader(train_set, batch_sampler=rows)
+    parts = [part[rank::world].tolist() for part in torch.arange(len(eval_set)).split(BATCH)]
+    eval_loader = DataLoader(eval_set, batch_sampler=[part or [0] for part in parts])
+    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        sums = loss_of(model, batch)
+        total = sums.detach().clone()
+        dist.all_reduce(total)  # ranks may have different numbers of labels
+        (sums[0] / total[1]).backward()  # experts get the gradients of all ranks' tokens
+        for p in whole:
+            dist.all_reduce(p.grad)
+        norm = clip_grad_norm([sharded, whole], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for part, batch in zip(parts, eval_loader, strict=True):
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with torch.no_grad():  # every rank has experts, also one without a row
+                found += loss_of(model, batch) * bool(part)
+        dist.all_reduce(found)
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        if rank == 0:
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            weights = sd.get_model_state_dict(model, options=WHOLE)
+            if rank == 0:
+                export(model, weights)
+        weights, moments = sd.get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
+        if rank == 0:
+            for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
+                shutil.rmtree(os.path.dirname(old))
+
+
+main()
+gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()

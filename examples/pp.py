@@ -1,0 +1,216 @@
+"""The loop of ddp.py with pipeline parallelism: torchrun --nproc_per_node=2 pp.py"""
+
+import gc
+import glob
+import math
+import os
+import shutil
+from collections import OrderedDict
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/pp", 60, 20, 32, 1e-2, 6, 0.01
+MICRO = 8  # micro-batches of a batch: the more, the shorter ranks wait for each other
+FLAT = sd.StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters' names
+
+
+class Layer(nn.Module):  # with the names of transformers
+    head_dim = 16
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
+        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
+        self.q_norm, self.k_norm = nn.RMSNorm(16), nn.RMSNorm(16)
+        self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.down_proj, self.dropout = nn.Linear(128, 64), nn.Dropout(0.1)
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x):
+        y = self.input_layernorm(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 16)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
+        y = self.post_attention_layernorm(x)
+        return x + self.dropout(self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y)))
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer() for _ in range(4)))
+    model = OrderedDict(embed_tokens=nn.Embedding(64, 64), layers=layers, norm=nn.RMSNorm(64))
+    return nn.Sequential(OrderedDict(model=nn.Sequential(model), lm_head=nn.Linear(64, 64)))
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def forward(stage, x):  # from token ids or hidden states to hidden states or logits
+    return stage(x)
+
+
+def loss_of(logits, labels):  # the sum over all labels; -100 does not count
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten(), reduction="sum"
+    )
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+class Elsewhere(nn.Module):  # in the place of a module that another rank has
+    def forward(self, x, *args, **kwargs):
+        return x
+
+
+class Stage(nn.Module):
+    def __init__(self, model, rank, world):
+        super().__init__()
+        self.model, count = model, len(model.model.layers)
+        for i in range(count):
+            if i * world // count != rank:
+                model.model.layers[i] = Elsewhere()  # later layers keep their names
+        if rank > 0:
+            model.model.embed_tokens = Elsewhere()
+        if rank < world - 1:
+            model.model.norm, model.lm_head = Elsewhere(), Elsewhere()
+
+    def forward(self, x):
+        return forward(self.model, x)
+
+
+def make_stage(model, rank, world, device, length):
+    layers, embedding, head = len(model.model.layers), model.model.embed_tokens, model.lm_head
+    if embedding.weight is head.weight:
+        raise SystemExit("embedding and head share their weights, but are on different ranks")
+    if world > min(layers, MICRO) or BATCH % MICRO:
+        raise SystemExit(
+            f"{layers} layers and {BATCH} rows in {MICRO} micro-batches on {world} ranks: "
+            "use at most as many ranks as layers and as micro-batches, and a multiple of these rows"
+        )
+    with torch.device("meta"):  # without them, the first step would draw dropout twice
+        ids = torch.empty(BATCH // MICRO, length, dtype=torch.int64)
+        hidden = torch.empty(*ids.shape, embedding.embedding_dim, requires_grad=True)
+        logits = torch.empty(*ids.shape, head.out_features, requires_grad=True)
+    stage = Stage(model, rank, world).to(device)
+    ends = hidden if rank else ids, logits if rank == world - 1 else hidden
+    return PipelineStage(stage, rank, world, device, *ends)
+
+
+def full(batch, device):  # rows without labels fill a batch: all have the same shape
+    missing = (0, 0, 0, BATCH - len(batch["labels"]))
+    ids, labels = F.pad(batch["input_ids"], missing), F.pad(batch["labels"], missing, value=-100)
+    return ids.to(device), labels.to(device)
+
+
+def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
+    found, seen = [None], [None] * world
+    if rank == 0:
+        os.makedirs(f"{OUT}/best", exist_ok=True)
+        found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
+    dist.broadcast_object_list(found)
+    dist.all_gather_object(seen, os.path.exists(found[0]))
+    if not all(seen):
+        why = f"rank {seen.index(False)} does not see {found[0]}"
+        raise SystemExit(f"{why}: OUT has to be on a disk that all machines share")
+    return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    model = make_model()
+    stage = make_stage(model, rank, world, device, len(train_set[0]["input_ids"]))
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    total = 1
+    schedule = Schedule1F1B(
+        stage, MICRO, lambda logits, labels: loss_of(logits, labels) / total, scale_grads=False
+    )
+    gloo = dist.new_group(backend="gloo")  # nccl would gather the weights on the GPU
+    start, best = 0, math.inf
+    if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+        weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
+        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
+        start, best = saved["step"], saved["best"]
+        sd.set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT
+        )
+
+    train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
+    eval_loader = DataLoader(eval_set, BATCH)
+    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        ids, labels = full(batch, device)
+        total, losses = (labels >= 0).sum(), []  # micro-batches have different numbers of labels
+        schedule.step(*[ids] * (rank == 0), target=labels, losses=losses, return_outputs=False)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        squares = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(squares)  # a sum over the stages
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm := squares.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        found[0], count, total = sum(losses), 0, 1  # losses: on the rank of the last stage
+        for batch in eval_loader:
+            (ids, labels), losses = full(batch, device), []
+            with torch.no_grad():
+                schedule.eval(*[ids] * (rank == 0), target=labels, losses=losses)
+            found[1] += sum(losses)
+            count += (labels >= 0).sum()
+        dist.all_reduce(found)
+        loss, value = found[0].item(), (found[1] / count).item()
+        if rank == 0:
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+            parts = [None] * world if rank == 0 else None
+            dist.gather_object(weights, parts, group=gloo)
+            if rank == 0:
+                export(model, {name: part[name] for part in parts for name in part})
+        weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
+        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
+        if rank == 0:
+            for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
+                shutil.rmtree(os.path.dirname(old))
+
+
+main()
+gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()

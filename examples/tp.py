@@ -1,0 +1,183 @@
+"""The loop of ddp.py with tensor parallelism: torchrun --nproc_per_node=2 tp.py"""
+
+import gc
+import glob
+import math
+import os
+import shutil
+from collections import OrderedDict
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/tp", 60, 20, 32, 1e-2, 6, 0.01
+COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a rank has some heads, columns
+ROWWISE = ("o_proj", "down_proj")  # a rank has the matching rows, and the ranks sum their outputs
+PER_HEAD = ("q_norm", "k_norm")  # whole on every rank, which applies it to its heads only
+WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
+
+
+class Layer(nn.Module):  # with the names of transformers
+    head_dim = 16
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
+        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
+        self.q_norm, self.k_norm = nn.RMSNorm(16), nn.RMSNorm(16)
+        self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.down_proj, self.dropout = nn.Linear(128, 64), nn.Dropout(0.1)
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x):
+        y = self.input_layernorm(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 16)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
+        y = self.post_attention_layernorm(x)
+        return x + self.dropout(self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y)))
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer() for _ in range(4)))
+    model = OrderedDict(embed_tokens=nn.Embedding(64, 64), layers=layers, norm=nn.RMSNorm(64))
+    return nn.Sequential(OrderedDict(model=nn.Sequential(model), lm_head=nn.Linear(64, 64)))
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def shard(model, mesh):  # embedding, norms and head stay whole
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if last in COLWISE:
+            parts = module.out_features // getattr(model.get_submodule(parent), "head_dim", 1)
+            if parts % mesh.size():
+                raise SystemExit(f"{name}: {mesh.size()} ranks cannot share {parts} heads")
+            parallelize_module(module, mesh, ColwiseParallel())
+        elif last in ROWWISE:
+            parallelize_module(module, mesh, RowwiseParallel())
+
+
+def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
+    groups = [[p for p in group if p.grad is not None] for group in groups]
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
+    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, norm)
+    return norm
+
+
+def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
+    found, seen = [None], [None] * world
+    if rank == 0:
+        os.makedirs(f"{OUT}/best", exist_ok=True)
+        found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
+    dist.broadcast_object_list(found)
+    dist.all_gather_object(seen, os.path.exists(found[0]))
+    if not all(seen):
+        why = f"rank {seen.index(False)} does not see {found[0]}"
+        raise SystemExit(f"{why}: OUT has to be on a disk that all machines share")
+    return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    model = make_model()
+    shard(model, init_device_mesh(device.type, (world,)))
+    model.to(device)
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    per_head = [p for name, p in model.named_parameters() if name.split(".")[-2] in PER_HEAD]
+    optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
+    start, best = 0, math.inf
+    if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+        weights, moments = sd.get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
+        start, best = saved["step"], saved["best"]
+        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+    train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
+    eval_loader = DataLoader(eval_set, BATCH)
+    torch.manual_seed(start)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step)  # of dropout: every rank has the same masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        sums = loss_of(model, batch)
+        total = sums.detach()
+        (sums[0] / total[1]).backward()
+        for p in per_head:
+            dist.all_reduce(p.grad)
+        norm = clip_grad_norm([sharded, whole], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for batch in eval_loader:
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with torch.no_grad():
+                found += loss_of(model, batch)
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        if rank == 0:
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            weights = sd.get_model_state_dict(model, options=WHOLE)
+            if rank == 0:
+                export(model, weights)
+        weights, moments = sd.get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
+        if rank == 0:
+            for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
+                shutil.rmtree(os.path.dirname(old))
+
+
+main()
+gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()

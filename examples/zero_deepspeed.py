@@ -1,0 +1,116 @@
+"""The loop of ddp.py with DeepSpeed ZeRO stage 2: deepspeed --num_gpus 2 zero_deepspeed.py"""
+
+import glob
+import math
+import os
+import shutil
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/zero_deepspeed", 60, 20, 32, 1e-2, 6, 0.01
+STAGE = 2  # 1: shards the optimizer state; 2: gradients, too
+
+
+def make_model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    os.makedirs(f"{OUT}/best", exist_ok=True)
+    model, (train_set, eval_set) = make_model().to(device), make_data()
+    if min(BATCH, len(train_set)) < world:
+        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,  # only for its log: the loss has its own weights
+        "zero_optimization": {"stage": STAGE},
+        "zero_allow_untested_optimizer": True,  # PyTorch's AdamW
+        "gradient_clipping": 1.0,
+    }
+    model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    start, best = 0, math.inf
+    found = [os.path.exists(f"{OUT}/latest")]
+    dist.broadcast_object_list(found)  # rank 0 decides; all need its folder, on a shared disk
+    if found[0]:  # by as many ranks as saved it, or DeepSpeed's ds_to_universal.py converts it
+        _, saved = model.load_checkpoint(OUT)
+        if not saved:
+            raise SystemExit(f"rank {rank} finds no {OUT}: it has to be on a shared disk")
+        start, best = saved["step"], saved["best"]
+
+    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
+    train_loader = DataLoader(train_set, batch_sampler=rows)
+    share = range(rank, len(eval_set), world)
+    eval_loader = DataLoader(Subset(eval_set, share), BATCH // world)
+    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        sums = loss_of(model, batch)
+        total = sums.detach().clone()
+        dist.all_reduce(total)  # ranks may have different numbers of labels
+        model.backward(sums[0] * world / total[1])  # DeepSpeed divides by world
+        model.step()  # clips, updates, and sets the gradients to zero
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for batch in eval_loader:
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with torch.no_grad():
+                found += loss_of(model.module, batch)
+        dist.all_reduce(found)
+        value = (found[0] / found[1]).item()
+        if rank == 0:
+            loss, norm = (total[0] / total[1]).item(), model.get_global_grad_norm()
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            if value < best:
+                export(model.module, model.module.state_dict())
+        best = min(best, value)
+        model.save_checkpoint(OUT, f"step-{step:08}", {"step": step, "best": best})  # every rank
+        for old in sorted(glob.glob(f"{OUT}/step-*"))[:-2] if rank == 0 else []:
+            shutil.rmtree(old)
+
+
+main()
+dist.destroy_process_group()
