@@ -130,7 +130,7 @@ def proof_table(name: str, rows: list[dict]) -> str:
 def proof_blocks(root: Path, proof: dict) -> dict[str, str]:
     return {
         name: proof_table(name, proof[name])
-        + footer(root, proof["measured"][name] | {"versions": proof["versions"]}, "proof.json")
+        + footer(root, proof["measured"][name], "proof.json")
         for name in PROOF
     }
 
