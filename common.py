@@ -40,17 +40,17 @@ from remote.storage import local_folder
 # -------------------------------------------------------------------------------- command line
 
 
-def argument_parser(doc: str, only_gpt: bool = False, experts=False) -> ArgumentParser:
+def argument_parser(doc: str, only_gpt=False, experts=False, own=False) -> ArgumentParser:
     """A parser with the flags that all training scripts share; a script adds its own flags.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
-        only_gpt: the technique supports only GPTs and Llamas.
+        only_gpt: the technique supports only GPTs and Llamas; with ``own`` also --module.
         experts: the help shows the flags of a mixture of experts.
     """
     parser = cli.make_parser(doc)
     choice.add_all_flags(parser, only_gpt, experts)
-    parser.only_gpt, parser.experts = only_gpt, experts or not only_gpt
+    parser.only_gpt, parser.own, parser.experts = only_gpt, own, experts or not only_gpt
     return parser
 
 
@@ -58,7 +58,7 @@ def parse_args(parser: ArgumentParser) -> Settings:
     """Read the command line, fill in defaults that depend on device, model and data, and check all
     flags. Nobody changes the settings that this returns."""
     args = check_flags(read_flags(parser, Settings))
-    if parser.only_gpt:
+    if parser.only_gpt and not (parser.own and args.module):
         choice.check_is_gpt(args)
     if args.experts and not parser.experts:
         why = f"{this_script()}.py has no mixture of experts"
@@ -105,7 +105,7 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     task = f"{args.task.data.describe(args)}, dataset {args.dataset}"
     where = f"{ranks} x {device_name(device)}{backend}"
     print0(f"{this_script()}: {where}, {args.model} {task}, {batch}")
-    print0(f"settings: {cli.given_flags() or 'defaults'}")
+    print0(f"settings: {cli.given_flags() or 'defaults'}{choice.describe_defaults(args)}")
     hangs.listen(args.timeout)
     if check := getattr(args.task.models, "check_model_name", None):
         check(args.model)
@@ -205,8 +205,7 @@ def make_loader(
 
 
 def make_model(args: Settings, classes: list[str], channels_last: bool = True) -> nn.Module:
-    """``--model``, on the CPU, with ``--weights``: a torchvision classifier or an encoder with one
-    output per class, or a GPT with one per token.
+    """``--model`` or ``--module``, on the CPU, with ``--weights``.
 
     Args:
         classes: class names, or the vocabulary.
@@ -273,12 +272,11 @@ class Plateau(ReduceLROnPlateau):
 
 def make_scheduler(args: Settings, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
     """``--schedule``, stepped after every step. By default: linear warm-up (Goyal et al. 2017,
-    arXiv:1706.02677), then half a cosine that reaches 0 after the last step (Loshchilov and Hutter
-    2017, arXiv:1608.03983)."""
-    total = total_steps(args, steps_per_epoch)
-    warmup = total // 10 if args.warmup_steps is None else args.warmup_steps
+    arXiv:1706.02677), then half a cosine down to 0 (Loshchilov and Hutter, arXiv:1608.03983)."""
     if args.schedule == "plateau":
         return Plateau(optimizer, factor=0.1, patience=1)
+    total = total_steps(args, steps_per_epoch)
+    warmup = choice.warmup_steps(args, total)
 
     def factor(step: int) -> float:
         if args.schedule == "none":
@@ -310,6 +308,8 @@ def evaluate(
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
         cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
     """
+    if own := getattr(loader.dataset, "evaluate", None):  # the user's own loss
+        return own(model, loader, device)
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
     seen, (share, of) = 0, data.share_of(loader)

@@ -44,13 +44,13 @@ class Task(lightning.LightningModule):
     def configure_model(self):
         if not self.fsdp:
             return
-        weights = self.model.state_dict()
         mesh = self.device_mesh["data_parallel"]
         for unit in common.units_of(self.model):  # FSDP: blocks, gathered one at a time
             fully_shard(unit, mesh=mesh)
         fully_shard(self.model, mesh=mesh)  # FSDP: the other parameters
         self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards
-        dcp.set_model_state_dict(self.model, weights, options=WHOLE)  # FSDP: from rank 0
+        classes = self.train_loader.dataset.classes
+        common.init_weights(self.args, self.model, classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
     def configure_optimizers(self):
@@ -92,7 +92,7 @@ class Task(lightning.LightningModule):
     def training_step(self, batch, batch_index):
         images, labels = batch
         logits = self.model(images)
-        return F.cross_entropy(logits, labels)
+        return F.cross_entropy(logits, labels) * self.run.train_set.weight(labels)
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
         if self.deepspeed:  # DeepSpeed: has its own step
@@ -226,7 +226,7 @@ def main():
         config = {"train_batch_size": args.batch_size}
         deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
     ddp, fsdp = args.strategy == "ddp", args.strategy == "fsdp"
-    with torch.device("meta" if fsdp and rank > 0 else "cpu"):  # FSDP: weights on rank 0 only
+    with torch.device("meta" if fsdp else "cpu"):  # FSDP: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=ddp)
     run = common.Run(args, device, train_loader)
     task = Task(args, run, model, train_loader, eval_loader, sampler)

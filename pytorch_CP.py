@@ -210,7 +210,7 @@ def main():
             tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions).to(torch.get_default_dtype())
-            loss = F.cross_entropy(logits, labels)  # CP: equal shards, so DDP's mean is exact
+            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # CP: equal shards
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)

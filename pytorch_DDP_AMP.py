@@ -90,7 +90,7 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
                 logits = model(images)
-                loss = F.cross_entropy(logits, labels)
+                loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             # DDP: averages the gradients in buckets, as they become ready
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:

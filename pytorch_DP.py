@@ -79,7 +79,7 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = parallel(images)  # DP: scatters the batch, copies weights, computes, gathers
-            loss = F.cross_entropy(logits, labels)
+            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # DP: clipping needs unscaled gradients

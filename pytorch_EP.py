@@ -162,7 +162,7 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images).to(torch.get_default_dtype())
-            loss = F.cross_entropy(logits, labels)
+            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 clip_grad_norm(list(model.parameters()), experts, args.clip_grad)

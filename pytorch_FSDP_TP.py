@@ -176,7 +176,7 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images).to(torch.get_default_dtype())
-                loss = F.cross_entropy(logits, labels)
+                loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             if args.sequence_parallel:
                 add_up_gradients(model)  # TP: sums the norms' gradients over the ranks

@@ -81,7 +81,7 @@ class Muon(torch.optim.AdamW):
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser = common.argument_parser(__doc__, only_gpt=True, own=True)
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
         help="dtype of compute and of the gathered weights (default: float32)",
@@ -146,7 +146,7 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
-            loss = F.cross_entropy(logits, labels)
+            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)

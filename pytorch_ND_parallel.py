@@ -207,7 +207,7 @@ def main():
         ranks = torch.arange(world_size).view(args.pp, -1)[[0, -1]].mT
         ends, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # PP: they share a matrix
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
-    loss_fn = partial(mean_loss, parts)
+    loss_fn = partial(mean_loss, train_set, parts)
     if args.pp > 1:
         size = batch_size // parts, args.context // args.cp
         between = args.tp if args.sequence_parallel else 1

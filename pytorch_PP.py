@@ -37,9 +37,8 @@ class Stage(nn.Module):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
         self.is_first, self.is_last = number == 0, number == stages - 1
-        self.blocks, self.positions = model.blocks[begin:end], positions
+        self.blocks, self.positions, self.half = model.blocks[begin:end], positions, half
         self.embed, self.places, self.unembed = model.embed, model.places, model.unembed
-        self.half = half
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
@@ -94,8 +93,9 @@ def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, 
     return x if owners[last] == rank else None
 
 
-def mean_loss(parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.to(torch.get_default_dtype()), labels) / parts
+def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = logits.to(torch.get_default_dtype())
+    return F.cross_entropy(logits, labels) * data.weight(labels) / parts
 
 
 def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) -> None:
@@ -155,7 +155,7 @@ def main():
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
     shapes = make_shapes((batch_size // microbatches, args.context), size.width, classes)
     model.forward = partial(forward, stages, owners, shapes, None)
-    made = stages, count, microbatches, shapes, partial(mean_loss, microbatches), device
+    made = stages, count, microbatches, shapes, partial(mean_loss, train_set, microbatches), device
     schedule = make_schedule(args.pipeline_schedule, *made, dist.new_group())  # PP: its own group
     shared, ends = set(), [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks

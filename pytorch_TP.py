@@ -163,7 +163,7 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images).to(torch.get_default_dtype())
-                loss = F.cross_entropy(logits, labels)
+                loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
                 loss.backward()  # TP: gradients of this rank's shards are complete
             if args.sequence_parallel:
                 add_up_gradients(model)  # TP: sums the norms' gradients over the ranks

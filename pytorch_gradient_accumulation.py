@@ -99,6 +99,7 @@ def main():
                 with contextlib.nullcontext() if last else model.no_sync():
                     logits = model(images_of[part])
                     loss = F.cross_entropy(logits, labels_of[part])
+                    loss *= train_set.weight(labels_of[part])
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
                     loss.backward()  # DDP: averages the gradients, in the last micro-batch
                 batch_loss += loss.detach()

@@ -49,7 +49,7 @@ class Trainer(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = model(inputs["images"])
-        self.loss = F.cross_entropy(logits, inputs["targets"])
+        self.loss = F.cross_entropy(logits, inputs["targets"]) * inputs["weight"]
         return self.loss
 
 
@@ -107,7 +107,9 @@ def main():
         for epoch in range(run.start_epoch, run.epochs):
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
             for images, labels in run.batches(train_loader, epoch):
-                yield {"images": images, "targets": labels}  # Trainer: returns after the step
+                weight = train_set.weight(labels)
+                # Trainer: returns after the step
+                yield {"images": images, "targets": labels, "weight": weight}
                 run.log(trainer.loss)  # copied from the device only when it is printed
                 if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                     run.save(model, optimizer, scheduler)

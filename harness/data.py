@@ -48,6 +48,10 @@ class TaskData(Dataset):
         """
         return self.prepare_evaluation(batch, device, dtype)
 
+    def weight(self, labels: Tensor) -> Tensor | float:
+        """What the mean loss of these labels counts, among those of ranks and micro-batches."""
+        return 1.0  # samples have equally many labels
+
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
         """An evaluation batch on its device, without augmentation."""
         raise NotImplementedError

@@ -190,10 +190,9 @@ class Guard:
     def count(self, skipped: bool, times: int = 1) -> None:
         self.skipped = self.skipped + times if skipped else 0
         if self.skipped >= MAX_SKIPPED:
-            self.end(
-                f"step {self.state.step}: the last {self.skipped} steps were skipped, because "
-                "gradients are not finite; use a lower --lr, or bfloat16 instead of float16"
-            )
+            why = f"the last {self.skipped} steps were skipped, because gradients are not finite"
+            use = "use a lower --lr, or bfloat16 instead of float16"
+            self.end(f"step {self.state.step}: {why}; {use}")
 
     def end(self, why: str) -> NoReturn:
         self.close()

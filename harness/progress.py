@@ -64,8 +64,7 @@ class RunState:
         totals = torch.stack([self.loss_sum, self.loss_sum.new_tensor(self.samples)])
         if dist.is_initialized():
             dist.all_reduce(totals)
-        loss_sum, samples = totals.tolist()
-        return loss_sum, samples
+        return tuple(totals.tolist())
 
     def begin_line(self) -> None:
         """What :meth:`line` returns next begins here."""
@@ -104,8 +103,7 @@ class RunState:
                 torch.cuda.set_rng_state(own["rng"]["cuda"], device)
         else:
             print0("dropout starts from --seed: the snapshot is of other ranks, or another mesh")
-            mine = ranks if world().rank == 0 else []
-            own = {name: sum(rank[name] for rank in mine) for name in OF_A_RANK}
+            own = {name: sum(r[name] for r in ranks if world().rank == 0) for name in OF_A_RANK}
         self.loss_sum, self.samples = self.loss_sum + own["loss_sum"], own["samples"]
         epochs = (self.step - (self.step > self.evaluated)) // steps_per_epoch
         if self.step == self.evaluated >= total_steps:
@@ -137,9 +135,10 @@ class Display:
         self.add_scalars("step", step, loss=loss, **values)
 
     def epoch(self, title: str, step: int, epoch: dict[str, float]) -> None:
-        self.add_scalars("epoch", step, **epoch)
+        self.add_scalars("epoch", step, **{k: v for k, v in epoch.items() if v is not None})
         loss = f"loss {epoch['train_loss']:.4f}, evaluation loss {epoch['eval_loss']:.4f}"
-        print0(f"{title}: {loss}, accuracy {epoch['eval_accuracy']:.2%}, {epoch['seconds']:.1f} s")
+        right = "" if (share := epoch["eval_accuracy"]) is None else f", accuracy {share:.2%}"
+        print0(f"{title}: {loss}{right}, {epoch['seconds']:.1f} s")
 
     def add_scalars(self, group: str, step: int, **values: float) -> None:
         for name, value in values.items() if self.writer else ():

@@ -100,8 +100,9 @@ def describe_end(result: dict) -> str:
     speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
     if not math.isclose(took["mean"], took["p50"], rel_tol=0.1):
         speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} by the mean step)"
+    right = "" if (share := result["eval_accuracy"][-1]) is None else f", accuracy {share:.2%}"
     return (
-        f"done: loss {result['eval_loss'][-1]:.4f}, accuracy {result['eval_accuracy'][-1]:.2%} of "
+        f"done: loss {result['eval_loss'][-1]:.4f}{right} of "
         f"{result['eval_samples']:,}, {speed}, peak memory {', '.join(memory)}"
     )
 
@@ -116,4 +117,4 @@ def hparams(args, result: dict) -> tuple[dict, dict]:
         f"final/{result['rate']}": result[result["rate"]],
         "final/memory": result["peak_memory_gib"]["process"],
     }
-    return flags, metrics
+    return flags, {name: value for name, value in metrics.items() if value is not None}

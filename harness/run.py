@@ -21,7 +21,7 @@ from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
 from harness.guard import Guard
 from harness.progress import Display, RunState
-from harness.settings import identity_of
+from harness.settings import as_words, identity_of
 from harness.snapshots import SnapshotStore, delivery
 from harness.stop import StopRequest
 from harness.world import Failed, exit_all, gather_objects, print0, wait_for_gloo, world
@@ -114,11 +114,9 @@ class Resumable:
     def exit_if_done(self) -> None:
         """Exit if the run from whose end this one resumes had written its result."""
         if gather_objects((self.store.output_dir / "result.json").exists())[0]:  # on rank 0
-            print0(
-                f"nothing left to do: {self.store.resumed} is at step {self.step} of "
-                f"{self.total_steps}; resume with more --epochs or --max-steps, or start from "
-                "scratch with --resume none"
-            )
+            at = f"{self.store.resumed} is at step {self.step} of {self.total_steps}"
+            use = "resume with more --epochs or --max-steps, or start from scratch with"
+            print0(f"nothing left to do: {at}; {use} --resume none")
             self.store.copy_results()
             exit_all(0)
 
@@ -160,9 +158,8 @@ class Resumable:
             with state.original_error():
                 yield
         except (OSError, RuntimeError, Failed) as error:
-            self.report_failure(
-                f"a checkpoint could not be written ({error}); free some disk space"
-            )
+            why = f"a checkpoint could not be written ({error})"
+            self.report_failure(f"{why}; free some disk space")
 
     def report_failure(self, failure: str) -> None:
         """Report a snapshot that could not be written, and end the run if the flags say so."""
@@ -174,7 +171,8 @@ class Resumable:
         """The state of the run for a snapshot, after a check for NaN. All ranks call it."""
         self.guard.check_snapshot()
         parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
-        return self.store.about | {name: part and part.state_dict() for name, part in parts.items()}
+        about = {"settings": as_words(self.args), "source": getattr(self.args, "source", None)}
+        return self.store.about | about | {n: p and p.state_dict() for n, p in parts.items()}
 
     def stop_if_asked(self, saved: str | None) -> None:
         """End the run if a signal asked it to stop; ``saved`` is the snapshot to resume from."""

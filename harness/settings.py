@@ -128,16 +128,18 @@ class Training:
     optimizer: str | None = flag(None, choices=["sgd", "adamw"], identity=True,
         help="optimizer (default: sgd for images, else adamw)")
     lr: float | None = flag(None, type=number(float, 0, above=0), metavar="X", identity=True,
-        help="peak learning rate (default: sgd 0.05, or 0.01 without BatchNorm; adamw 0.001)")
+        help="peak learning rate (default: sgd 0.05, or 0.01 without BatchNorm; adamw 0.001; "
+        "fine-tuning a decoder 2e-5)")
     schedule: str = flag("cosine", choices=["cosine", "plateau", "none"], identity=True,
         help="learning-rate schedule: cosine decay after a linear warm-up (default); plateau: "
         "divide by ten after two evaluations without improvement; none: constant")
     warmup_steps: int | None = flag(None, type=not_negative, metavar="N",
-        help="warm-up steps of the cosine schedule (default: a tenth of all steps)")
+        help="warm-up steps of the cosine schedule (default: a tenth of all; fine-tuning: 3%%)")
     momentum: float = flag(0.9, type=number(float, 0, 1), metavar="X", identity=True,
         help="momentum of sgd (default: %(default)s)")
     weight_decay: float | None = flag(None, type=number(float, 0), metavar="X", identity=True,
-        help="weight decay (default: sgd 0.0005, adamw 0.01; GPT 0.1 except norms and embeddings)")
+        help="weight decay (default: sgd 0.0005, adamw 0.01; GPT 0.1 except norms and embeddings, "
+        "fine-tuning 0)")
     clip_grad: float | None = flag(None, type=number(float, 0, above=0), metavar="NORM",
         help="clip the global gradient norm to this value (default: off)")
     on_nan: str = flag("watch", choices=["watch", "stop", "skip", "ignore"],

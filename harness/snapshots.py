@@ -25,6 +25,8 @@ from harness.world import (
 from remote.storage import SUMS, RemoteError, is_url, list_files, local_folder
 
 FORMAT = 3  # of a snapshot: tensors as safetensors, and all else in state.pt
+WEIGHTS = "model.pt", "model.safetensors", "config.json", "generation_config.json"
+WEIGHTS += "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"  # of an earlier run
 
 
 def sha256(path: Path) -> str:
@@ -149,7 +151,7 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
     if not path.exists():
         fail(f"{path} is not on this machine; give an --output-dir that all machines share")
     if (path / ".metadata").exists():
-        fail(f"--resume {path} is DCP's own; resume it with the script that wrote it, or give none")
+        fail(f"--resume {path} is DCP's own; use the script that wrote it, or --weights {path}")
     found = gather_objects(find_damage(path, world().rank, world().size))
     damage = next(filter(None, found), None)
     if damage and named:
@@ -245,16 +247,14 @@ class SnapshotStore:
             if snapshot := read_snapshot(*candidate):
                 return self.check(candidate[0], snapshot)
         if asked not in ("auto", "none"):
-            such = "snapshots/step-00001000 (a model.pt goes to --weights)"
-            fail(f"--resume {asked} has no valid snapshot; give a folder such as {such}")
+            fail(f"--resume {asked} has no valid snapshot; give a step-N (--weights for model.pt)")
         return None
 
     def check(self, path: Path, snapshot: dict) -> dict:
         """End the run if it cannot resume from the snapshot at ``path``; return it otherwise."""
         self.resumed = path
         if snapshot.get("format") != FORMAT:
-            use = "resume with that version, or use --resume none"
-            fail(f"--resume {path} was written by an older version of the scripts; {use}")
+            fail(f"--resume {path} was written by an older version; resume with that, or give none")
         for name, ours in self.about["identity"].items():
             theirs, is_flag = snapshot["identity"].get(name), hasattr(self.args, name)
             if theirs != ours:
@@ -271,8 +271,7 @@ class SnapshotStore:
         own = self.resumes_itself()
         try:
             if self.mirror and not own and self.mirror.is_used():
-                instead = "resume it with --resume auto, or give another"
-                fail(f"--output-dir {self.mirror.remote.url} contains a run; {instead}")
+                fail(f"--output-dir {self.args.output_dir} has a run; use --resume auto or another")
             self.archive_local_files()
             if self.mirror:
                 self.mirror.begin(self.resumed.name if own else None)
@@ -291,7 +290,7 @@ class SnapshotStore:
             aside = [path for path in list_snapshots(self.folder) if path.name > self.resumed.name]
             result.unlink(missing_ok=True)  # it comes back when this run ends
         else:
-            aside = [self.output_dir / "model.pt", result]
+            aside = [result, *(self.output_dir / name for name in WEIGHTS)]
             aside += [self.folder] if list_snapshots(self.folder) else []
             for old in ("events.out.tfevents.*", "trace/rank*.json.gz"):
                 for path in self.output_dir.glob(old):

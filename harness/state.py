@@ -46,10 +46,8 @@ def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files raise any of a dozen types
-        fail(
-            f"{flag} {path} cannot be loaded ({type(error).__name__}: it is damaged, "
-            "or contains objects other than tensors); give another file"
-        )
+        why = f"({type(error).__name__}: it is damaged, or contains objects other than tensors)"
+        fail(f"{flag} {path} cannot be loaded {why}; give another file")
     if not isinstance(state, dict):
         fail(f"{flag} {path} contains a {type(state).__name__}, not a dict; give another")
     return state
@@ -138,8 +136,8 @@ def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
     """Load what this rank needs from a snapshot, whose ``state.pt`` is read. All ranks call it."""
     if "param_groups" not in snapshot:
         why = f"was written by {snapshot['technique']}.py in a format that {this_script()}.py "
-        why += "cannot read; use one of its own, or --weights with a model.pt"
-        fail(f"--resume {folder} {snapshot.get('only', why)}")
+        why = snapshot.get("only", f"{why}cannot read; use one of its own")
+        fail(f"--resume {folder} {why}, or take its weights alone: --weights {folder}")
     weights, names = named_tensors(model)
     optimizer = getattr(optimizer, "whole", optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -3,7 +3,10 @@
 import codecs
 import dataclasses
 import hashlib
+import os
 import urllib.request
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from harness.cli import fail, fetch_input
 from harness.data import TaskData, how_many
 from harness.settings import fill
 from harness.world import print0
-from jobs import decoder, experts, gpt
+from jobs import decoder, experts, gpt, token_files
 from libraries import hub
 from libraries.download import fetch
 
@@ -27,7 +30,7 @@ def resolve(args):
     if args.model == "gpt":
         args = dataclasses.replace(args, model=MODELS[args.device])
     size = decoder.size_of(args)
-    own = hub.is_folder(args.weights)
+    own = has_pretrained(args)
     has_tokenizer = own and hub.has_tokenizer(hub.folder_of(args.weights))
     context = min(size.context, 2048) if own else size.context
     defaults = {"context": context, "dropout": size.dropout, "optimizer": "adamw"}
@@ -47,8 +50,13 @@ def resolve(args):
     if args.weights == "imagenet":
         fail(f"--weights imagenet is not for {args.model}; give none or a model.pt")
     if args.optimizer == "adamw":
-        return fill(args, lr=0.001, weight_decay=0.1)
+        return fill(args, lr=2e-5 if own else 0.001, weight_decay=0.0 if own else 0.1)
     return fill(args, lr=0.1, weight_decay=0.0005)
+
+
+def has_pretrained(args) -> bool:
+    """Whether ``--weights`` is a folder of the hub; a model.pt may be of any run of ours."""
+    return hub.is_folder(args.weights)
 
 
 def describe(args) -> str:
@@ -142,11 +150,14 @@ def load(args) -> tuple[Text, Text, str | None]:
             use = "put it there, or use --dataset synthetic"
             fail(f"--dataset shakespeare: {SHAKESPEARE} {why}; {use}")
         name = "synthetic" if why else "shakespeare"
-    if name == "synthetic":
-        texts = [made_up(args.seed, split).encode() for split in ("train", "eval")]
+    if name == "text" and args.tokenizer == "hub":
+        (first, last), vocabulary = load_tokens(args)
+    elif name == "synthetic":
+        texts = (made_up(args.seed, split).encode() for split in ("train", "eval"))
+        (first, last), vocabulary = encode(args, *texts)
     else:
-        texts = split_text(read_shakespeare(args) if name == "shakespeare" else read(args))
-    (first, last), vocabulary = encode(args, *texts)
+        text = read_shakespeare(args) if name == "shakespeare" else read(args)
+        (first, last), vocabulary = encode(args, *split_text(text))
     train_set = cut(args, name, first, vocabulary, "train")
     return train_set, cut(args, name, last, vocabulary, "eval"), why
 
@@ -179,53 +190,83 @@ def read_shakespeare(args) -> bytes:
     return text
 
 
-def read(args) -> bytes:
-    """Read the file ``--data-dir``, or all files in and below that folder, concatenated in the
-    order of their names, without hidden ones."""
+def find_files(args) -> list[Path]:
+    """The file ``--data-dir``, or all files in and below that folder, in the order of their names,
+    without hidden ones."""
     folder = fetch_input(args.data_dir, "--data-dir")
     paths = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
     paths = [path for path in paths if not path.name.startswith(".")]
     if not paths:
         fail(f"--data-dir {folder}: it contains no file; give a text file, or a folder of them")
+    if json := [path for path in paths if path.suffix in (".json", ".jsonl")]:
+        why = f"{json[0].name} is JSON, of which the model would also learn the syntax"
+        use = "use --dataset chat for conversations, or convert it to plain text"
+        fail(f"--data-dir {folder}: {why}; {use}")
+    for path in (path for path in paths if not os.access(path, os.R_OK)):
+        fail(f"--data-dir: {path} cannot be read; remove it")
+    return paths
+
+
+def read(args) -> bytes:
+    """All files, concatenated."""
     texts = []
-    for path in paths:
+    for path in find_files(args):
         try:
             texts.append(path.read_bytes().removeprefix(codecs.BOM_UTF8))  # of Windows
             if args.tokenizer != "bytes":
                 texts[-1].decode()
-        except OSError as error:
-            fail(f"--data-dir {folder}: {path} cannot be read ({error.strerror}); remove it")
         except UnicodeDecodeError as error:
             why = f"{path} is not UTF-8 ({error.reason} at byte {error.start})"
-            fail(f"--data-dir {folder}: {why}; convert or remove it, or use --tokenizer bytes")
+            fail(f"--data-dir: {why}; convert or remove it, or use --tokenizer bytes")
     return b"\n".join(texts)
 
 
 def split_text(text: bytes) -> list[bytes]:
     """Split off the last tenth for evaluation, without splitting a character."""
-    middle = len(text) * 9 // 10
-    while middle < len(text) and 0x80 <= text[middle] < 0xC0:  # UTF-8's continuation bytes
-        middle += 1
+    middle = token_files.character(text, len(text) * 9 // 10)
     return [text[:middle], text[middle:]]
 
 
 def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
     """Encode texts as tokens; also return the character of each token."""
     if args.tokenizer == "bytes":
-        tokens = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
-        return tokens, [chr(byte) for byte in range(256)]
+        found = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
+        return found, [chr(byte) for byte in range(256)]
     if args.tokenizer == "hub":
-        tokenizer = hub.load_tokenizer(hub.folder_of(args.weights))
-        n = max(decoder.size_of(args).vocabulary, len(tokenizer))  # the matrix may be padded
-        numbers = [tokenizer(text.decode(), add_special_tokens=False) for text in texts]
-        tokens = [torch.tensor(found["input_ids"], dtype=torch.int32) for found in numbers]
-        return tokens, [token or "" for token in tokenizer.convert_ids_to_tokens(range(n))]
+        tokenizer = hub.load_tokenizer(args.weights)
+        found = token_files.tokenize(tokenizer, ((text.decode(), None) for text in texts))
+        tokens = [torch.tensor(ids, dtype=torch.int32) for _, ids in found]
+        return tokens, hub.token_names(args.weights, decoder.size_of(args))
     strings = [text.decode() for text in texts]
     vocabulary = sorted(set().union(*strings))
     kind, encoding = (np.uint8, "latin-1") if len(vocabulary) <= 256 else (np.int32, "utf-32-le")
     codes = {ord(character): code for code, character in enumerate(vocabulary)}
     coded = (string.translate(codes).encode(encoding, "surrogatepass") for string in strings)
     return [torch.from_numpy(np.frombuffer(text, kind).copy()) for text in coded], vocabulary
+
+
+def load_tokens(args) -> tuple[list[Tensor], list[str]]:
+    """The same for the files ``--data-dir`` and a tokenizer of the hub: see
+    :func:`jobs.token_files.load`. Every file ends with the token for the end of a sequence."""
+    paths, tokenizer = find_files(args), hub.load_tokenizer(args.weights)
+    total = sum(path.stat().st_size for path in paths)
+    encode = partial(tokenize, tokenizer, paths, args.context)
+    tokens = token_files.load(args, paths, total, encode)
+    return tokens, hub.token_names(args.weights, decoder.size_of(args))
+
+
+def tokenize(
+    tokenizer, paths: list[Path], context: int, begin: int, end: int, samples: int | None
+) -> Iterator[list]:
+    """Yield the tokens of bytes ``begin`` to ``end`` of all files, enough for the samples."""
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    last = newline if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    parts, n = token_files.read_parts(paths, begin, end), 0
+    for ends, ids in token_files.tokenize(tokenizer, parts):
+        yield (ids := ids + (last if ends else []))
+        n += len(ids)
+        if samples and n > samples * context:
+            return
 
 
 def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> Text:
@@ -239,7 +280,9 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
     wanted = how_many(args, split, len(whole))
     if args.device == "cpu" and name != "text" and getattr(args, f"{split}_samples") is None:
         wanted = min(wanted, AT_MOST[split])
-    chosen = Text(tokens[: wanted * args.context + 1].clone(), vocabulary, args.context)
+    first = tokens[: wanted * args.context + 1]
+    mapped = args.tokenizer == "hub"  # a copy would be in memory
+    chosen = Text(first if mapped else first.clone(), vocabulary, args.context)
     chosen.name = name
     return chosen
 

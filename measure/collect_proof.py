@@ -32,7 +32,7 @@ def read_measured(paths):
             key = row["script"], row.get("ranks"), row.get("optimizer"), row.get("mistake")
             found[node.get("name")][key] = row
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    about = {"versions": versions, "machine": platform.processor() or platform.machine()}
+    about = {"machine": platform.processor() or platform.machine()}
     before, tables = json.loads(PROOF.read_text()), {}
     measured = before["measured"]
     for table, rows in found.items():
@@ -42,7 +42,7 @@ def read_measured(paths):
             scripts = {f"{row['script'].split()[0]}.py" for row in rows}
             below = ["examples/silent/two_ranks.py"] if table == "silent_examples" else fresh.BELOW
             files = fresh.files_of(ROOT, scripts, below)
-            measured[table] = {"git_commit": git_commit(), "files": files}
+            measured[table] = {"git_commit": git_commit(), "versions": versions, "files": files}
     return about | {"measured": measured} | tables
 
 
