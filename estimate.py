@@ -42,12 +42,15 @@ from techniques import TECHNIQUES
 
 # GiB as CUDA reports them, less than nvidia-smi's: from error messages in GitHub issues,
 # Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is assumed to be as large),
-# stepfun-ai/Step-Video-T2V#8, GaoLii/DSP#10, TianheWu/CoSeR#10, HiDream-ai/VAREdit#6 and
-# vllm-project/vllm#27508. And dense TFLOP/s in half precision, by NVIDIA's data sheets.
+# stepfun-ai/Step-Video-T2V#8, GaoLii/DSP#10, TianheWu/CoSeR#10, HiDream-ai/VAREdit#6,
+# vllm-project/vllm#27508, ali-vilab/VGen#104 (RTX 4090) and Wan-Video/Wan2.1#465 (RTX 5090); of
+# A6000, H200, B200 and MI300X from messages in several logs, the smallest that they name. And dense
+# TFLOP/s in half precision with accumulation in fp32, by the vendors' data sheets and white papers.
 GPUS = {
     "T4": (14.56, 65), "L4": (21.99, 121), "A10": (21.99, 125), "L40S": (44.42, 362),
-    "RTX3090": (23.70, 71), "A100-40GB": (39.50, 312), "A100-80GB": (79.25, 312),
-    "H100": (79.11, 989),
+    "RTX3090": (23.70, 71), "RTX4090": (23.64, 165), "RTX5090": (31.37, 209), "A6000": (47.54, 155),
+    "A100-40GB": (39.50, 312), "A100-80GB": (79.25, 312), "H100": (79.11, 989),
+    "H200": (139.72, 989), "B200": (178.35, 2250), "MI300X": (191.69, 1307),
 }  # fmt: skip
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
@@ -75,7 +78,8 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     flag("--module", metavar="FILE:FUNCTION",
          help="your own model instead. The function returns a module that takes images; or a "
          "module and a batch for it (a tensor, tuple or dict); or a module, a batch and a function "
-         "that computes the loss from output and batch (default: cross_entropy of the logits)")
+         "that computes the loss from output and batch (default: cross_entropy of the logits); or "
+         "what else the training scripts' --module takes. Trained with AdamW by default, as there")
     flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
          help="GLOBAL batch size, divided among the GPUs (default: 128)")
     flag("--gpus", type=number(int, 1), default=4, metavar="N", help="number of GPUs (default: 4)")
@@ -115,6 +119,8 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     check(args)
     if args.scale and not args.step_ms:
         args = fill(args, step_ms=step_of(args.measured))
+    if args.module and "--optimizer" not in others:
+        others += ["--optimizer", "adamw"]  # as the training scripts train it
     return args, ["--model", args.model, *others]
 
 
@@ -132,7 +138,10 @@ def check(args) -> None:
     if args.fit and args.memory is None:
         fail("--fit needs the --memory of a GPU, for example --memory 24")
     if args.recommend and (args.module or args.only or args.scale or args.fit):
-        fail("--recommend combines techniques; leave out --module, --only, --scale and --fit")
+        own = "; for activation checkpointing in the rows of --module, let the function call "
+        own += "model.gradient_checkpointing_enable(), or what your model has for it"
+        use = f"leave out --module, --only, --scale and --fit{own if args.module else ''}"
+        fail(f"--recommend combines the techniques of a GPT or a Llama of ours; {use}")
     if args.recommend and args.memory is None:
         fail("--recommend needs the --memory of a GPU, for example --memory H100")
 
@@ -309,6 +318,8 @@ def recommend(args, flags: list[str], at_once: int) -> None:
 
     job, room = job_of(args, flags), room_of(args)
     found = recommend(job, args.gpus, room, args.link, at_once)
+    if not found:
+        fail(f"--memory {args.memory:g}: nothing comes close to fitting; give more memory")
     print_ways(args, job, found)
     sys.stdout.flush()
     if not any(one.peak <= room for one in found):

@@ -1,10 +1,6 @@
-"""The user's own model, wrapped so that it takes one tensor, as the scripts' models do.
+"""The user's own model, wrapped so that it takes one tensor, as the scripts' models do; and the
+user's part of a traceback."""
 
-The user's function returns a module that takes images; or a module and a batch for it, of any
-nesting; or these and a loss function of output and batch.
-"""
-
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -17,10 +13,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from harness.cli import fail
+from jobs import contract
+from jobs.contract import Contract, batched
 
 ROOT, PYTHON = Path(__file__).resolve().parents[1], Path(inspect.__file__).parent
 ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "remote")
 NOT_OWN = [Path(torch.__file__).parent, *(ROOT / room for room in ROOMS)]
+
+
+def load_function(given: str) -> Callable:
+    """Load the function of ``--module``; an error in its file ends with its traceback."""
+    try:
+        return contract.load_function(given)
+    except Exception as error:
+        print(own_traceback(error), end="", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 class OwnModel:
@@ -28,32 +35,23 @@ class OwnModel:
     predicted training step. Error messages contain ``given``, the flag's value."""
 
     def __init__(self, make: Callable, given: str):
-        self.make, self.given, self.batch, self.loss = make, given, None, None
+        self.make, self.given, self.batch = make, given, None
 
     def build(self) -> nn.Module:
-        """Call the function, and adapt what it returns."""
-        made = self.make()
-        parts = list(made) if isinstance(made, tuple) else [made]
-        module = parts[0] if parts else None
-        if not isinstance(module, nn.Module) or len(parts) > 3:
-            self.refuse(f"returned {describe(made)}")
-        if next(module.parameters(), None) is None:
-            self.refuse(f"returned {type(module).__name__}, which has no parameters")
-        if len(parts) > 1:
-            self.batch = parts[1]
-            if not batched(self.batch):
-                self.refuse(f"returned a batch without a tensor, {describe(self.batch)}")
-        if len(parts) > 2:
-            self.loss = parts[2]
-            if not callable(self.loss):
-                self.refuse(f"returned {describe(self.loss)} as the loss")
-        return self.adapt(module)
-
-    def refuse(self, why: str) -> None:
-        fail(
-            f"--module {self.given} {why}; return a module, or a module and a batch for it, or "
-            "these and a function of output and batch that computes the loss"
-        )
+        """Call the function, and adapt what it returns. Only for an example of a batch it needs the
+        data set, which may be a function that is not called otherwise."""
+        try:
+            self.contract = Contract(self.make(), self.given)
+        except AssertionError as error:
+            if "FakeTensors" not in str(error):
+                raise
+            why = "reads weights, and a prediction has none; make the model from its configuration"
+            fail(f"--module {self.given} {why}, as AutoModel.from_config does")
+        if self.contract.parts.batch is None and self.contract.parts.train is not None:
+            train = self.contract.data("train")
+            self.contract.bind(self.contract.collate([train[0], train[1]]))
+        self.batch = self.contract.parts.batch
+        return self.adapt(self.contract.prepare())
 
     def adapt(self, module: nn.Module) -> nn.Module:
         """Let the model take the first tensor of a batch, which is all that the scripts pass."""
@@ -61,15 +59,9 @@ class OwnModel:
 
         def forward(module, first: Tensor) -> Tensor:
             batch = first if own.batch is None else own.complete(first)
-            args, kwargs = arguments_of(batch)
+            args, kwargs = own.contract.arguments(batch)
             return own.score(kind.forward(module, *args, **kwargs), batch)
 
-        if self.batch is not None:
-            args, kwargs = arguments_of(self.batch)
-            try:
-                inspect.signature(kind.forward).bind(module, *args, **kwargs)
-            except TypeError as error:
-                self.refuse(f"returned a batch that {kind.__name__} does not take ({error})")
         module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
         return module
 
@@ -105,39 +97,8 @@ class OwnModel:
 
     def score(self, out, batch) -> Tensor:
         """Logits with the classes in dimension 1, or a scalar loss."""
-        if self.loss:
-            loss = self.loss(out, batch)
-            if not torch.is_tensor(loss) or loss.ndim:
-                self.refuse(f"returned a loss function that returns {describe(loss)}")
-            return loss
-        loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-        if torch.is_tensor(loss):
-            return loss
-        if isinstance(out, (tuple, list)) and out:
-            out = out[0]
-        logits = out.get("logits") if isinstance(out, dict) else getattr(out, "logits", None)
-        if torch.is_tensor(logits):  # Hugging Face's have classes last
-            return logits.movedim(-1, 1)
-        if not torch.is_tensor(out) or out.ndim < 2 or not out.is_floating_point():
-            self.refuse(f"returned a module that returns {describe(out)}, and no loss function")
-        return out
-
-
-def arguments_of(batch) -> tuple[list, dict]:
-    """Arguments of a module: those of a dict by name, of a tuple in order."""
-    if isinstance(batch, dict):
-        return [], batch
-    return list(batch) if isinstance(batch, (tuple, list)) else [batch], {}
-
-
-def batched(batch) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf) and leaf.ndim]
-
-
-def describe(value) -> str:
-    if torch.is_tensor(value):
-        return f"a tensor of {list(value.shape)} {str(value.dtype)[6:]}"
-    return repr(value) if value is None else f"{type(value).__name__} {str(value)[:40]}"
+        loss = self.contract.own_loss(out, batch)
+        return self.contract.logits(out) if loss is None else loss.mean()
 
 
 def let_losses_pass() -> None:
@@ -151,32 +112,6 @@ def let_losses_pass() -> None:
 # ------------------------------------------------------------------------- mistakes and errors
 
 
-def load_function(given: str) -> Callable:
-    """Load the function of ``--module``."""
-    path, _, name = given.rpartition(":")
-    if not Path(path).is_file() or not name:
-        fail(f"--module {given}: no such file; give FILE:FUNCTION, such as my_model.py:make_model")
-    spec = importlib.util.spec_from_file_location("module_to_estimate", path)
-    if spec is None:
-        fail(f"--module {given}: {path} is not a Python file; give one that ends in .py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.path.append(str(Path(path).parent.absolute()))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        print(own_traceback(error), end="", file=sys.stderr)
-        raise SystemExit(1) from None
-    make = getattr(module, name, None)
-    if not callable(make):
-        fail(f"--module {given}: {path} has no function {name}; give the one that makes the model")
-    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(make).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
-    if needed:
-        fail(f"--module {given} needs {', '.join(needed)}; give a function without arguments")
-    return make
-
-
 def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """The frames from the user's first to the user's last line."""
     own = [i for i, frame in enumerate(stack) if is_own(frame.filename)]
@@ -185,7 +120,7 @@ def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 def is_own(filename: str) -> bool:
     """Whether a file is the user's: not this project's, PyTorch's or Python's."""
-    given, path = sys.modules.get("module_to_estimate"), Path(filename)
+    given, path = sys.modules.get("own_module"), Path(filename)
     if given and filename == given.__file__:
         return True
     if filename.startswith("<") or path.parent == ROOT:

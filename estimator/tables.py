@@ -39,7 +39,8 @@ def print_table(args, flags: list[str], predictions) -> list:
     several = any(gpus_of(found.technique) > 1 for found in shown)
     each = f" = {args.gpus} x {args.batch_size // args.gpus}" if several else ""
     print(f"{describe(args, flags)}, {inputs_of(shown)}global batch {args.batch_size}{each}:")
-    print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step\n")
+    print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step;")
+    print(f"{optimizer_of(flags)}, in float32 where neither the row nor a flag has a --dtype\n")
     rows = [cells_of(args, found) for found in shown]
     titles = [
         title
@@ -54,6 +55,15 @@ def print_table(args, flags: list[str], predictions) -> list:
         print(name, *(cells or [found.mistake]))
     print_notes(shown)
     return shown
+
+
+def optimizer_of(flags: list[str]) -> str:
+    """The optimizer that the flags select, or that is the default of their model."""
+    words = " ".join(flags).replace("=", " ").split()
+    if "--optimizer" in words:
+        return words[words.index("--optimizer") + 1]
+    texts = any(word in " ".join(words) for word in ("gpt", "llama", "encoder", "bert", "reviews"))
+    return "adamw" if texts else "sgd"
 
 
 def print_notes(shown: list) -> None:

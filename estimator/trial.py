@@ -91,6 +91,9 @@ class Job:
             shape = (n, *self.label_shape[1:])
         return inputs, torch.zeros(shape, dtype=torch.int64)
 
+    def weight(self, labels: Tensor) -> float:
+        return 1.0
+
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
 

@@ -1,5 +1,5 @@
-"""The settings of a training task, and which task they select: a GPT or a Llama learns from text,
-an encoder from reviews, any other model from images.
+"""The settings of a training task, and which task they select: a GPT or a Llama learns from text or
+chat, an encoder from reviews, any other model from images.
 
 All tasks have the same functions, so their callers need not know which one it is. The modules of a
 task are imported when a run needs them.
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
-from libraries import hub
+from libraries import hub, weights
 from remote.storage import trim_url
 
 FAMILIES = "gpt", "llama"  # of decoders: their classes are in jobs/decoder.py
@@ -25,10 +25,10 @@ GPTS = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or l
 ONLY_GPT = {  # help texts of a script that trains nothing else
     "model": f"{GPTS} (default: gpt-mini on a GPU, gpt-nano on a CPU)",
     "dataset": "auto (default): Shakespeare, if present or downloadable, else synthetic; "
-    "or shakespeare, text, synthetic",
-    "data_dir": "folder of the data set; text: files, or one file (default: data)",
-    "weights": "initial weights: a model.pt; for a Llama also a folder with config.json and "
-    "*.safetensors (default: none)",
+    "or shakespeare, text, chat, synthetic",
+    "data_dir": "folder, or file of text; chat: a .jsonl file (default: data)",
+    "weights": "initial weights: a model.pt, the folder of a run or a snapshot; for a Llama also a "
+    "folder of, or a name on huggingface.co (default: none)",
 }
 
 
@@ -43,21 +43,23 @@ class Choice:
     model: str | None = flag(None, metavar="NAME", identity=True,
         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); or "
         f"{GPTS}; for reviews: distilbert, or encoder-LxHxD")
+    module: str | None = flag(None, metavar="FILE:FUNCTION", identity=True,
+        help="your own model, with its data (docs/job.md)")
     dataset: str = flag("auto", metavar="NAME",
-        choices=["auto", "cifar10", "folder", "shakespeare", "text", "reviews", "synthetic"],
+        choices="auto cifar10 folder shakespeare text chat reviews synthetic".split(),
         help="auto (default): CIFAR-10, or Shakespeare for a GPT, if present or downloadable, else "
-        "synthetic; or cifar10, folder; shakespeare, text; reviews; synthetic")
+        "synthetic; or cifar10, folder; shakespeare, text, chat; reviews; synthetic")
     data_dir: Path | str = flag(Path("data"), type=place, metavar="DIR",
-        help="folder of the data set; text: files, or one file; folder: train/ and test/ or val/; "
-        "reviews: train.tsv and test.tsv (default: %(default)s)")
+        help="folder of the data set; text: files, or one file; chat: a .jsonl file; folder: "
+        "train/ and test/ or val/; reviews: train.tsv and test.tsv (default: %(default)s)")
     train_samples: int | None = flag(None, type=positive, metavar="N", identity=True,
         help="use the first N training samples (default: all; 2048 on a CPU)")
     eval_samples: int | None = flag(None, type=positive, metavar="N",
         help="use the first N evaluation samples (default: all; 1000 on a CPU)")
     weights: str = flag("none", metavar="PATH", type=trim_url,
-        help="initial weights: a model.pt; for a Llama also a folder with config.json and "
-        "*.safetensors; for images also imagenet; for reviews also a folder or a name on "
-        "huggingface.co (default: %(default)s)")
+        help="initial weights: a model.pt, the folder of a run or a snapshot; for images also "
+        "imagenet; for a Llama and for reviews also a folder with config.json and *.safetensors, "
+        "or a name on huggingface.co (default: %(default)s)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,9 @@ OF_IMAGES = {field.name for field in flags_of(ImageOptions)}
 OF_TEXT = {field.name for subject in (TextOptions, Experts) for field in flags_of(subject)}
 IMAGES = Task("images", "classifiers", ["auto", "cifar10", "folder", "synthetic"], OF_IMAGES)
 TEXT = Task("text", "decoder", ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
+CHAT = Task("chat", "decoder", ["chat"], OF_TEXT)
 REVIEWS = Task("reviews", "encoder", ["auto", "reviews"], {"context", "dropout"})
+OWN = Task("own", "own", ["auto", "own"], {"module"})
 
 
 def is_decoder(name: str | None) -> bool:
@@ -151,9 +155,18 @@ class Settings(
     @property
     def task(self) -> Task:
         model = self.model or ""
+        if self.module:
+            return OWN
         if self.dataset == "reviews" or model.startswith("encoder") or model == "distilbert":
             return REVIEWS
-        return TEXT if is_decoder(model) else IMAGES
+        texts = CHAT if self.dataset == "chat" else TEXT
+        return texts if is_decoder(model) else IMAGES
+
+    @property
+    def source(self) -> str | None:
+        """For snapshots: the folder with a Llama's configuration and tokenizer, if it has one."""
+        own = self.task in (TEXT, CHAT) and hub.is_folder(self.weights)
+        return str(hub.folder_of(self.weights).absolute()) if own else None
 
 
 def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool = False) -> None:
@@ -205,16 +218,32 @@ def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) ->
 
 
 def check_is_gpt(args) -> None:
-    if args.task is not TEXT:
+    if args.task is OWN:
+        why = f"{this_script()}.py needs the layers of a decoder of ours, by name"
+        use = "use pytorch_FSDP.py, or copy a file of examples/ (docs/your_own_model.md)"
+        fail(f"--module {args.module}: {why}; {use}")
+    if args.task not in (TEXT, CHAT):
         why = f"{this_script()}.py supports only decoders"
         fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
 
 
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    if args.model in (None, "gpt") and args.dataset != "reviews" and hub.is_folder(args.weights):
-        args = replace(args, model="llama")
+    others = args.module or args.dataset == "reviews"
+    if not others and args.model in (None, "gpt", "llama"):
+        path = Path(args.weights)
+        if path.name == "model.pt" and path.with_name("config.json").is_file():  # of a Llama's run
+            args = replace(args, weights=str(path.parent))
+        if hub.is_folder(args.weights):
+            args = replace(args, model="llama")
     ours, model = args.task, f"--model {args.model}" if args.model else "the default model"
+    model = f"--module {args.module}" if args.module else model
+    named = args.weights in ("none", "imagenet") or "://" in args.weights
+    if not named and not has_pretrained(args) and (why := weights.why_unusable(args.weights)):
+        also = ", or imagenet" if ours is IMAGES else ""
+        also = ", or a folder or name on the hub of a Llama" if ours in (TEXT, CHAT) else also
+        use = f"give a model.pt, the folder of a run or a snapshot{also}"
+        fail(f"--weights {args.weights}: {why}; {use}")
     for name in sorted((OF_IMAGES | OF_TEXT) - ours.flags):
         if getattr(args, name) is not None:
             owners = ["images" if name in OF_IMAGES else "a GPT, such as --model gpt-nano"]
@@ -225,11 +254,35 @@ def resolve(args):
         use = f"use {', '.join(ours.datasets)}, or another --model"
         fail(f"--dataset {args.dataset} is not for {model}; {use}")
     args = ours.data.resolve(args)
-    named = args.weights in ("none", "imagenet") or "://" in args.weights
-    named |= ours is REVIEWS and ours.data.has_pretrained(args)
-    named |= ours is TEXT and hub.is_folder(args.weights)
-    if not named and not Path(args.weights).is_file():
-        fail(f"--weights {args.weights}: no such file; give none, imagenet or a model.pt")
-    if Path(args.weights).resolve() == Path(args.output_dir, "model.pt").resolve():
-        fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
+    check_not_replaced(args)
     return args
+
+
+def check_not_replaced(args) -> None:
+    """Reject weights that this run would replace, or move to previous/ before a restart."""
+    own, path = Path(args.output_dir).resolve(), Path(args.weights).resolve()
+    replaced = {"model.pt", "model.safetensors", "config.json", "snapshots", "previous"}
+    if path == own or own in path.parents and path.relative_to(own).parts[0] in replaced:
+        fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
+
+
+def has_pretrained(args) -> bool:
+    """Whether ``--weights`` names pretrained weights of a decoder or an encoder, in a folder."""
+    return args.task not in (IMAGES, OWN) and args.task.data.has_pretrained(args)
+
+
+def warmup_steps(args, total: int) -> int:
+    """``--warmup-steps``; by default a tenth of all steps, or 3% if a decoder is fine-tuned."""
+    if args.warmup_steps is not None:
+        return args.warmup_steps
+    return total * (3 if is_decoder(args.model) and has_pretrained(args) else 10) // 100
+
+
+def describe_defaults(args) -> str:
+    """Optimizer and schedule, if fine-tuning has set their defaults; else nothing."""
+    if not has_pretrained(args):
+        return ""
+    filled = args.schedule == "cosine" and args.warmup_steps is None
+    warmup = f", warm-up {warmup_steps(args, 100)}% of the steps" if filled else ""
+    rates = f"lr {args.lr:g}, weight decay {args.weight_decay:g}"
+    return f"; fine-tuning with {args.optimizer}, {rates}{warmup}"

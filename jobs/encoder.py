@@ -7,10 +7,10 @@ import re
 import torch
 from torch import Tensor, nn
 
-from harness.cli import fail, fetch_input, import_optional
-from harness.state import check_weights, load_file
+from harness.cli import fail, import_optional
+from harness.state import check_weights
 from jobs import reviews
-from libraries import hub
+from libraries import hub, weights
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
 SIZES = {"encoder": None, "encoder-1x4x128": (1, 4, 128), "distilbert": (6, 12, 768)}
@@ -90,18 +90,17 @@ def make_model(args, classes: list[str]) -> Encoder:
     tokenizer.backend_tokenizer.enable_truncation(args.context)
     model = Encoder(model, tokenizer.backend_tokenizer.to_str())
     if size and args.weights != "none":
-        weights = load_file(fetch_input(args.weights, "--weights"), "--weights")
+        found = weights.load(args.weights)
         flags = f"--model {args.model} --context {args.context}"
-        check_weights(model, weights, f"--weights {args.weights} does not fit {flags} or this data")
+        check_weights(model, found, f"--weights {args.weights} does not fit {flags} or this data")
         if not next(model.parameters()).is_meta:
-            model.load_state_dict(weights)
+            model.load_state_dict(found)
     return model
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
     """Parameter groups: ``--weight-decay`` applies to matrices, not to biases and norms."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim > 1]},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
