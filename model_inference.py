@@ -6,6 +6,8 @@ Write       python model_inference.py --weights runs/pytorch_DDP/model.pt --prom
             A GPT continues the text by --tokens tokens.
 Export      python model_inference.py --weights runs/pytorch_DDP/model.pt --export model.onnx
             Writes one file that takes uint8 images, normalizes them and contains its class names.
+Weights     python model_inference.py --weights runs/NAME/snapshots/step-N --export DIR/model.pt
+            Writes the weights of a snapshot, such as that of a run that was stopped.
 Run         python model_inference.py --weights model.onnx --input IMAGE
             In ONNX Runtime; --runtime torch or compile runs a model.pt in PyTorch.
 Measure     python model_inference.py --weights runs/pytorch_DDP/model.pt --benchmark
@@ -34,6 +36,7 @@ from inference.images import batches, find_images, load_split, read_image
 from inference.measure import PRECISIONS, measure
 from inference.runtimes import PROVIDERS, OnnxRunner, Runner, TorchRunner, make_session
 from inference.trained import Trained, as_trained
+from libraries import hub, weights
 
 
 def main() -> int:
@@ -41,7 +44,7 @@ def main() -> int:
     if args.benchmark:
         benchmark(args)
     elif args.export:
-        export(args)
+        (write_weights if args.export.suffix == ".pt" else export)(args)
     elif args.prompt is not None:
         write(args)
     else:
@@ -60,14 +63,16 @@ def argument_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     positive = common.number(int, 1)
     # fmt: off
-    parser.add_argument("--weights", type=Path, required=True, metavar="FILE",
-                        help="a model.pt of a training script, or an .onnx file of --export")
+    parser.add_argument("--weights", type=Path, required=True, metavar="PATH",
+                        help="a model.pt of a training script, the folder of its run, a snapshot, "
+                        "a Llama's folder with config.json, or an .onnx file of --export")
     flag = parser.add_argument_group("what to do (one of these)").add_argument
     flag("--input", metavar="IMAGE|FOLDER|test",
          help="predict an image or a folder of images; test: evaluate on the test split that "
          "training used")
     flag("--prompt", metavar="TEXT", help="let a GPT continue this text")
-    flag("--export", type=Path, metavar="FILE", help="export the model to ONNX")
+    flag("--export", type=Path, metavar="FILE", 
+         help="export the model to ONNX; DIR/model.pt: write its weights, those of a snapshot, too")
     flag("--benchmark", action="store_true", help="measure, and write --output-dir/inference.json")
     flag = parser.add_argument_group("how").add_argument
     flag("--runtime", choices=["torch", "compile", "onnxruntime"],
@@ -102,7 +107,7 @@ def argument_parser() -> argparse.ArgumentParser:
     flag("--model", metavar="NAME", help="model")
     flag("--norm", choices=["batch", "group"], help="normalization layers")
     flag("--image-size", type=positive, metavar="PIXELS", help="side of the model's input")
-    flag("--dataset", choices=["cifar10", "folder", "shakespeare", "text", "synthetic"],
+    flag("--dataset", choices=["cifar10", "folder", "shakespeare", "text", "chat", "synthetic"],
          help="data set of the test split")
     flag("--data-dir", type=Path, metavar="DIR", help="folder of the data set")
     flag("--eval-samples", type=positive, metavar="N", help="use the first N test samples")
@@ -116,6 +121,8 @@ def parse_args() -> Trained:
     if args.onnx:
         args = replace(args, session=make_session(args.weights, args.provider))
     args = as_trained(args)
+    if args.export and args.export.suffix == ".pt":
+        return args
     if args.dataset == "reviews" or args.model.startswith("encoder"):
         common.fail(
             f"{args.weights}: {args.model} classifies text, which this script does not support; "
@@ -152,8 +159,13 @@ def check_flags(args: Trained) -> Trained:
         common.fail("give one of --input, --prompt, --export and --benchmark (--help: flags)")
     if args.prompt == "":
         common.fail("--prompt is empty; give at least one character")
-    if not args.weights.is_file():
-        common.fail(f"--weights {args.weights}: no such file; a training script writes a model.pt")
+    if (why := weights.why_unusable(args.weights)) and not hub.is_folder(args.weights):
+        use = "a model.pt, the folder of a run, a snapshot or a Llama's folder"
+        common.fail(f"--weights {args.weights}: {why}; give {use}")
+    args = replace(args, weights=weights.locate(args.weights))
+    beside = {path.name for path in args.weights.parent.iterdir()}
+    if args.weights.name == "model.pt" and "config.json" in beside - {"result.json"} == beside:
+        args = replace(args, weights=args.weights.parent)  # a Llama's folder, without its run
     if args.onnx and (args.export or args.benchmark or args.runtime in ("torch", "compile")):
         common.fail(f"--weights {args.weights} runs in ONNX Runtime only; give the model.pt")
     if args.onnx and args.precision:
@@ -176,6 +188,8 @@ def check_flags(args: Trained) -> Trained:
     if args.export:
         if args.export.is_dir():
             common.fail(f"--export {args.export} is a folder; give a file, such as model.onnx")
+        if args.export.suffix == ".pt" and (args.export.name != "model.pt" or args.onnx):
+            common.fail(f"--export {args.export}: weights are written to a file named model.pt")
         common.check_writable(args.export.parent, f"--export {args.export}")
     if args.benchmark:
         common.check_writable(args.output_dir, f"--output-dir {args.output_dir}")
@@ -296,6 +310,16 @@ def export(args: Trained) -> None:
         temporary.unlink(missing_ok=True)
     size, seconds = args.export.stat().st_size / 2**20, time.perf_counter() - started
     print(f"done: {size:.1f} MiB, {seconds:.0f} s")
+
+
+def write_weights(args: Trained) -> None:
+    """Write ``--export`` as training does: in fp32, or float64 of ``--double``; for a Llama also
+    its folder's other files."""
+    if args.double:
+        torch.set_default_dtype(torch.float64)
+    args = replace(args, output_dir=args.export.parent)
+    common.save_model(args, weights.load(args.weights))
+    print(f"{args.export}: the weights of {args.model}")
 
 
 # --------------------------------------------------------------------------------------- measure

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from harness.state import load_file
 from inference.trained import Trained
-from jobs.classifiers import check_model_name, make_model
+from jobs.classifiers import check_model_name, load_weights, make_model
 from jobs.images import MEAN, STD
+from libraries.weights import load
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -35,12 +35,13 @@ def complete(args: Trained) -> Trained:
     """Fill in what only ``--weights`` says: the number of classes."""
     if args.classes is not None:
         return args
-    *_, bias = load_file(args.weights, "--weights").values()  # of the last layer
+    *_, bias = load(args.weights).values()  # of the last layer
     return replace(args, classes=[f"unnamed class {i}" for i in range(len(bias))])
 
 
 def load_classifier(args: Trained, precision: str) -> Classifier:
     """``--weights``, loaded strictly, in evaluation mode on the CPU."""
     check_model_name(args.model)
-    model = make_model(replace(args, batch_size=2), args.classes)  # of the forward that checks it
+    new = replace(args, batch_size=2, weights="none")  # of the forward that checks it
+    load_weights(args, model := make_model(new, args.classes), new_head=False)
     return Classifier(model, DTYPES[precision]).eval()

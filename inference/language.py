@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import jobs.text
 from harness.cli import fail
-from harness.state import load_file
 from inference import export
 from inference.runtimes import Runner, TorchRunner
 from inference.trained import Trained, make_metadata
@@ -19,20 +17,23 @@ from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
 from libraries import hub
 from libraries.attention_kernels import repeat
+from libraries.weights import is_snapshot, load
 
 INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
 
 
 def complete(args: Trained) -> Trained:
     """Fill in what only ``--weights`` says: the vocabulary, and a GPT's context."""
-    state = load_file(args.weights, "--weights", mmap=True)
+    if hub.is_folder(args.weights) and not is_snapshot(args.weights):
+        size = size_of(args)
+        classes = hub.token_names(args.weights, size)
+        return replace(args, classes=classes, context=size.context, dropout=0.0)
+    state = load(args.weights, mmap=True)
     if not {"vocabulary", "token.weight"} <= state.keys():
         fail(f"--weights {args.weights} is not a {args.model}; give the model.pt of a GPT")
     if any(".experts." in name for name in state):
-        fail(
-            f"--weights {args.weights} is a mixture of experts, which this script cannot run; give "
-            "a model.pt that was trained without --experts"
-        )
+        why = "is a mixture of experts, which this script cannot run"
+        fail(f"--weights {args.weights} {why}; give one that was trained without --experts")
     if "position.weight" in state:
         args = replace(args, context=len(state["position.weight"]))
     if args.tokenizer != "hub":  # result.json has its tokens
@@ -53,7 +54,7 @@ def to_tokens(args: Trained, text: str) -> Tensor:
     if args.tokenizer == "bytes":
         return torch.tensor([list(text.encode())])
     if args.tokenizer == "hub":
-        tokenizer = hub.load_tokenizer(args.weights.parent)
+        tokenizer = hub.load_tokenizer(args.weights)
         return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     numbers = {character: number for number, character in enumerate(args.classes)}
     unknown = sorted(set(text) - numbers.keys())
@@ -66,7 +67,7 @@ def to_tokens(args: Trained, text: str) -> Tensor:
 
 def to_text(args: Trained, tokens: list[int]) -> str:
     if args.tokenizer == "hub":
-        return hub.load_tokenizer(args.weights.parent).decode(tokens)
+        return hub.load_tokenizer(args.weights).decode(tokens)
     text = "".join(args.classes[token] for token in tokens)
     return text.encode("latin-1").decode(errors="replace") if args.tokenizer == "bytes" else text
 
@@ -147,7 +148,7 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
     once."""
     if args.dataset == "auto":
         fail("--dataset is needed: the weights do not say which one they were trained on")
-    _, text, _ = jobs.text.load(args)
+    _, text, _ = args.task.data.load(args)
     if text.classes != args.classes:
         fail(f"--dataset {args.dataset} and the weights have different characters; give their own")
     loss = correct = n = 0

@@ -10,10 +10,11 @@ from common import argument_parser
 from harness.cli import fail
 from harness.settings import fill
 from jobs.choice import Settings, is_decoder
+from libraries import hub, weights
 
 # Settings of the run that define the weights and the test data
 NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]
-NAMES += ["eval_samples", "kv_heads", "mlp_width"]
+NAMES += ["eval_samples", "kv_heads", "mlp_width", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def as_trained(args: Trained) -> Trained:
     settings, classes = read_metadata(args) if args.onnx else read_result(args)
     run = argument_parser("").parse_known_args(shlex.split(settings))[0]
     args = fill(args, **{name: getattr(run, name) for name in NAMES})
-    return replace(args, classes=classes, seed=run.seed)
+    return replace(args, classes=classes, seed=run.seed, double=run.double)
 
 
 def read_metadata(args: Trained) -> tuple[str, list[str]]:
@@ -72,16 +73,24 @@ def read_metadata(args: Trained) -> tuple[str, list[str]]:
 
 
 def read_result(args: Trained) -> tuple[str, list[str] | None]:
-    """Settings and classes of the run that wrote ``model.pt``, from ``result.json`` next to it."""
+    """Settings and classes of the run that wrote ``model.pt``, from ``result.json`` next to it; or
+    of a snapshot; or of a folder in the format of huggingface.co."""
+    if weights.is_snapshot(args.weights):
+        if "settings" not in (state := weights.read_state(args.weights)):
+            fail(f"--weights {args.weights}: an older snapshot; resume its run, and use model.pt")
+        words = shlex.join([*state["settings"], "--dataset", state["identity"]["dataset"]])
+        return words.removesuffix(" --dataset own"), state["identity"]["classes"]
+    if hub.is_folder(args.weights):
+        return "--model llama --tokenizer hub", None
     path = args.weights.with_name("result.json")
     try:
         result = json.loads(path.read_text())
-        return f"{result['settings']} --dataset {result['dataset']}", result["classes"]
+        words = f"{result['settings']} --dataset {result['dataset']}"
+        return words.removesuffix(" --dataset own"), result["classes"]
     except FileNotFoundError:
         if args.model and (args.image_size or args.gpt):
             return "", None
-        fail(f"{path} is missing, which describes the weights; "
-             "give --model and, for a classifier, --image-size")  # fmt: skip
+        fail(f"{path}, which describes the weights, is missing; give --model and --image-size")
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(f"{path} cannot be used ({type(error).__name__}: {error}); "
              "remove it, and give --model and --image-size")  # fmt: skip

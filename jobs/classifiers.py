@@ -3,7 +3,9 @@
 import difflib
 import itertools
 import math
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from harness.cli import fail, fetch_input
-from harness.state import check_weights, load_file
+from harness.cli import fail
+from harness.state import check_weights
 from harness.world import world
+from libraries import weights
 from libraries.download import fetch
 
 
@@ -40,7 +43,7 @@ def make_model(args, classes: list[str]) -> nn.Module:
     if args.norm == "sync":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.weights != "none":
-        load_weights(args, model)
+        load_weights(args, model, new_head=True)
     return model
 
 
@@ -62,26 +65,39 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
+LISTS = (nn.Sequential, nn.ModuleList)
+
+
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The children with parameters of every nn.Sequential or nn.ModuleList: residual blocks or
-    layers in torchvision's models. A single BatchNorm is too small to count as a block."""
-    for child in model.children():
-        if isinstance(child, (nn.Sequential, nn.ModuleList)):
-            parts = (part for part in child if not isinstance(part, BATCH_NORMS))
-            yield from (part for part in parts if any(True for _ in part.parameters()))
-        else:
+    layers in torchvision's models. A single BatchNorm is too small to count as a block. The user's
+    own module may have them in one place only, ``blocks_at``."""
+    if name := getattr(model, "blocks_at", ""):
+        yield from blocks_of(model.get_submodule(name))
+    elif isinstance(model, LISTS):
+        parts = (part for part in model if not isinstance(part, BATCH_NORMS))
+        yield from (part for part in parts if any(True for _ in part.parameters()))
+    else:
+        for child in model.children():
             yield from blocks_of(child)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
     """What FSDP gathers at a time: the blocks; and a decoder's embedding and head, which with a
-    large vocabulary are larger than a block, unless they share a matrix."""
+    large vocabulary are larger than a block, unless they share a matrix. A block that shares a
+    parameter with another module cannot be sharded alone."""
     # Of an embedding under sequence parallelism; no operation in place follows.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     children = dict(model.named_children()) if hasattr(model, "unembed") else {}
     ends = [children[name] for name in ("token", "head") if name in children]
-    tied = len(ends) == 2 and ends[0].weight is ends[1].weight
-    return [*blocks_of(model), *([] if tied else ends)]
+    uses = count_uses(model)
+    found = dict.fromkeys([*blocks_of(model), *ends])  # a block may be there more than once
+    return [unit for unit in found if count_uses(unit).items() <= uses.items()]
+
+
+def count_uses(module: nn.Module) -> Counter:
+    """How many modules have each parameter."""
+    return Counter(p for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def check_input(args, model: nn.Module) -> None:
@@ -111,28 +127,41 @@ def check_deterministic(name: str, model: nn.Module) -> None:
         fail(f"--deterministic: {why}; use --device cpu, or another --model, such as resnet50")
 
 
-def load_weights(args, model: nn.Module) -> None:
-    """Load ``--weights``: a complete ``model.pt``, or ImageNet's without the last layer."""
+OLD_NAMES = r"(denselayer\d+\.(?:norm|conv))\.(\d)"  # of DenseNets in torchvision's files
+UNUSED = re.compile(r"(?i)aux|.*\.(running_mean|running_var|num_batches_tracked)$")
+
+
+def load_weights(args, model: nn.Module, new_head: bool) -> None:
+    """Load ``--weights``, without auxiliary heads and without statistics of a BatchNorm that the
+    model lacks. ``new_head``: a last layer for other classes, such as ImageNet's, starts from
+    scratch; otherwise it is an error."""
     expected = model.state_dict()
-    if args.weights == "imagenet":
-        weights = {k: v for k, v in imagenet_weights(args).items() if k in expected}
-        weights = expected | {k: v for k, v in weights.items() if v.shape == expected[k].shape}
-    else:
-        weights = load_file(fetch_input(args.weights, "--weights"), "--weights")
+    found = imagenet_weights(args) if args.weights == "imagenet" else weights.load(args.weights)
+    found = {re.sub(OLD_NAMES, r"\1\2", name): tensor for name, tensor in found.items()}
+    found = {k: v for k, v in found.items() if k in expected or not UNUSED.match(k)}
+    both = {k: (tuple(found[k].shape), tuple(v.shape)) for k, v in expected.items() if k in found}
+    differ = {name: shapes for name, shapes in both.items() if shapes[0] != shapes[1]}
+    heads = {name.rpartition(".")[0] for name in differ}
+    if new_head and len(heads) == 1 and all(a[1:] == b[1:] for a, b in differ.values()):
+        found |= {name: expected[name] for name in differ}
+        [(theirs, *_), (ours, *_)] = next(iter(differ.values()))
+        line = f"its {heads.pop()} is for {theirs} classes, and starts from scratch for {ours}"
+        weights.say(f"--weights {args.weights}: {line}")
     flags = f"--model {args.model} --norm {args.norm}"
     complaint = f"--weights {args.weights} does not fit {flags} with this dataset's classes"
-    check_weights(model, weights, complaint)
+    check_weights(model, found, complaint)
     if not next(model.parameters()).is_meta:  # on the meta device it has no data
-        model.load_state_dict(weights)
+        model.load_state_dict(found)
 
 
 def imagenet_weights(args) -> dict[str, Tensor]:
     """torchvision's weights, downloaded by one rank per machine and read by all."""
     import torchvision
 
-    weights = torchvision.models.get_model_weights(args.model).DEFAULT
-    file = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
-    load = partial(weights.get_state_dict, check_hash=True)
-    if why := fetch(weights.url, file.is_file, load):
-        fail(f"--weights imagenet: could not be downloaded ({why}); give a file's path")
+    published = torchvision.models.get_model_weights(args.model).DEFAULT
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(published.url).name)
+    load = partial(published.get_state_dict, check_hash=True)
+    if why := fetch(published.url, file.is_file, load):
+        use = f"download {published.url} elsewhere, and give the path of that file as --weights"
+        fail(f"--weights imagenet: could not be downloaded ({why}); {use}")
     return load(progress=False)

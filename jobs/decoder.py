@@ -3,6 +3,7 @@ or in shards; and its parameter groups for the optimizer."""
 
 import difflib
 import functools
+import json
 import math
 import re
 import zlib
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.cli import fail, fetch_input
-from harness.state import check_weights, load_file
+from harness.cli import fail
+from harness.state import check_weights
 from jobs import gpt, llama
 from jobs.gpt import Decoder, Size
 from jobs.llama import LlamaSize
-from libraries import hub
+from libraries import hub, weights
 
 FAMILIES = {"gpt": (Size, gpt.SIZES), "llama": (LlamaSize, llama.SIZES)}  # a model: a file, a row
 SIZES = {name: size for _, sizes in FAMILIES.values() for name, size in sizes.items()}
@@ -88,17 +89,15 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
         model.head.weight = model.token.weight  # allocation has separated them
     points = torch.tensor(code_points(args, vocabulary))
     parameters = dict(model.named_parameters())
-    if hub.is_folder(args.weights):
+    if args.weights == "none":
+        for name, parameter in parameters.items():
+            set_whole(parameter, draw(args, name, parameter.shape))
+    elif weights.is_snapshot(args.weights) or not hub.is_folder(args.weights):
+        read_ours(args, parameters, points)
+    else:
         shared = "head.weight" in parameters and args.tie
         tied = {"token.weight": parameters.pop("head.weight")} if shared else {}
         hub.read_weights(hub.folder_of(args.weights), tied | parameters)
-    elif args.weights != "none":
-        weights = read_file(args, points)
-        for name, parameter in parameters.items():
-            set_whole(parameter, weights[name])
-    else:
-        for name, parameter in parameters.items():
-            set_whole(parameter, draw(args, name, parameter.shape))
     for buffer in model.buffers():
         set_whole(buffer, points)
 
@@ -123,32 +122,45 @@ def draw(args, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, device="cpu").normal_(std=std, generator=rng)
 
 
-def read_file(args, points: Tensor) -> dict[str, Tensor]:
-    """Load a ``model.pt``, and check that it fits."""
-    weights = load_file(fetch_input(args.weights, "--weights"), "--weights", mmap=True)
+def read_ours(args, parameters: dict[str, Tensor], points: Tensor) -> None:
+    """Fill parameters from a ``model.pt`` or a snapshot, and check that it fits."""
+    shards = weights.shapes_of(args.weights)
+    found = shards or weights.load(args.weights, mmap=True)
     flags = f"--model {args.model} --context {args.context}"
     flags += f" --experts {args.experts}" if args.experts else ""
     with torch.device("meta"):
         shapes = make_shapes(args, [chr(0)] * len(points))
-    check_weights(shapes, weights, f"--weights {args.weights} does not fit {flags}")
-    if not torch.equal(weights["vocabulary"], points):
+    check_weights(shapes, found, f"--weights {args.weights} does not fit {flags}")
+    if shards:
+        found = {"vocabulary": torch.empty_like(points)}
+        weights.read(args.weights, parameters | found)
+    else:
+        for name, parameter in parameters.items():
+            set_whole(parameter, found[name])
+    if not torch.equal(found["vocabulary"], points):
         why = "was trained on other characters than this text has"
         fail(f"--weights {args.weights} {why}; give the text that it was trained on")
-    return weights
 
 
 def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
     """For a Llama, write ``config.json``, ``model.safetensors`` and its tokenizer, as transformers
-    reads them; for a GPT nothing."""
+    reads them; for a GPT nothing. What the folder ``--weights`` says beyond the shape is kept, such
+    as the tokens at which ``generate()`` stops, unless the text has other tokens."""
     size = size_of(args)
     if not size.on_the_hub or args.experts:
         return
+    vocabulary, context = len(weights["token.weight"]), args.context
+    source = hub.folder_of(args.weights) if hub.is_folder(args.weights) else None
+    own = source and (args.tokenizer == "hub" or not hub.has_tokenizer(source))
+    if own and args.model == "llama":  # otherwise its shape is another
+        config = json.loads((source / "config.json").read_text())
+        config |= {"vocab_size": vocabulary, "tie_word_embeddings": bool(args.tie)}
+        hub.copy_files_beside(source, folder)
+    else:
+        context = size.context if source else context
+        config = hub.make_config(size, context, vocabulary, bool(args.tie))
     left_out = {"vocabulary"} | ({"head.weight"} if args.tie else set())
-    context = size.context if hub.is_folder(args.weights) else args.context
-    config = hub.make_config(size, context, len(weights["token.weight"]), bool(args.tie))
     hub.write_folder(folder, config, {n: t for n, t in weights.items() if n not in left_out})
-    if args.tokenizer == "hub":
-        hub.copy_tokenizer(hub.folder_of(args.weights), folder)
 
 
 # ------------------------------------------------------------------------------------- optimizer

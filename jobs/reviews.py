@@ -12,7 +12,7 @@ from harness.cli import fail, fetch_input
 from harness.data import TaskData, how_many
 from harness.settings import fill
 from harness.world import print0
-from libraries import hub
+from libraries import hub, weights
 
 CLASSES = ["negative", "positive"]
 COLUMNS = ["label", "rating", "text"]
@@ -42,7 +42,9 @@ def resolve(args):
 
 def has_pretrained(args) -> bool:
     """Whether ``--weights`` is for ``from_pretrained``: a folder, or a name on the hub."""
-    return args.weights != "none" and not args.weights.endswith(".pt")
+    if args.weights == "none" or args.weights.endswith(".pt"):
+        return False
+    return "://" in args.weights or bool(weights.why_unusable(args.weights))
 
 
 def describe(args) -> str:

@@ -1,8 +1,10 @@
 """What the DeepSpeed scripts need: configuration, import, checkpoints, the engine's tensors."""
 
 import contextlib
+import io
 import json
 import os
+import pydoc
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness.cli import fail
+from harness.cli import fail, import_optional
 from harness.world import print0, world
 
 # ---------------------------------------------------------------------------------- configuration
@@ -87,6 +89,24 @@ def check_pickles(folder: Path) -> None:
         if strange:
             names = ", ".join(sorted(strange))
             raise UnpicklingError(f"{file.name} contains {names}, which DeepSpeed does not use")
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights in a snapshot of any stage, without its ranks, on the CPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import_optional("deepspeed")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    check_pickles(folder / "zero")
+    first = min((folder / "zero").glob("*model_states.pt"))
+    with torch.serialization.safe_globals([pydoc.locate(name) for name in IN_CHECKPOINTS]):
+        weights = torch.load(first, "cpu", weights_only=True)["module"]  # stage 3: only the buffers
+    if any((folder / "zero").glob("*optim_states.pt")):  # not in stage 0
+        quiet = io.StringIO()
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, "zero")  # integers, too
+        weights |= {n: t for n, t in fp32.items() if weights[n].is_floating_point()}
+    return weights
 
 
 def resume(run, engine) -> dict:

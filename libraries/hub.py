@@ -1,17 +1,19 @@
 """Model folders in the format of huggingface.co: config.json, safetensors, tokenizer; and the names
 that a Llama's configuration and weights have there."""
 
+import functools
 import json
 import os
+import re
 import shutil
-import warnings
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from harness.cli import fail, fetch_input, import_optional
 from libraries.download import why_unreachable
+from libraries.weights import is_snapshot, one_line_errors, read_shards, read_state
 
 NAMES = {  # of a Llama's modules, ours and theirs
     "token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -21,19 +23,58 @@ NAMES = {  # of a Llama's modules, ours and theirs
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
 }  # fmt: skip
 SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these, and related files:
-SETTINGS = ["tokenizer_config.json", "special_tokens_map.json"]
+TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these
+BESIDE = [  # what else generate() and apply_chat_template() read, beside weights and config.json
+    "tokenizer*", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "*.tiktoken",
+    "special_tokens_map.json", "*chat_template*", "generation_config.json",
+]  # fmt: skip
+
+
+def is_name(weights: str) -> bool:
+    """Whether ``--weights`` has the form of a name on the hub, and is no path here."""
+    is_file = weights.endswith((".pt", ".pth", ".bin", ".onnx")) or Path(weights).exists()
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", weights)) and not is_file
 
 
 def folder_of(weights: Path | str) -> Path:
-    """The folder of ``--weights``: itself, or the folder of the file."""
+    """The folder of ``--weights`` with configuration and tokenizer: itself, or that of the file;
+    of a name on the hub where it was downloaded; of a snapshot that from which its run started."""
+    if is_name(str(weights)):
+        return download(str(weights))
     path = Path(fetch_input(weights, "--weights"))
+    if is_snapshot(weights) and (source := read_state(weights).get("source")):
+        if not Path(source, "config.json").is_file():
+            why = f"its run started from {source}, which is not there"
+            fail(f"--weights {weights}: {why}; copy that folder, with config.json, to this path")
+        return Path(source)
     return path.parent if path.is_file() else path
 
 
+@functools.cache
+def download(name: str) -> Path:
+    """A folder with the files of a model on huggingface.co, downloaded or from its cache. The ranks
+    of a machine wait for each other by the library's locks."""
+    library, offline = import_optional("huggingface_hub"), why_offline()
+    options = {"allow_patterns": ["*.json", "*.safetensors", *BESIDE]}
+    try:
+        return Path(library.snapshot_download(name, local_files_only=bool(offline), **options))
+    except Exception as error:  # of the library, of the network
+        why = f"{offline}, and it is not in the cache" if offline else str(error)
+        give = "give the path of a folder with its config.json, *.safetensors and tokenizer"
+        fail(f"--weights {name}: no such file or folder, nor on the hub ({why[:300]}); {give}")
+
+
+def why_offline() -> str:
+    """Why the hub does not answer; empty if it does. The libraries would retry for a minute."""
+    server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    why = why_unreachable(server)
+    return f"{server}: {why}" if why else ""
+
+
 def is_folder(weights: Path | str) -> bool:
-    """Whether ``--weights`` is a folder with a configuration, or a file of one."""
-    if str(weights) == "none" or str(weights).endswith(".pt"):
+    """Whether ``--weights`` is a folder with a configuration, or a file of one, or a name on the
+    hub; or the snapshot of a run that started from such a folder."""
+    if str(weights) in ("none", "imagenet") or str(weights).endswith((".pt", ".pth")):
         return False
     return (folder_of(weights) / "config.json").is_file()
 
@@ -44,7 +85,8 @@ def read_config(folder: Path) -> dict:
         return parse_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        fail(f"--weights {folder}: config.json cannot be used ({why}); give another folder")
+        own = "for another model use --module FILE:FUNCTION, or a script of examples/"
+        fail(f"--weights {folder}: config.json cannot be used ({why}); give a Llama's; {own}")
 
 
 def parse_config(config: dict) -> dict:
@@ -62,6 +104,8 @@ def parse_config(config: dict) -> dict:
     for name, value in needed.items():
         if config.get(name, value) not in (value, None):
             raise ValueError(f"its {name} is {config[name]}, and only {value} is supported")
+    if config.get("quantization_config"):
+        raise ValueError("its weights are quantized, which is not supported")
     if kind not in ("default", "llama3"):
         raise ValueError(f"its rope_type is {kind}, and only default and llama3 are supported")
     return {
@@ -76,7 +120,8 @@ def parse_config(config: dict) -> dict:
 
 
 def make_config(size, context: int, vocabulary: int, tie: bool) -> dict:
-    """The content of ``config.json`` for a :class:`jobs.llama.LlamaSize`."""
+    """The content of ``config.json`` for a :class:`jobs.llama.LlamaSize`, without special tokens:
+    where the file has none, transformers takes 1 and 2 for the begin and the end of a text."""
     scaling = {"rope_type": "llama3", **dict(size.scaling)} if size.scaling else None
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -85,6 +130,7 @@ def make_config(size, context: int, vocabulary: int, tie: bool) -> dict:
         "num_key_value_heads": size.kv_heads, "max_position_embeddings": context,
         "rms_norm_eps": size.eps, "rope_theta": size.base, "rope_scaling": scaling,
         "vocab_size": vocabulary, "tie_word_embeddings": tie,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
 
 
@@ -102,24 +148,19 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
     with an index. For a DTensor, only this rank's shard is read; the dtype may differ."""
     tensors = {their_name(name): tensor for name, tensor in tensors.items()}
     import_optional("safetensors")
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    try:
+    reader = HuggingFaceStorageReader(str(folder))
+    with one_line_errors(folder):
         found = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # a damaged file, safetensors' own exception
-        fail(f"--weights {folder}: its safetensors cannot be read ({error}); copy them again")
     if not found:
-        fail(
-            f"--weights {folder} has no *.safetensors; save them with transformers' save_pretrained"
-        )
+        use = "save them with transformers' save_pretrained"
+        fail(f"--weights {folder} has no *.safetensors; {use}")
     for name, tensor in tensors.items():
         theirs = tuple(found[name].size) if name in found else None
         if theirs != tuple(tensor.shape):
             has = f"has {name} of {theirs}" if theirs else f"has no {name}"
             why = "give the folder's own --model llama, text and tokenizer"
             fail(f"--weights {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP's: that each rank reads for itself
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    read_shards(folder, tensors, reader)
 
 
 def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
@@ -127,8 +168,9 @@ def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None
     transformers."""
     from safetensors.torch import save_file
 
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=1) + "\n")
+    entry = "torch_dtype" if "torch_dtype" in config else "dtype"  # before transformers 4.56
+    config |= {entry: str(next(iter(weights.values())).dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     part = folder / ".model.safetensors.part"
     tensors = {their_name(name): tensor for name, tensor in weights.items()}
     save_file(tensors, part, metadata={"format": "pt"})
@@ -139,20 +181,27 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER)
 
 
-def load_tokenizer(folder: Path):
-    """The tokenizer in the folder, loaded by transformers."""
-    transformers = import_optional("transformers")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a damaged file raises several types
-        why = str(error).strip().splitlines()[0]
-        fail(f"{folder}: its tokenizer cannot be read ({why}); use --tokenizer chars or bytes")
+def load_tokenizer(weights: Path | str):
+    """The tokenizer in the folder of ``--weights``, loaded by transformers."""
+    return from_pretrained(folder_of(weights), "AutoTokenizer", local_files_only=True)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in TOKENIZER + SETTINGS:
-        if (source / name).is_file() and source.resolve() != folder.resolve():
-            shutil.copyfile(source / name, folder / name)
+def token_names(weights: Path | str, size) -> list[str]:
+    """The tokens by number, as many as the matrix of a :class:`jobs.llama.LlamaSize` has rows."""
+    tokenizer = load_tokenizer(weights)
+    n = max(size.vocabulary, len(tokenizer))
+    return [token or "" for token in tokenizer.convert_ids_to_tokens(range(n))]
+
+
+def copy_files_beside(source: Path, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation config."""
+    if source.resolve() == folder.resolve():
+        return
+    for path in {path for pattern in BESIDE for path in source.glob(pattern)}:
+        if path.is_dir():  # additional_chat_templates
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, folder / path.name)
 
 
 def train_tokenizer(texts: list[str], vocabulary: int):
@@ -177,12 +226,11 @@ def train_tokenizer(texts: list[str], vocabulary: int):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def from_pretrained(weights: str, kind: str, **options):
+def from_pretrained(weights: Path | str, kind: str, **options):
     """``transformers.KIND.from_pretrained``, with one-line errors."""
     weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
-    server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if not Path(weights).is_dir() and why_unreachable(server):
-        options["local_files_only"] = True  # otherwise it retries for a minute
+    if not Path(weights).is_dir() and why_offline():
+        options["local_files_only"] = True
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

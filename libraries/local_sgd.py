@@ -42,6 +42,16 @@ def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> Non
     run.save(model, average, scheduler, **parts)
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The mean of the weights in a snapshot between two synchronizations, on the CPU."""
+    files = sorted(folder.glob("rank-*.pt"))
+    ranks = [load_file(file, "--weights")["model"] for file in files]
+    return {
+        name: torch.stack([own[name] for own in ranks]).mean(0) if t.is_floating_point() else t
+        for name, t in ranks[0].items()
+    }
+
+
 def resume(run, model: nn.Module, optimizer, scheduler, outer) -> None:
     """Resume: with the same script and number of ranks, each rank from its own file."""
 
