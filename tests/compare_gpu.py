@@ -9,6 +9,9 @@ Prints JSON: by case, what each of the two returned and saved.
 import json
 import sys
 import warnings
+from functools import partial
+from itertools import product
+from operator import methodcaller
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,25 +41,21 @@ def on_gpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **
     return kernel(q, k, v, dropout_p, is_causal)[0]
 
 
-class UNet(nn.Module):
-    """Of three levels, with what such networks are made of."""
+class UNet(nn.Sequential):
+    """Of n channels, with what such networks are made of; and of half the size what is inner."""
 
-    def __init__(self):
-        super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(n, 2 * n, 3, padding=1) for n in (8, 16))
-        self.norm = nn.ModuleList(nn.GroupNorm(4, n) for n in (16, 32))
-        self.up = nn.ModuleList(nn.Conv2d(3 * n, n, 3, padding=1) for n in (16, 8))
-        self.begin, self.end = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 1)
+    def __init__(self, n, *inner):
+        down = nn.MaxPool2d(2), nn.Conv2d(n, 2 * n, 3, padding=1), nn.GroupNorm(4, 2 * n), nn.SiLU()
+        super().__init__(*down, *inner, nn.Upsample(scale_factor=2.0, mode="bilinear"))
+        self.conv = nn.Conv2d(3 * n, n, 3, padding=1)
 
     def forward(self, x):
-        x, passed = self.begin(x), []
-        for conv, norm in zip(self.down, self.norm, strict=True):
-            passed.append(x)
-            x = F.silu(norm(conv(F.max_pool2d(x, 2))))
-        for conv in self.up:
-            x = F.interpolate(x, scale_factor=2.0, mode="bilinear")
-            x = F.relu(conv(torch.cat([passed.pop(), x], 1)))
-        return F.dropout2d(self.end(x), 0.1)
+        *below, conv = self
+        return F.relu(conv(torch.cat([x, nn.Sequential(*below)(x)], 1)))
+
+
+def unet():
+    return nn.Sequential(nn.Conv2d(3, 8, 1), UNet(8, UNet(16)), nn.Conv2d(8, 5, 1), nn.Dropout2d())
 
 
 def encoder():
@@ -72,36 +71,30 @@ MODELS = {
     "llama": (lambda: Llama(range(65), LlamaSize(2, 4, 32, kv_heads=2, mlp_width=64)), TOKENS),
     "gpt": (lambda: GPT(range(65), Size(2, 2, 32), 16, 0.1), TOKENS),
     "encoder": (encoder, torch.zeros(2, 16, 32)),
-    "unet": (UNet, IMAGES),
+    "unet": (unet, IMAGES),
 }
 OPERATIONS = {
-    "nearest": (lambda x: F.interpolate(x, scale_factor=2), IMAGES),
-    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), IMAGES),
-    "bicubic": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), IMAGES),
-    "trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), VOLUME),
-    "norm": (lambda x: x.norm(), VECTORS),
     "norm of rows": (lambda x: x.norm(dim=1), VECTORS),
-    "normalize": (lambda x: F.normalize(x), VECTORS),
-    "logsumexp": (lambda x: x.logsumexp(1), VECTORS),
-    "log1p": (lambda x: x.log1p(), VECTORS),
-    "expm1": (lambda x: x.expm1(), VECTORS),
     "pow": (lambda x: x.pow(x), VECTORS),
-    "cumprod": (lambda x: x.cumprod(1), VECTORS),
     "dist": (lambda x: torch.dist(x, x), VECTORS),
-    "sum": (lambda x: x.sum(1), VECTORS),
     "softmax": (lambda x: x.softmax(1), VECTORS),
     "cross_entropy": (lambda x: F.cross_entropy(x, torch.zeros_like(x[:, 0], dtype=int)), VECTORS),
     "binary_cross_entropy": (lambda x: F.binary_cross_entropy_with_logits(x, x), VECTORS),
     "prelu": (lambda x: F.prelu(x, x[0, :1]), VECTORS),
     "rms_norm": (lambda x: F.rms_norm(x, (16,)), VECTORS),
-    "max_pool3d": (lambda x: F.max_pool3d(x, 2), VOLUME),
-    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), VOLUME),
-    "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, 2), VOLUME),
-    "reflection_pad": (lambda x: F.pad(x, [1] * 4, "reflect"), IMAGES),
-    "replication_pad": (lambda x: F.pad(x, [1] * 4, "replicate"), IMAGES),
     "grid_sample": (lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)), IMAGES),
     "dropout": (lambda x: F.dropout(x, 0.1), VECTORS),
+    "normalize": (F.normalize, VECTORS),
 }
+for name, *dims in ["norm"], ["log1p"], ["expm1"], *product(("logsumexp", "cumprod", "sum"), [1]):
+    OPERATIONS[name] = methodcaller(name, *dims), VECTORS
+for pool in (F.max_pool3d, F.avg_pool3d, F.adaptive_avg_pool3d):
+    OPERATIONS[pool.__name__] = (lambda x, pool=pool: pool(x, 2)), VOLUME
+for mode in ("reflect", "replicate"):
+    OPERATIONS[f"{mode} pad"] = partial(F.pad, pad=[1] * 4, mode=mode), IMAGES
+for mode in ("nearest", "bilinear", "bicubic", "trilinear"):
+    example = VOLUME if mode == "trilinear" else IMAGES
+    OPERATIONS[mode] = partial(F.interpolate, scale_factor=2, mode=mode), example
 
 
 def run(make, example, device: str, dtype: torch.dtype, autocast: bool):

@@ -4,6 +4,7 @@ processes, where a test is not about the launcher."""
 import atexit
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -31,6 +32,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from techniques import TECHNIQUES  # noqa: E402
+
 # A shell's background job ignores Ctrl-C, one of nohup SIGHUP, and so would all that a test starts:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -41,12 +44,7 @@ SESSION = f"launched-by-tests-{uuid.uuid4()}"
 TEMPORARY = Path(tempfile.mkdtemp(prefix="tests-"))  # for what launchers leave behind
 atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ONE_PROCESS = (
-    "pytorch_SingleGPU",
-    "pytorch_half_precision",
-    "pytorch_auto_mixed_precision",
-    "pytorch_DP",
-)
+ONE_PROCESS = [t.script for t in TECHNIQUES if "one_process" in t.traits]
 CLOSED_PORT = "http://127.0.0.1:9"  # the discard service, which nobody runs: it refuses
 HOOKED = "tests/hooks.py"  # runs a script with small models, and what HOOKS asks for
 LIBRARIES = {  # what a server imports for scripts with such a name
@@ -54,7 +52,6 @@ LIBRARIES = {  # what a server imports for scripts with such a name
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "(accelerate|lightning|transformers)_": ("accelerate", "lightning", "transformers.trainer"),
 }
-
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
@@ -199,11 +196,11 @@ def as_typed(words, env):
     return " ".join([*shown, shlex.join(words)])
 
 
-def cases(rows, usual):
+def cases(names, rows, usual):
     """Parameters of a test. Those that are not `usual(*row)` run when all are asked for: -m ''."""
-    names = ["-".join(map(str, row)) for row in rows]
-    marks = [[] if usual(*row) else pytest.mark.full for row in rows]
-    return [pytest.param(*r, marks=m, id=n) for r, m, n in zip(rows, marks, names, strict=True)]
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    found = [pytest.param(*r, marks=[] if usual(*r) else pytest.mark.full) for r in rows]
+    return pytest.mark.parametrize(names, found, ids=["-".join(map(str, row)) for row in rows])
 
 
 def pytest_collection_modifyitems(items):
@@ -219,6 +216,16 @@ def succeed(command, **options):
     finished = launch(command, **options)
     assert finished.code == 0, str(finished)
     return finished
+
+
+@contextlib.contextmanager
+def refused(*words):
+    """What is run within has to end with exit code 2, and with one line that has these words."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit, match="2"):
+        yield
+    [line] = printed.getvalue().splitlines()
+    assert all(word in line for word in words), line
 
 
 def read_run(output):
@@ -404,6 +411,26 @@ def pretrained(review_folder, tmp_path_factory):
     )  # fmt: skip
     transformers.BertForSequenceClassification(config).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def chat(tmp_path_factory):
+    """Conversations, some with a mistake, and in hub/ a Llama with a chat template for them."""
+    transformers = pytest.importorskip("transformers")
+    from libraries import hub
+
+    root = shutil.copytree(ROOT / "tests/chat", tmp_path_factory.mktemp("all") / "chat")
+    tokenizer = hub.train_tokenizer(["to be or not to be that is the question"], 280)
+    names = ["<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": names})
+    tokenizer.save_pretrained(root / "bare")
+    torch.manual_seed(1)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, num_hidden_layers=2, **shape)
+    transformers.LlamaForCausalLM(config).save_pretrained(root / "bare")
+    shutil.copytree(root / "bare", root / "hub")
+    shutil.copy(root / "chat_template.jinja", root / "hub")
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import _sharding_prop
-from torch.nn.parallel import comm, distributed
+from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -47,25 +47,17 @@ class FakeCuda:
     def __init__(self):
         self.log, self.current = [], 0
         self.known = {  # questions that are not noted
-            "is_available": True,
-            "is_initialized": True,
-            "device_count": 4,
-            "get_device_name": "Fake GPU",
-            "get_device_capability": (8, 0),
-            "is_bf16_supported": True,
-            "is_current_stream_capturing": False,
-            "manual_seed_all": None,
+            **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+            **{"device_count": 4, "get_device_name": "Fake GPU", "get_device_capability": (8, 0)},
+            **{"is_current_stream_capturing": False, "manual_seed_all": None},
         }
-        self.noted = {
-            "synchronize": None,
-            "empty_cache": None,
-            "reset_peak_memory_stats": None,
+        silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state")
+        self.noted = dict.fromkeys(silent) | {
             "max_memory_allocated": 3 * GIB,
             "max_memory_reserved": 4 * GIB,
             "memory_reserved": 5 * GIB,
             "mem_get_info": (60 * GIB, 80 * GIB),  # free, total
             "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-            "set_rng_state": None,
         }
 
     def note(self, name, *arguments):
@@ -100,8 +92,7 @@ class FakeCuda:
         return self.current
 
     def get_device_properties(self, device):
-        memory = {"total_memory": 80 * GIB, "multi_processor_count": 100}  # for DataParallel
-        return SimpleNamespace(uuid=f"of {device}", **memory)
+        return SimpleNamespace(uuid=f"of {device}", total_memory=80 * GIB)
 
     def current_stream(self, device=None):
         return Stream(self, device, "current")
@@ -308,26 +299,11 @@ def stand_in_for_drivers(fake, harness):
             state._state_ctx.manual_backward_finalization_active = False  # PyTorch 2.15 asks
             state._root_post_backward_final_callback()
 
-    def broadcast_coalesced(tensors, gpus, buffer_size=None):
-        return [[tensor.to(f"cuda:{gpu}") for tensor in tensors] for gpu in gpus]
-
-    def scatter(tensor, gpus, sizes=None, dim=0, streams=None):
-        parts = tensor.chunk(len(gpus), dim)
-        return tuple(part.to(f"cuda:{gpu}") for gpu, part in zip(gpus, parts, strict=True))
-
-    def gather(tensors, dim=0, gpu=None):
-        return torch.cat([tensor.to(f"cuda:{gpu}") for tensor in tensors], dim)
-
-    def parallel_apply(parallel, replicas, inputs, kwargs):  # one after the other
-        return [replica(*images) for replica, images in zip(replicas, inputs, strict=True)]
-
     fake_tensor.init_gpu_context = lambda device: None  # PyTorch 2.11 makes it a real tensor
     tensor = torch.tensor
     torch.tensor = lambda *args, pin_memory=False, **options: tensor(*args, **options)
     torch.Tensor.backward = backward
     torch.autograd.backward = lambda tensors, *_, **__: [backward(tensor) for tensor in tensors]
-    comm.broadcast_coalesced, comm.scatter, comm.gather = broadcast_coalesced, scatter, gather
-    torch.nn.DataParallel.parallel_apply = parallel_apply
     dist.Reducer.prepare_for_forward = dist.Reducer.prepare_for_backward = lambda *_: None
 
 

@@ -283,11 +283,6 @@ def parts():
 # ------------------------------------------------------------------------ numbers, routes, faults
 
 
-def float64():
-    """The default dtype."""
-    torch.set_default_dtype(torch.float64)
-
-
 def unfused():
     """An optimizer whose step is not fused: a fused one rounds the last elements of a tensor
     differently from those before, so the result depends on where a tensor ends."""

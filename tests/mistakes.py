@@ -30,19 +30,13 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
         '"attention.key": ColwiseParallel(),': "",
         '"attention.value": ColwiseParallel(),': "",
     },
-    "clipped by the norm of each stage": {
-        "dist.all_reduce(squares := own.square())": "squares = own.square()"
-    },
+    "clipped by the norm of each stage": {"dist.all_reduce(squares := own": "(squares := own"},
     "micro-batch losses summed instead of averaged": {", labels) / parts": ", labels)"},
     "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
-    "expert gradients summed instead of averaged": {
-        "lambda gradient: gradient / world_size": "lambda gradient: gradient"
-    },
+    "expert gradients summed instead of averaged": {"gradient / world_size": "gradient"},
     "load balanced on each rank alone": {"mixture.mean_over_ranks = mean_over_ranks": ""},
     "every shard starts at position 0": {"model(tokens, positions)": "model(tokens)"},
-    "attention sees local keys only": {
-        "attend = ATTENTIONS[args.attention]()": "from jobs.gpt import attend"
-    },
+    "attention sees local keys only": {"block.attention.attend = attend": "pass"},
 }
 
 

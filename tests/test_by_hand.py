@@ -15,7 +15,6 @@ from torch import nn
 JOB = "--dataset synthetic --train-samples 24 --eval-samples 8 --batch-size 8 --max-steps 3"
 GPT = f"{JOB} --model gpt-2x2x64 --context 16"
 ALL = ["pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand"]
-SOME = cases([(s,) for s in ALL], lambda script: "ZeRO" not in script)
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def alone(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("script", cases([(s,) for s in ALL], lambda script: "ZeRO" in script))
+@cases("script", ALL, lambda script: "ZeRO" in script)
 def test_plain_python_is_a_world_of_one(script, tmp_path):
     command = f"python {script}.py {GPT} --output-dir {tmp_path}"
     finished = succeed(command, forked=True)
@@ -36,16 +35,14 @@ def test_plain_python_is_a_world_of_one(script, tmp_path):
     assert read_run(tmp_path)[1]["command"] == command
 
 
-@pytest.mark.parametrize(
-    "average, messages",  # of ResNet-18: 62 tensors, which take 45 MB
-    cases([("each", 62), ("buckets", 7), ("overlap", 7)], lambda average, _: average == "overlap"),
-)
-def test_messages_of_a_step(average, messages, tmp_path):
+@cases("average, n", [("each", 62), ("buckets", 7), ("overlap", 7)], lambda *row: "overlap" in row)
+def test_messages_of_a_step(average, n, tmp_path):
+    """Of ResNet-18: 62 tensors, which take 45 MB."""
     command = launcher("pytorch_DDP_by_hand", 2, HOOKED)
     flags = f"--model resnet18 --average {average} --output-dir {tmp_path}"
     succeed(f"{command} {JOB} {flags}", forked=True, HOOKS="sent")
     _, result = read_run(tmp_path)
-    assert result["calls"] == {"allreduce": messages}
+    assert result["calls"] == {"allreduce": n}
 
 
 def test_buckets_are_filled_in_the_order_of_backward(alone):
@@ -83,7 +80,7 @@ def test_a_bucket_is_sent_with_its_last_gradient(alone):
             bucket.sent.pop()  # as where a parameter had no gradient, and nothing was sent
 
 
-@pytest.mark.parametrize("script", SOME)
+@cases("script", ALL, lambda script: "ZeRO" not in script)
 def test_a_parameter_without_a_gradient_is_no_silent_error(script, tmp_path):
     """Half of its bucket would not be averaged. A bug keeps its traceback."""
     command = f"{launcher(script, 2, HOOKED)} {GPT} --output-dir {tmp_path}"
@@ -93,9 +90,7 @@ def test_a_parameter_without_a_gradient_is_no_silent_error(script, tmp_path):
     assert said in finished.stderr
 
 
-@pytest.mark.parametrize(
-    "script", [*SOME, pytest.param("pytorch_ZeRO_by_hand --stage 2", marks=pytest.mark.full)]
-)
+@cases("script", [*ALL, f"{ALL[1]} --stage 2"], lambda script: "ZeRO" not in script)
 def test_bit_for_bit_what_ddp_does(script, run_once):
     """In fp32 and with BatchNorm, which would magnify any difference; the step is not fused."""
     job = "--dataset synthetic --train-samples 192 --eval-samples 8 --batch-size 16 --epochs 1"

@@ -2,12 +2,12 @@
 bits: test_contract.py. Killed while it writes: test_faults.py.)"""
 
 import re
-import signal
 
 import pytest
 import torch
-from conftest import ROOT, launch, launcher, read_run, snapshots, started, succeed, wait_for
+from conftest import ROOT, launch, launcher, read_run, snapshots, succeed
 from safetensors.torch import load_file
+from test_snapshots import stop
 
 JOB = "--model gpt-2x2x16 --context 16 --dataset synthetic --train-samples 400 --eval-samples 8"
 JOB += " --batch-size 8 --epochs 1 --print-freq 1 --dropout 0.1 --deterministic --snapshot-every 3"
@@ -19,10 +19,7 @@ RUN = "runs/pytorch_checkpoint"  # as the page has it
 def stopped(tmp_path_factory):
     """A folder with a run that was stopped by SIGTERM, and then resumed to its end."""
     root = tmp_path_factory.mktemp("checkpoint")
-    with started(f"{COMMAND} --output-dir {root / RUN}", forked=True) as process:
-        wait_for(lambda: len(snapshots(root / RUN)) > 1 or not process.running)
-        process.send(signal.SIGTERM)
-        finished = process.end()
+    finished = stop(f"{COMMAND} --output-dir {root / RUN}", root / RUN, forked=True)
     [said] = [line for line in finished.lines if line.startswith("stopped by SIGTERM")]
     assert f"snapshot {snapshots(root / RUN)[0]}; resume with --resume auto" in said
     assert all((folder / ".metadata").exists() for folder in snapshots(root / RUN))
@@ -55,7 +52,7 @@ def test_weights_alone_as_one_file_and_as_safetensors(stopped, monkeypatch):
 def test_another_model_and_another_script_are_refused_in_one_line(stopped, tmp_path):
     for ours, other, words in (
         ("gpt-2x2x16", "gpt-2x2x32", "--model gpt-2x2x16, and this run has gpt-2x2x32"),
-        ("checkpoint.py --async-save", "FSDP.py", "is DCP's own; resume it with the script"),
+        ("checkpoint.py --async-save", "FSDP.py", "is DCP's own; use the script"),
     ):
         command = f"{COMMAND.replace(ours, other)} --output-dir {tmp_path} --resume {stopped / RUN}"
         finished = launch(command, forked=True)

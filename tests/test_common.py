@@ -1,6 +1,5 @@
 """Unit tests of common.py."""
 
-import argparse
 import dataclasses
 import subprocess
 import sys
@@ -129,18 +128,13 @@ def test_defaults_depend_on_device_and_dataset(monkeypatch, tmp_path):
     assert (args.train_samples, args.eval_samples) == (None, None)
     assert parse("--model", "alexnet").lr == 0.01
     assert parse("--optimizer", "adamw").lr == 0.001
+    written = parse("@config/reference.args", "--epochs", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = parse()
-    assert (args.device, args.model, args.image_size) == ("cuda", "resnet50", 224)
-    assert (args.batch_size, args.epochs, args.train_samples) == (128, 5, None)
-
-
-def test_reference_job_is_written_down(monkeypatch, tmp_path, become):
-    monkeypatch.setattr(sys, "argv", ["x.py", "@config/reference.args", "--epochs", "2"])
-    become(rank=1, size=2)
-    args = common.parse_args(common.argument_parser(""))
-    assert (args.model, args.image_size, args.batch_size) == ("resnet50", 224, 128)
-    assert (args.dataset, args.epochs) == ("cifar10", 2), "a later flag wins"
+    assert (args.device, args.epochs, args.train_samples) == ("cuda", 5, None)
+    for job in (args, written):
+        assert (job.model, job.image_size, job.batch_size) == ("resnet50", 224, 128)
+    assert (written.dataset, written.epochs) == ("cifar10", 2), "a later flag wins"
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -157,14 +151,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.zeros(3))
     state.save_file({"a": torch.ones(3)}, path)
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.ones(3))
-
-
-def test_only_tensors_are_loaded(tmp_path, capsys):
-    """A pickle that would run code is refused."""
-    torch.save({"a": argparse.Namespace()}, tmp_path / "code.pt")
-    with pytest.raises(SystemExit):
-        common.load_file(tmp_path / "code.pt", "--weights")
-    assert "code.pt cannot be loaded (UnpicklingError" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -99,7 +99,7 @@ def test_the_first_command_learns(checkout):
     assert json.loads(path.read_text())["eval_accuracy"][-1] < 0.3
 
 
-@pytest.mark.parametrize("command", cases([(c,) for c in LESSONS], TYPED.__contains__))
+@cases("command", LESSONS, TYPED.__contains__)
 def test_each_command_as_typed(command, checkout):
     """With a short job instead of the default one."""
     forked = command not in LAUNCHED.values()
@@ -177,9 +177,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "script", cases([(n,) for n in SCRIPTS + PROGRAMS], lambda n: "pytorch" in n or n in PROGRAMS)
-)
+@cases("script", SCRIPTS + PROGRAMS, lambda n: "pytorch" in n or n in PROGRAMS)
 def test_help(script, monkeypatch):
     """Each flag has a help text, in 80 columns, without broken words."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
@@ -288,9 +286,7 @@ FIXED = "preserve_version" in inspect.getsource(DistributedDataParallel._sync_bu
 HARMLESS = {"two_forwards": FIXED, "safe_path": sys.version_info < (3, 11)}
 
 
-@pytest.mark.parametrize(
-    "file, names", cases([*RUNS, *(("compiled", n) for n in SLOW)], lambda *row: row in RUNS)
-)
+@cases("file, names", [*RUNS, *(("compiled", n) for n in SLOW)], lambda *row: row in RUNS)
 def test_troubles_provoked_and_remedied(file, names):
     """One after the other, by the same two ranks."""
     command = f"torchrun --standalone --nproc_per_node=2 examples/troubles/{file}.py {names}"

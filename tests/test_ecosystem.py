@@ -5,20 +5,8 @@ import signal
 
 import pytest
 import torch
-from conftest import (
-    HOOKED,
-    ROOT,
-    cases,
-    distance,
-    free_port,
-    launch,
-    launcher,
-    read_run,
-    snapshots,
-    started,
-    succeed,
-    wait_for,
-)
+from conftest import HOOKED, ROOT, cases, distance, free_port, launch, launcher, read_run, succeed
+from test_snapshots import stop
 
 for library in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(library)
@@ -33,23 +21,15 @@ TRAINER, FABRIC = "lightning_Trainer", "lightning_Fabric"
 SHARDED, STAGE_2 = f"{TRAINER} --strategy fsdp", f"{TRAINER} --strategy deepspeed_stage_2"
 # What `accelerate launch` puts into the environment, for runs without it
 FILE = {
-    "accelerate_FSDP": {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    },
-    "accelerate_DeepSpeed": {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "config/zero_stage2_config.json",
-    },
+    "accelerate_FSDP": "ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true "
+    "FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP FSDP_CPU_RAM_EFFICIENT_LOADING=false",
+    "accelerate_DeepSpeed": "ACCELERATE_USE_DEEPSPEED=true "
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE=config/zero_stage2_config.json",
 }
-MEASURED = (
-    "technique options command settings seconds_total seconds_train trained_between "
-    "images_per_second tokens_per_second samples_per_second reviews_per_second first_step_seconds "
-    "step_ms seconds peak_memory_gib breakdown"
-)
+FILE = {name: dict(word.split("=") for word in words.split()) for name, words in FILE.items()}
+MEASURED = "technique options command settings seconds_total seconds_train trained_between"
+MEASURED += " images_per_second tokens_per_second samples_per_second reviews_per_second"
+MEASURED += " first_step_seconds step_ms seconds peak_memory_gib breakdown"
 
 
 def start(script, ranks, flags):
@@ -76,30 +56,18 @@ def train(tmp_path_factory):
 EIGHT = f"{IMAGES} --max-steps 8"
 JOBS = {"images": f"{IMAGES} --max-steps 12 --epochs 2", "eight": EIGHT, "gpt": GPT, "half": HALF}
 JOBS |= {"reviews": REVIEWS, "fp32": EIGHT.replace("--double ", "")}
-PARITY = [  # script, raw script, ranks, job
-    ("accelerate_DDP", DDP, 2, "images"),
-    ("accelerate_DDP", DDP, 1, "gpt"),
-    ("accelerate_FSDP", FSDP, 2, "gpt"),
-    ("accelerate_FSDP", FSDP, 2, "half"),
-    ("accelerate_FSDP", FSDP, 2, "reviews"),
-    ("accelerate_DeepSpeed", DEEPSPEED, 2, "fp32"),
-    ("transformers_Trainer", DDP, 2, "images"),
-    ("transformers_Trainer", DDP, 1, "gpt"),
-    ("transformers_Trainer", DDP, 2, "reviews"),
-    (FABRIC, DDP, 2, "images"),
-    (FABRIC, DDP, 1, "eight"),
-    (FABRIC, DDP, 2, "gpt"),
-    (TRAINER, DDP, 2, "images"),
-    (TRAINER, DDP, 1, "eight"),
-    (TRAINER, DDP, 2, "gpt"),
-    (SHARDED, FSDP, 2, "images"),
-    (SHARDED, FSDP, 2, "gpt"),
-]
+PARITY = {  # script and raw script: jobs, each with its number of ranks
+    ("accelerate_DDP", DDP): "images-2 gpt-1",
+    ("accelerate_FSDP", FSDP): "gpt-2 half-2 reviews-2",
+    ("accelerate_DeepSpeed", DEEPSPEED): "fp32-2",
+    ("transformers_Trainer", DDP): "images-2 gpt-1 reviews-2",
+    **dict.fromkeys([(FABRIC, DDP), (TRAINER, DDP)], "images-2 eight-1 gpt-2"),
+    (SHARDED, FSDP): "images-2 gpt-2",
+}
+PARITY = [(*both, int(j[-1]), j[:-2]) for both, jobs in PARITY.items() for j in jobs.split()]
 
 
-@pytest.mark.parametrize(
-    "script, raw, ranks, job", cases(PARITY, lambda *row: row[1] == DDP and row[3] == "images")
-)
+@cases("script, raw, ranks, job", PARITY, lambda *row: row[1] == DDP and row[3] == "images")
 def test_as_the_raw_script(script, raw, ranks, job, train, review_folder):
     """Weights, with BatchNorm and dropout; and all of result.json that is not a time."""
     job = JOBS[job].format(folder=review_folder)
@@ -133,7 +101,7 @@ RESUMED = {  # the script in one go, scripts in turn with the steps up to which 
 }
 
 
-@pytest.mark.parametrize("name", cases([(n,) for n in RESUMED], lambda n: n == "accelerate_FSDP"))
+@cases("name", RESUMED, lambda n: n == "accelerate_FSDP")
 def test_one_resumes_from_the_snapshots_of_another(name, train, tmp_path):
     raw, turns, flags = RESUMED[name]
     for script, steps in turns:
@@ -147,12 +115,8 @@ def test_one_resumes_from_the_snapshots_of_another(name, train, tmp_path):
     assert result["state_bytes"] == whole["state_bytes"]
 
 
-LAUNCHED = {
-    "accelerate_DDP": DDP,
-    "accelerate_FSDP": FSDP,
-    "accelerate_DeepSpeed": DEEPSPEED,
-    FABRIC: DDP,
-}
+LAUNCHED = {"accelerate_DDP": DDP, "accelerate_FSDP": FSDP, FABRIC: DDP}
+LAUNCHED |= {"accelerate_DeepSpeed": DEEPSPEED}
 
 
 @pytest.mark.full
@@ -174,17 +138,14 @@ def test_by_its_own_launcher(script, train, tmp_path):
 STOPPED = ["accelerate_DDP", TRAINER, "transformers_Trainer", SHARDED, FABRIC]
 
 
-@pytest.mark.parametrize("script", cases([(s,) for s in STOPPED], STOPPED[:3].__contains__))
+@cases("script", STOPPED, STOPPED[:3].__contains__)
 def test_a_signal_ends_in_a_snapshot(script, tmp_path):
     """Each library has a handler of its own; Lightning's would send a broadcast from within."""
     command = start(script, 2, f"{IMAGES} --epochs 1000 --output-dir {tmp_path}")
-    with started(command, forked=True) as process:
-        wait_for(lambda: snapshots(tmp_path) or not process.running)
-        process.send(signal.SIGTERM)
-        finished = process.end()
+    finished = stop(command, tmp_path, forked=True)
     assert finished.code == 128 + signal.SIGTERM, str(finished)
     [said] = [line for line in finished.lines if line.startswith("stopped by SIGTERM after step")]
-    assert str(snapshots(tmp_path)[0]) in said and "Traceback" not in finished.stderr
+    assert f"snapshot {tmp_path}/snapshots/step-" in said and "Traceback" not in finished.stderr
 
 
 @pytest.mark.parametrize("script, on_nan, code", [(TRAINER, "stop", 3), (FABRIC, "skip", 0)])

@@ -9,10 +9,8 @@ from torch import nn
 float8 = pytest.importorskip("torchao.float8")
 import pytorch_float8  # noqa: E402
 
-JOB = (
-    "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 400 --eval-samples 20 "
-    "--batch-size 8 --epochs 2 --print-freq 100 --deterministic --dropout 0.1"
-)
+JOB = "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 400 --eval-samples 20"
+JOB += " --batch-size 8 --epochs 2 --print-freq 100 --deterministic --dropout 0.1"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

@@ -4,7 +4,6 @@ import json
 import pickle
 import sys
 
-import pytest
 from conftest import ROOT, cases, hooked, launch, launcher, server, succeed
 from test_snapshots import attack
 
@@ -20,7 +19,7 @@ SCRIPT = "pytorch_torchrun_DDP.py"
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
 
 
-@pytest.mark.parametrize("script, fault", cases(HANGS, lambda *row: row in USUAL))
+@cases("script, fault", HANGS, lambda *row: row in USUAL)
 def test_rank_collective_and_line_are_named(script, fault):
     row = hang.try_one(server([]), script, fault)
     assert not row["missed"], row["lines"]

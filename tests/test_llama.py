@@ -5,17 +5,16 @@ import sys
 
 import pytest
 import torch
-from conftest import cases, launcher, read_run, relative_difference, succeed
+from conftest import cases, launcher, read_run, refused, relative_difference, snapshots, succeed
 from test_inference import infer
 
 import common
 from libraries import hub
 
 transformers = pytest.importorskip("transformers")
-JOB = (
-    "--dataset synthetic --train-samples 96 --eval-samples 20 --batch-size 24 --context 24 "
-    "--max-steps 3 --double"
-)
+tokenizers = pytest.importorskip("tokenizers")
+JOB = "--dataset synthetic --train-samples 96 --eval-samples 20 --batch-size 24 --context 24"
+JOB += " --max-steps 3 --double"
 SCALED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -91,6 +90,7 @@ def test_transformers_reads_what_we_write(tie, tmp_path, our_logits):
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     ours = our_logits(f"{flags} --context 24 --weights {tmp_path}/model.pt")
     torch.testing.assert_close(logits_of(model), ours, rtol=1e-10, atol=1e-12)
+    assert model.config.eos_token_id is None is model.generation_config.eos_token_id  # a character
 
 
 SHARDED = [("pytorch_FSDP", 3), ("pytorch_TP", 2), ("pytorch_PP", 2), ("pytorch_torchrun_DDP", 2)]
@@ -107,7 +107,7 @@ def whole(tmp_path_factory):
     return folder, read_run(folder / "run")[0]
 
 
-@pytest.mark.parametrize("script, n", cases(SHARDED, lambda *row: row in SHARDED[:3]))
+@cases("script, n", SHARDED, lambda *row: row in SHARDED[:3])
 def test_a_folder_is_read_in_shards(script, n, whole, tmp_path):
     """And trained on: it ends as one process does, at 16 bits that become 64."""
     folder, expected = whole
@@ -116,33 +116,67 @@ def test_a_folder_is_read_in_shards(script, n, whole, tmp_path):
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
 
 
+def test_a_snapshot_is_read_in_shards(whole, tmp_path):
+    """With the shape that the folder gave to its run."""
+    folder, expected = whole
+    snapshot, flags = snapshots(folder / "run")[0], "--lr 1e-30 --weight-decay 0"
+    command = f"{launcher('pytorch_FSDP', 2)} {JOB} {flags} --weights {snapshot}"
+    finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
+    assert relative_difference(read_run(tmp_path)[0], expected) < 1e-15
+    assert f"--weights {snapshot}: a snapshot of pytorch_SingleGPU.py at step 3" in finished.stderr
+
+
+def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "why_unreachable", lambda url: "offline")
+    folder = tmp_path / "models--org--tiny" / "snapshots" / "abc"
+    make_folder(folder)
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
+    assert hub.is_folder("org/tiny") and hub.folder_of("org/tiny") == folder
+
+
 def make_tokenizer(folder, size):
-    """Of pairs of letters and words, as many as there are."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(["to be or not to be that is the question"] * 9, trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    """Of pairs of letters and words, as many as there are; with a chat template."""
+    text = ["to be or not to be that is the question"] * 9
+    tokenizer = hub.train_tokenizer(text, size)
+    tokenizer.backend_tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def speak(folder):
+    """What transformers generates from a folder, where it stops, and a chat in its template."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "to be"}], tokenize=False)
+    said = model.generate(**tokenizer("to be", return_tensors="pt"))
+    return said.tolist(), chat, model.config.eos_token_id, model.config.vocab_size
 
 
 def test_its_own_tokenizer(tmp_path):
-    """That of the folder, for training, which takes it along, and for writing."""
-    make_folder(tmp_path / "theirs", vocabulary=300)  # more rows than tokens, as is usual
-    make_tokenizer(tmp_path / "theirs", 290)
+    """That of the folder, for training and for writing; which takes it along, with the two tokens
+    at which generate() stops. At a rate of nothing, the folder says what it said before."""
+    folder, run = tmp_path / "theirs", tmp_path / "run"
+    make_folder(folder, vocabulary=300, dtype=torch.float32)  # more rows than tokens, as is usual
+    make_tokenizer(folder, 290)
+    transformers.GenerationConfig(do_sample=False, max_new_tokens=20).save_pretrained(folder)
+    end = speak(folder)[0][0][10]
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text()) | {"eos_token_id": [299, end]}
+        (folder / name).write_text(json.dumps(config))
     (tmp_path / "text").write_text("to be or not to be that is the question. " * 200)
-    flags = f"--weights {tmp_path}/theirs --dataset text --data-dir {tmp_path}/text --context 16"
-    command = f"{launcher('pytorch_FSDP', 2)} {flags} --batch-size 8 --max-steps 2"
-    finished = succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
+    flags = f"--weights {folder} --dataset text --data-dir {tmp_path}/text --context 16"
+    flags += " --batch-size 8 --max-steps 2 --lr 1e-30 --weight-decay 0"
+    command = f"{launcher('pytorch_FSDP', 2)} {flags} --output-dir {run}"
+    say, places = "--prompt 'to be' --tokens 5 --json", [folder, run, run / "model.pt"]
+    finished = succeed(command, forked=True)
+    places += snapshots(run)
     assert "llama of 16 tokens" in finished.stdout and "300 different ones" in finished.stdout
-    written = infer(f"--weights {tmp_path}/run/model.pt --prompt 'to be' --tokens 5 --json")
-    assert written.code == 0 and json.loads(written.stdout)["text"].startswith("to be")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
-    assert theirs.decode(theirs("to be or not")["input_ids"]) == "to be or not"
-    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run").config.vocab_size == 300
+    texts = {json.loads(infer(f"--weights {path} {say}").stdout)["text"] for path in places}
+    assert len(texts) == 1 and texts.pop().strip().startswith("to be")
+    assert infer(f"--weights {places[-1]} --export {tmp_path}/out/model.pt").code == 0
+    assert speak(run) == speak(tmp_path / "out") == speak(folder) and len(speak(run)[0][0]) < 15
 
 
 @pytest.mark.parametrize("model", ["gpt-2x4x32", "llama-2x4x32 --kv-heads 2"])
@@ -162,7 +196,7 @@ WRONG = {  # of a folder's config.json
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_known_is_one_line(name, tmp_path, capsys):
+def test_what_is_not_known_is_one_line(name, tmp_path):
     config = dict(
         model_type="llama", hidden_size=48, num_attention_heads=4, num_hidden_layers=2,
         max_position_embeddings=64, intermediate_size=80, vocab_size=27, rms_norm_eps=1e-6,
@@ -171,7 +205,5 @@ def test_what_is_not_known_is_one_line(name, tmp_path, capsys):
     if WRONG[name] is None:
         del config[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match="2"):
+    with refused("config.json cannot be used", name.replace("scaling", "type")):
         hub.read_config(tmp_path)
-    [line] = capsys.readouterr().err.splitlines()
-    assert "config.json cannot be used" in line and name.replace("scaling", "type") in line

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CLOSED_PORT, ONE_PROCESS, ROOT, cases, launch, launcher, succeed
+from conftest import CLOSED_PORT, ONE_PROCESS, ROOT, cases, launch, launcher, refused, succeed
 from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -35,14 +35,10 @@ SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 2
 A_GPT = f"{SMALL} --model gpt-4x2x16 --context 16"
 LIBRARY = {t.script: t.script.partition("_")[0] for t in LIBRARIES}
 LIBRARY["pytorch_DeepSpeed"] = "deepspeed"
-DEEPSPEED = {  # files in places
-    "no_json": "{",
-    "a_list": "[1]",
-    "batch": '{"train_batch_size": 64}',
-    "micro_batch": '{"train_micro_batch_size_per_gpu": 7}',
-    "accumulation": '{"gradient_accumulation_steps": 2}',
-    "stage": '{"zero_optimization": {"stage": 7}}',
-}
+DEEPSPEED = {"no_json": "{", "a_list": "[1]", "batch": '{"train_batch_size": 64}'}  # in places
+DEEPSPEED |= {"micro_batch": '{"train_micro_batch_size_per_gpu": 7}'}
+DEEPSPEED |= {"accumulation": '{"gradient_accumulation_steps": 2}'}
+DEEPSPEED |= {"stage": '{"zero_optimization": {"stage": 7}}'}
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +59,7 @@ def places(tmp_path_factory, image_folder):
     Image.new("RGB", (32, 32)).save(root / "other_classes" / "test" / "yellow" / "0.png")
     succeed(f"python pytorch_SingleGPU.py {SMALL} --output-dir {root}/run", forked=True)
     shutil.copytree(root / "run" / "snapshots" / LAST, root / "damaged")
+    shutil.copytree(root / "run" / "snapshots", root / "stopped" / "snapshots")
     damaged = root / "damaged" / "state.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     shutil.copytree(root / "damaged", root / "all_damaged" / "snapshots" / LAST)
@@ -156,6 +153,9 @@ def read_mistakes():
 
 MISTAKES = read_mistakes()
 WITH_SERVERS = MISTAKES.pop("1 x pytorch_SingleGPU with servers")  # test_remote.py starts them
+OF_IMAGES = MISTAKES.pop("0 x model_inference of images")  # test_inference.py trains it
+PREDICTED = MISTAKES.pop("0 x estimate that predicts")  # test_estimate.py does, in processes
+OF_A_GPT = MISTAKES.pop("0 x model_inference of a GPT")  # test_language.py trains it
 
 
 def in_this_process(head):
@@ -163,7 +163,7 @@ def in_this_process(head):
     return head.split()[2] not in LIBRARY
 
 
-@pytest.mark.parametrize("head", cases([(head,) for head in MISTAKES], in_this_process))
+@cases("head", MISTAKES, in_this_process)
 def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
     """And nothing is written."""
     ranks, _, script, *flags_of_all = head.split()
@@ -206,23 +206,20 @@ def test_cifar10_without_data_or_network(silent, tmp_path, refuse, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, other", [("float16", "bfloat16"), ("bfloat16", "float16")])
-def test_a_device_that_cannot_compute_in_half(dtype, other, monkeypatch, capsys):
+def test_a_device_that_cannot_compute_in_half(dtype, other, monkeypatch):
     def refuse(*args):
         raise RuntimeError("not implemented for 'Half'")
 
     monkeypatch.setattr(common.F, "conv2d", refuse)
-    with pytest.raises(SystemExit, match="2"):
+    with refused(f"--dtype {dtype}", f"use --dtype {other}"):
         common.get_dtype(argparse.Namespace(dtype=dtype), torch.device("cpu"))
-    line = capsys.readouterr().err
-    assert f"--dtype {dtype}" in line and f"use --dtype {other}" in line
 
 
-def test_a_gpu_without_bfloat16(monkeypatch, capsys):
+def test_a_gpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P40")
-    with pytest.raises(SystemExit, match="2"):
+    with refused("Tesla P40 lacks it; use --dtype float16"):
         common.get_dtype(argparse.Namespace(dtype="bfloat16"), torch.device("cuda"))
-    assert "Tesla P40 lacks it; use --dtype float16" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------- in processes of its own

@@ -11,10 +11,8 @@ from torch.optim import _muon
 from pytorch_Muon import orthogonalize
 
 HOOKS = "sent muon"
-JOB = (
-    "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 12 --epochs 9 "
-    "--print-freq 1 --double --warmup-steps 20 --context 16"
-)
+JOB = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 12 --epochs 9"
+JOB += " --print-freq 1 --double --warmup-steps 20 --context 16"
 UNEVEN = "--model gpt-1x2x20"  # six matrices; 20 rows are 7, 7 and 6, or 80 are 27, 27 and 26
 EVEN = "--model gpt-4x4x48"
 

@@ -9,10 +9,8 @@ import torch
 from conftest import HOOKED, cases, launcher, relative_difference, succeed
 from test_contract import TOLERANCE
 
-JOB = (
-    "--context 16 --dataset synthetic --train-samples 64 --eval-samples 20 --batch-size 16 "
-    "--epochs 9 --max-steps 6 --warmup-steps 3 --clip-grad 0.5 --double"
-)
+JOB = "--context 16 --dataset synthetic --train-samples 64 --eval-samples 20 --batch-size 16"
+JOB += " --epochs 9 --max-steps 6 --warmup-steps 3 --clip-grad 0.5 --double"
 MODELS = {"gpt": "--model gpt-2x4x16", "llama": "--model llama-2x4x16 --kv-heads 2"}
 DIMENSIONS = {
     "replicate": "--dp-replicate 2", "shard": "--dp-shard 2", "tp": "--tp 2", "pp": "--pp 2",
@@ -41,9 +39,7 @@ USUAL = [  # the contract has further ones
 ]
 
 
-@pytest.mark.parametrize(
-    "dimensions, model, optimizer, extra", cases([*rows()], lambda *row: row in USUAL)
-)
+@cases("dimensions, model, optimizer, extra", [*rows()], lambda *row: row in USUAL)
 def test_parity(dimensions, model, optimizer, extra, train):
     names = dimensions.split("+")
     flags = f"{MODELS[model]} --optimizer {optimizer}" + (" --tie" if "--tie" in extra else "")

@@ -1,12 +1,10 @@
 """Reviews: their files, their tokenizer, and the encoder that classifies them."""
 
-import json
 import re
 
 import pytest
 import torch
-from conftest import ROOT, cases, distance, read_run, succeed
-from test_inference import infer
+from conftest import ROOT, cases, distance, read_run, refused, succeed
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,13 +33,9 @@ def test_it_learns(trained):
 
 
 USUAL = ["pytorch_FSDP", "pytorch_gradient_accumulation --accumulate 2"]
-MORE = ["pytorch_torchrun_DDP", "pytorch_FSDP_by_hand", "pytorch_DDP_ZeRO --use_zero"]
-MORE += ["pytorch_ZeRO_by_hand --stage 2", "pytorch_HSDP --shard 2", "pytorch_FSDP_offload"]
-MORE += ["pytorch_activation_checkpointing", "lightning_Fabric", "lightning_Trainer"]
-MORE += ["lightning_Trainer --strategy fsdp"]
 
 
-@pytest.mark.parametrize("script", cases([(s,) for s in USUAL + MORE], USUAL.__contains__))
+@pytest.mark.parametrize("script", USUAL)
 def test_techniques_agree(script, review_folder, train):
     """In float64, after eight steps: each review has one label, however long it is, so a mean over
     parts of equal size is right. FSDP makes the model of two ranks without memory."""
@@ -70,15 +64,7 @@ def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch
     assert sum(losses) / len(losses) == pytest.approx(result["eval_loss"][-1], rel=1e-3)
 
 
-def test_inference_is_not_of_texts(trained):
-    finished = infer(f"--weights {trained}/runs/pytorch_SingleGPU/model.pt --input test")
-    assert finished.code == 2
-    assert "encoder-1x2x16 classifies text, which this script does not support" in finished.stderr
-
-
-@pytest.mark.parametrize(
-    "script, ranks", cases([("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 2)
-)
+@cases("script, ranks", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 2)
 def test_pretrained_weights(script, ranks, review_folder, pretrained, train):
     """At a rate of nothing, what is evaluated is what was loaded."""
     flags = f"{REVIEWS} {review_folder} --weights {pretrained} --context 12 --batch-size 16"
@@ -108,19 +94,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line, words", BROKEN.values(), ids=BROKEN)
-def test_a_broken_line_is_told_by_its_number(line, words, tmp_path, capsys):
+def test_a_broken_line_is_told_by_its_number(line, words, tmp_path):
     path = tmp_path / "train.tsv"
     path.write_bytes(b"\xef\xbb\xbflabel\trating\ttext\n0\t-1.0\tfine\n" + line + b"\n")
-    with pytest.raises(SystemExit) as exit:
+    with refused(f"{path}, {words}"):
         reviews.read(path)
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert f"{path}, {words}" in error and error.count("\n") == 1
-
-
-@pytest.mark.full
-def test_memory_is_predicted(review_folder):
-    """Of the encoder's shape, with labels of whole reviews."""
-    flags = f"{REVIEWS} {review_folder} --model encoder-1x4x128 --only SingleGPU --json"
-    [row] = json.loads(succeed(f"python estimate.py {flags}", forked=True).stdout)
-    assert not row["mistake"] and row["kinds"]["parameters"] > 4 * 128 * 256

@@ -14,19 +14,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    cases,
-    hooked,
-    launch,
-    launcher,
-    same_bits,
-    snapshots,
-    started,
-    state,
-    succeed,
-    wait_for,
-)
+from conftest import ROOT, cases, hooked, launch, same_bits, snapshots, started, succeed, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness import snapshots as disk
@@ -73,6 +61,14 @@ def listening(process):
     """Addresses on which a process accepts TCP connections."""
     connections = psutil.Process(process).net_connections("tcp")
     return [c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == "LISTEN"]
+
+
+def stop(command, folder, how=signal.SIGTERM, **options):
+    """A command that is sent a signal when it has written a snapshot: what it leaves behind."""
+    with started(command, **options) as process:
+        wait_for(lambda: snapshots(folder) or not process.running)
+        process.send(how)
+        return process.end()
 
 
 LONGER = f"{SMALL} --epochs 2 --warmup-steps 20"  # a run that several tests begin with
@@ -162,7 +158,7 @@ def test_a_snapshot_of_another_job_is_refused(tmp_path):
         "c": "data with classes [' '], and this run has ['d']; use the same",
         "d": "--train-samples 18, and this run has 36; use the same",
         "a --schedule plateau": "--schedule cosine, and this run has plateau; use the same",
-        "a": "was written by an older version of the scripts; resume with that version",
+        "a": "was written by an older version; resume with that",
     }.items():
         torch.save(content | {"format": content["format"] - (data == "a")}, snapshot / "state.pt")
         sign(snapshot)
@@ -202,7 +198,7 @@ HEARD = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 HEARD = [(s,) for s in HEARD if signal.getsignal(s) != signal.SIG_IGN]  # unless under nohup
 
 
-@pytest.mark.parametrize("script", cases([(s,) for s in STOPPED], lambda s: s == STOPPED[0]))
+@cases("script", STOPPED, lambda s: s == STOPPED[0])
 def test_sigterm_to_the_launcher_saves_a_snapshot_at_once(script, tmp_path):
     """Wherever in the epoch that is."""
     command = start(script, 2, "--snapshot-every 1000 --print-freq 5")
@@ -216,14 +212,15 @@ def test_sigterm_to_the_launcher_saves_a_snapshot_at_once(script, tmp_path):
         process.end()
         wait_for(lambda: not ranks_of(stopped))  # which `deepspeed` does not wait for
         said = process.output[0]
-    [snapshot], step = snapshots(stopped), state(stopped)["step"]
+    [snapshot] = snapshots(stopped)
+    step = int(snapshot.name.removeprefix("step-"))
     assert 0 < step < 100, said
     assert f"stopped by SIGTERM after step {step} of 110: snapshot {snapshot}" in said
     resumed = run(f"{command} --output-dir {stopped} --resume auto")
     assert f"at epoch 1, step {step + 1}" in resumed.stdout and same(stopped, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("signum", cases(HEARD, lambda signum: signum == signal.SIGTERM))
+@cases("signum", HEARD, lambda signum: signum == signal.SIGTERM)
 def test_one_process_is_stopped_with_a_documented_code(signum, tmp_path):
     """A single process, which listens to nobody else."""
     command = start("pytorch_SingleGPU", 1, f"--epochs 500 --workers 1 --output-dir {tmp_path}")
@@ -263,8 +260,8 @@ def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
     """It does not wait for them, nor the launcher for it."""
     fault = {"kind": "exception", "rank": 1, "step": 3, "phase": "forward"}
     fault = json.dumps(fault | {"events": str(tmp_path / "events")})
-    command = f"{launcher('pytorch_torchrun_DDP', 2, 'measure/faults/victim.py')} {SMALL}"
-    command += f" --epochs 4 --workers 1 --output-dir {tmp_path}/run"
+    command = "torchrun --nproc_per_node=2 measure/faults/victim.py pytorch_torchrun_DDP.py"
+    command += f" {SMALL} --epochs 4 --workers 1 --output-dir {tmp_path}/run"
     finished = launch(command, timeout=60, forked=True, FAULT=fault)
     assert finished.code == 1 and "InjectedFault" in finished.stderr
 
@@ -293,10 +290,10 @@ NO_SPACE += [("pytorch_FSDP", 2, "continue")]
 
 
 @needs_root
-@pytest.mark.parametrize("script, n, on_save_error", cases(NO_SPACE, lambda *r: r in NO_SPACE[:2]))
+@cases("script, n, on_save_error", NO_SPACE, lambda *r: r in NO_SPACE[:2])
 def test_no_space(script, n, on_save_error, small):
     """There is room for one snapshot of 10 MB and the model of 5 MB, not for a second snapshot."""
-    command = f"{launcher(script, n)} {JOB} --model shufflenet_v2_x1_0 --epochs 2"
+    command = hooked(script, n, f"{JOB} --model shufflenet_v2_x1_0 --epochs 2")
     command += f" --on-save-error {on_save_error} --output-dir {small}/run"
     finished = launch(command, forked=True)
     words = finished.stdout + finished.stderr
@@ -313,20 +310,14 @@ def test_no_space(script, n, on_save_error, small):
     assert not list((small / "run" / "snapshots").glob(".*")), "nothing half is left"
 
 
-UNWRITABLE = [
-    ("pytorch_FSDP", 1, "safetensors"),
-    ("pytorch_DeepSpeed", 1, "optim_states"),
-    ("pytorch_checkpoint --async-save", 1, "distcp"),
-    ("pytorch_checkpoint", 0, "run.pt"),
-    ("pytorch_DeepSpeed", 0, "model_states"),
-    ("pytorch_torchrun_DDP", 0, "state.pt"),
-    ("pytorch_LocalSGD --sync-every 1", 1, "rank-00001"),
-]
+UNWRITABLE = [("pytorch_FSDP", 1, "safetensors"), ("pytorch_DeepSpeed", 1, "optim_states")]
+UNWRITABLE += [("pytorch_checkpoint --async-save", 1, "distcp")]
+UNWRITABLE += [("pytorch_checkpoint", 0, "run.pt"), ("pytorch_DeepSpeed", 0, "model_states")]
+UNWRITABLE += [("pytorch_torchrun_DDP", 0, "state.pt")]
+UNWRITABLE += [("pytorch_LocalSGD --sync-every 1", 1, "rank-00001")]
 
 
-@pytest.mark.parametrize(
-    "script, rank, name", cases(UNWRITABLE, lambda *row: row in UNWRITABLE[:3])
-)
+@cases("script, rank, name", UNWRITABLE, lambda *row: row in UNWRITABLE[:3])
 def test_what_one_rank_cannot_write_stops_no_other(script, rank, name, tmp_path):
     command = f"{start(script, 2)} --epochs 1 --snapshot-every 1 --timeout 30"
     hooks = f"unwritable:{rank},{name},step-00000002"

@@ -8,14 +8,13 @@ import torch
 
 from harness import stop, world
 
+EXPORTED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}
+
 
 @pytest.mark.parametrize(
     "env, words",
     [
-        (
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"},
-            "WORLD_SIZE is 4, LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE",
-        ),
+        (EXPORTED, "WORLD_SIZE is 4, LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, RANK, docs/multi_node.md"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, RANK, docs/multi_node.md"),
     ],
