@@ -221,6 +221,8 @@ MODULE = """
 import torch
 from torch import nn
 
+READ = nn.Parameter(torch.ones(2))  # outside of the function: has data, as what it reads
+
 def images():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
@@ -241,11 +243,12 @@ def bert():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
     model = BertForSequenceClassification(BertConfig(**sizes, intermediate_size=64))
     tokens = torch.zeros(2, 128, dtype=torch.int64)
+    model.classifier.bias = READ
     return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 class Chooses(nn.Linear):
     def forward(self, x):
-        if x.sum() > 0:  # line 29
+        if x.sum() > 0:  # line 32
             x = 2 * x
         return super().forward(x.flatten(1))
 
@@ -303,7 +306,7 @@ def test_a_module_of_ones_own(name, parameters, inputs, called, others, mine):
 def test_a_branch_on_numbers_is_named(only, mine):
     """Also where DeepSpeed's own questions are answered."""
     failed = estimate(f"--module {mine}:chooses --gpus 2 --only {only}", code=2)
-    assert failed.stderr.startswith(f"estimate: error: {mine}:29: aten._local_scalar_dense")
+    assert failed.stderr.startswith(f"estimate: error: {mine}:32: aten._local_scalar_dense")
     assert failed.stderr.count("\n") == 1
 
 
