@@ -56,9 +56,8 @@ def main():
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
     model, (train_set, eval_set) = make_model().to(device), make_data()
-    if min(BATCH // ACCUMULATE, len(train_set)) < world:
-        why = f"{len(train_set)}, {BATCH // ACCUMULATE} in a micro-batch of all"
-        raise SystemExit(f"{world} ranks need a row each of {why}")
+    if (rows := min(BATCH, len(train_set)) // ACCUMULATE) < world:
+        raise SystemExit(f"{world} ranks need a row each of {rows} in a micro-batch")
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     start, best = 0, math.inf
     files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
@@ -68,6 +67,8 @@ def main():
     dist.broadcast_object_list(found, owner)
     if saved := found[0]:
         start, best = saved["step"], saved["best"]
+        if rank == 0:
+            print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     model = DistributedDataParallel(model)  # averages the gradients in backward

@@ -144,6 +144,8 @@ def main():
     dist.broadcast_object_list(found, owner)
     if saved := found[0]:
         start, best = saved["step"], saved["best"]
+        if rank == 0:
+            print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     model = DistributedDataParallel(model)  # averages the gradients in backward

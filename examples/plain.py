@@ -51,6 +51,7 @@ def main():
     if files := sorted(glob.glob(f"{OUT}/step-*.pt")):
         saved = torch.load(files[-1], map_location="cpu")
         start, best = saved["step"], saved["best"]
+        print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
 

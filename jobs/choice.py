@@ -28,7 +28,7 @@ ONLY_GPT = {  # help texts of a script that trains nothing else
     "or shakespeare, text, chat, synthetic",
     "data_dir": "folder, or file of text; chat: a .jsonl file (default: data)",
     "weights": "initial weights: a model.pt, the folder of a run or a snapshot; for a Llama also a "
-    "folder of, or a name on huggingface.co (default: none)",
+    "folder or a name of huggingface.co (default: none)",
 }
 
 
