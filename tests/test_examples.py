@@ -86,7 +86,8 @@ def run(name, n, folder, code="", own="", kill=0, changes=SAME, exact=True):
         text = text.replace(old, new)
     code = f"{EXACT if exact else ''}OUT, STEPS, EVERY = 'runs', 16, 4\n{code}"
     text = text.replace("\n\n\n", f"\n{code}\n\n\n", 1)
-    killed = f"os._exit(7) if step == {kill} else None\n        "
+    # Rank 0 dies: another one may be ahead of what rank 0 still has to save
+    killed = f"os._exit(7) if step == {kill} and os.environ['RANK'] == '0' else None\n        "
     script = folder / f"transformers_{name}.py"  # forked where its libraries are imported
     script.write_text(re.sub(r"(?=torch.manual_seed\(step\b)", killed, text))
     start = "deepspeed --num_gpus " if "deepspeed" in name else "torchrun --nproc_per_node="
