@@ -35,6 +35,7 @@ from harness.world import make_store, print0, this_script, together, world
 from jobs import choice
 from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
 from jobs.classifiers import batch_norms, blocks_of, units_of
+from jobs.experts import SplitExperts
 from remote.storage import local_folder
 
 # -------------------------------------------------------------------------------- command line
@@ -60,10 +61,10 @@ def parse_args(parser: ArgumentParser) -> Settings:
     args = check_flags(read_flags(parser, Settings))
     if parser.only_gpt and not (parser.own and args.module):
         choice.check_is_gpt(args)
+    args = choice.resolve(args)
     if args.experts and not parser.experts:
-        why = f"{this_script()}.py has no mixture of experts"
-        fail(f"--experts {args.experts}: {why}; use pytorch_EP.py")
-    return choice.resolve(args)
+        fail(f"--experts {args.experts}: {this_script()}.py has no mixture; use pytorch_EP.py")
+    return args
 
 
 def prepare_process(args: Settings) -> None:
@@ -212,9 +213,8 @@ def make_model(args: Settings, classes: list[str], channels_last: bool = True) -
         channels_last: on a GPU, use channels-last weights, like the input: see :func:`to_input`.
             On a CPU this would slow down DDP's backward and the fused optimizers.
     """
-    models = args.task.models
-    model = models.make_model(args, classes)
-    check = getattr(models, "check_deterministic", None)
+    model = args.task.models.make_model(args, classes)
+    check = getattr(args.task.models, "check_deterministic", None)
     if check and args.deterministic and args.device == "cuda":
         check(args.model, model)
     if channels_last and args.device == "cuda":

@@ -89,7 +89,7 @@ def argument_parser() -> argparse.ArgumentParser:
          help="batch sizes of --benchmark (default: 1 8 32 128)")
     flag("--rounds", type=positive, default=3, metavar="N",
          help="rounds of --benchmark (default: 3)")
-    flag("--top-k", type=positive, metavar="N",
+    flag("--top-k", dest="most", type=positive, metavar="N",
          help="number of classes to print (default: 3); number of tokens to sample from "
          "(default: all)")
     flag("--tokens", type=positive, default=200, metavar="N",
@@ -149,7 +149,7 @@ def check_classifier(args: Trained) -> Trained:
     if args.prompt is not None:
         common.fail(f"--prompt needs a GPT, and {args.model} classifies images; use --input")
     norm = "group" if args.norm == "group" else "batch"  # sync has the same parameters
-    args = common.fill(replace(args, norm=norm), top_k=3)
+    args = common.fill(replace(args, norm=norm), most=3)
     return args if args.onnx else classifier.complete(args)
 
 
@@ -239,7 +239,7 @@ def predict(args: Trained) -> int:
         if not read:
             continue
         probabilities = runner(torch.cat(images)).softmax(1)
-        values, indices = probabilities.topk(min(args.top_k, len(args.classes)))
+        values, indices = probabilities.topk(min(args.most, len(args.classes)))
         for path, top, which in zip(read, values.tolist(), indices.tolist(), strict=True):
             classes = [args.classes[i] for i in which]
             answers.append({"file": str(path), "classes": classes, "probabilities": top})

@@ -22,13 +22,9 @@ CALIBRATION_IMAGES = 200
 
 
 def save(
-    model: nn.Module,
-    example: Tensor,
-    shape: dict[str, dict],
-    path: Path,
-    metadata: dict[str, str],
+    model: nn.Module, example: Tensor, shape: dict[str, dict], path: Path, metadata: dict[str, str],
     convert: Callable[[Path], None] = lambda path: None,
-) -> None:
+) -> None:  # fmt: skip
     """Export a model with one input, add the metadata, check.
 
     Args:

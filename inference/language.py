@@ -31,9 +31,9 @@ def complete(args: Trained) -> Trained:
     state = load(args.weights, mmap=True)
     if not {"vocabulary", "token.weight"} <= state.keys():
         fail(f"--weights {args.weights} is not a {args.model}; give the model.pt of a GPT")
-    if any(".experts." in name for name in state):
-        why = "is a mixture of experts, which this script cannot run"
-        fail(f"--weights {args.weights} {why}; give one that was trained without --experts")
+    if any(".experts." in name for name in state) and not size_of(args).experts:
+        why = "is a mixture of experts, and no result.json beside it says how many a token uses"
+        fail(f"--weights {args.weights} {why}; give the folder of its run")
     if "position.weight" in state:
         args = replace(args, context=len(state["position.weight"]))
     if args.tokenizer != "hub":  # result.json has its tokens
@@ -125,7 +125,7 @@ def continue_text(args, runner: Runner) -> str:
             cache = cache.remove()
         whole = tokens[:, -args.context :].contiguous()
         logits = cache(tokens) if cache else runner(whole)[:, :, -1]
-        tokens = torch.cat([tokens, draw(logits, args.temperature, args.top_k, generator)], 1)
+        tokens = torch.cat([tokens, draw(logits, args.temperature, args.most, generator)], 1)
     return to_text(args, tokens[0].tolist())
 
 
@@ -168,6 +168,8 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
 
 def write_onnx(args: Trained, path: Path) -> None:
     """Export in fp32 for any batch size and length up to the context."""
+    if size_of(args).experts:
+        fail(f"--weights {args.weights}: ONNX has no mixture of experts; use --runtime torch")
     tokens, dim = torch.zeros(2, args.context, dtype=torch.int64), torch.export.Dim
     shape = {"tokens": {0: dim("batch"), 1: dim("time", max=args.context)}}
     export.save(load_gpt(args), tokens, shape, path, make_metadata(args, "fp32", INPUT))

@@ -14,7 +14,7 @@ from libraries import hub, weights
 
 # Settings of the run that define the weights and the test data
 NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]
-NAMES += ["eval_samples", "kv_heads", "mlp_width", "experts"]
+NAMES += ["eval_samples", "kv_heads", "mlp_width", "experts", "top_k", "balance"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Trained(Settings):
     """
 
     classes: list[str] | None = None
+    most: int | None = None  # classes to print, or tokens to sample from
     provider: str | None = None
     session: Any = None
 

@@ -20,6 +20,7 @@ from libraries import hub
 
 END = np.iinfo(np.int32).min  # follows each conversation in a token file
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
+describe, has_pretrained = text.describe, text.has_pretrained  # as those of text
 
 
 def resolve(args):
@@ -29,9 +30,6 @@ def resolve(args):
         why = "needs the tokenizer and the chat template of a model"
         fail(f"--dataset chat {why}; give their folder as --weights, without --tokenizer")
     return args
-
-
-describe, has_pretrained = text.describe, text.has_pretrained
 
 
 class Chat(text.Text):
@@ -106,8 +104,6 @@ def in_order(n: int, seed: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------- files
-
-
 def make_datasets(args) -> tuple[Chat, Chat]:
     """The training set, and the last tenth of the conversations for evaluation."""
     train_set, eval_set, words = load(args)

@@ -17,24 +17,23 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
+from jobs.experts import loss_or_bias
 from libraries import hub, weights
 from remote.storage import trim_url
 
-FAMILIES = "gpt", "llama"  # of decoders: their classes are in jobs/decoder.py
-GPTS = "gpt-nano, gpt-mini, gpt2, llama3-8b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
+FAMILIES = "gpt", "llama", "mistral", "mixtral", "qwen"  # of decoders: see jobs/decoder.py
+GPTS = "gpt-nano, gpt-mini, gpt2, qwen3-0.6b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
 ONLY_GPT = {  # help texts of a script that trains nothing else
     "model": f"{GPTS} (default: gpt-mini on a GPU, gpt-nano on a CPU)",
     "dataset": "auto (default): Shakespeare, if present or downloadable, else synthetic; "
     "or shakespeare, text, chat, synthetic",
     "data_dir": "folder, or file of text; chat: a .jsonl file (default: data)",
-    "weights": "initial weights: a model.pt, the folder of a run or a snapshot; for a Llama also a "
-    "folder or a name of huggingface.co (default: none)",
+    "weights": "initial weights: a model.pt, the folder of a run or a snapshot; for a Llama, "
+    "Mistral or Qwen also a folder or a name of huggingface.co (default: none)",
 }
 
 
 # fmt: off
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Data and model."""
@@ -58,8 +57,8 @@ class Choice:
         help="use the first N evaluation samples (default: all; 1000 on a CPU)")
     weights: str = flag("none", metavar="PATH", type=trim_url,
         help="initial weights: a model.pt, the folder of a run or a snapshot; for images also "
-        "imagenet; for a Llama and for reviews also a folder with config.json and *.safetensors, "
-        "or a name on huggingface.co (default: %(default)s)")
+        "imagenet; for a Llama, Mistral or Qwen, and for reviews, also a folder with config.json "
+        "and *.safetensors, or a name on huggingface.co (default: %(default)s)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +101,15 @@ class Experts:
 
     TITLE = "mixture of experts"
     experts: int | None = flag(None, type=positive, metavar="E", identity=True,
-        help="experts in each block, instead of one MLP (default: none)")
+        help="experts in each block, instead of one MLP (default: the model's)")
     top_k: int | None = flag(None, type=positive, metavar="K", identity=True,
-        help="experts per token (default: 1)")
-    balance: float | None = flag(None, type=number(float, 0), metavar="X", identity=True,
-        help="weight of the load-balancing loss (default: 0.01)")
+        help="experts per token (default: the model's, or 1)")
+    balance: float | str | None = flag(None, type=loss_or_bias, metavar="X", identity=True,
+        help="weight of the load-balancing loss; or bias: no loss, but a bias of the router that "
+        "follows the load (default: 0.01, or 0 with a folder as --weights)")
 
 
 # fmt: on
-
-
 class Task(NamedTuple):
     """What the settings select."""
 
@@ -253,6 +251,8 @@ def resolve(args):
     if args.dataset not in ours.datasets:
         use = f"use {', '.join(ours.datasets)}, or another --model"
         fail(f"--dataset {args.dataset} is not for {model}; {use}")
+    if args.weights == "imagenet" and ours is not IMAGES:
+        fail(f"--weights imagenet is for images; give a model.pt, or none, for {model}")
     args = ours.data.resolve(args)
     check_not_replaced(args)
     return args

@@ -58,14 +58,12 @@ def use_group_norm(module: nn.Module) -> None:
 
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers, whose statistics change by amounts that half precision rounds away."""
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
-
-
-LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -147,9 +145,8 @@ def load_weights(args, model: nn.Module, new_head: bool) -> None:
         [(theirs, *_), (ours, *_)] = next(iter(differ.values()))
         line = f"its {heads.pop()} is for {theirs} classes, and starts from scratch for {ours}"
         weights.say(f"--weights {args.weights}: {line}")
-    flags = f"--model {args.model} --norm {args.norm}"
-    complaint = f"--weights {args.weights} does not fit {flags} with this dataset's classes"
-    check_weights(model, found, complaint)
+    why = f"does not fit --model {args.model} --norm {args.norm} with this dataset's classes"
+    check_weights(model, found, f"--weights {args.weights} {why}")
     if not next(model.parameters()).is_meta:  # on the meta device it has no data
         model.load_state_dict(found)
 

@@ -1,6 +1,7 @@
 """Which decoder a command line selects, a GPT or a Llama; its weights, initialized or read, whole
 or in shards; and its parameter groups for the optimizer."""
 
+import dataclasses
 import difflib
 import functools
 import json
@@ -16,23 +17,30 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from harness.cli import fail
 from harness.state import check_weights
 from jobs import gpt, llama
+from jobs.experts import balance_at_steps
 from jobs.gpt import Decoder, Size
 from jobs.llama import LlamaSize
 from libraries import hub, weights
 
-FAMILIES = {"gpt": (Size, gpt.SIZES), "llama": (LlamaSize, llama.SIZES)}  # a model: a file, a row
-SIZES = {name: size for _, sizes in FAMILIES.values() for name, size in sizes.items()}
+FAMILIES = {"gpt": Size, **llama.FAMILIES}  # a model: a file, a row
+SIZES = gpt.SIZES | llama.SIZES
 
 
 def size_of(args) -> Size:
-    """The shape of ``--model``, with ``--kv-heads`` and ``--mlp-width``; for ``--model llama``
-    that in the folder ``--weights``."""
+    """The shape of ``--model``, with ``--kv-heads``, ``--mlp-width``, ``--experts`` and
+    ``--top-k``; for ``--model llama`` that in the folder ``--weights``."""
+    own = {name: n for name in ("experts", "top_k") if (n := getattr(args, name))}
     if args.model != "llama":
-        return size_of_name(args.model, args.kv_heads, args.mlp_width)
+        return dataclasses.replace(size_of_name(args.model, args.kv_heads, args.mlp_width), **own)
     folder = hub.folder_of(args.weights)
     if not (folder / "config.json").is_file():
         fail("--model llama takes its shape from --weights; give a folder with a config.json")
-    return LlamaSize(**hub.read_config(folder))
+    size = LlamaSize(**hub.read_config(folder))
+    for name, n in {**own, "kv_heads": args.kv_heads, "mlp_width": args.mlp_width}.items():
+        if n not in (None, has := getattr(size, name)):
+            why = f"the model in {args.weights} has {has or 'none'}"
+            fail(f"--{name.replace('_', '-')} {n}: {why}; leave it out")
+    return size
 
 
 @functools.cache
@@ -41,27 +49,27 @@ def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size
     if name in SIZES:
         size = SIZES[name]
     elif family in FAMILIES and re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
-        size = FAMILIES[family][0](*map(int, shape.split("x")))
+        size = FAMILIES[family](*map(int, shape.split("x")))
     else:
         close = difflib.get_close_matches(name, SIZES) or gpt.SIZES
         example = "such as gpt-4x4x128 for 4 layers of 4 heads and width 128"
-        use = f"try {', '.join(close)}, or gpt-LxHxD or llama-LxHxD, {example}"
+        use = f"try {', '.join(close)}, or {'-, '.join(FAMILIES)}-LxHxD, {example}"
         fail(f"--model {name} is no decoder; {use}")
-    if size.width % size.heads:
+    if size.width % size.heads and not size.head_dim:
         why = f"width {size.width} is not divisible by {size.heads} heads"
         fail(f"--model {name}: {why}; use a multiple")
     return size.complete(name, kv_heads, mlp_width)
 
 
 # -------------------------------------------------------------------------------------- weights
-
-
 def make_model(args, vocabulary: list[str]) -> Decoder:
     """``--model`` with ``--context``, on the CPU or the default device. On the meta device it
     has no data, and gets its weights from :func:`init_weights`."""
     device = torch.empty(0).device
     with torch.device("meta"):
         model = make_shapes(args, vocabulary)
+    if args.balance == "bias":
+        balance_at_steps(model)
     if device.type != "meta":
         model.to_empty(device=device)
         init_weights(args, model, vocabulary)
@@ -69,9 +77,10 @@ def make_model(args, vocabulary: list[str]) -> Decoder:
 
 
 def make_shapes(args, vocabulary: list[str]) -> Decoder:
-    options = {"experts": args.experts, "top_k": args.top_k, "balance": args.balance}
-    options["tie"] = bool(args.tie)
-    return size_of(args).make_model(code_points(args, vocabulary), args, **options)
+    size, options = size_of(args), {"tie": bool(args.tie)}
+    if size.experts:
+        options |= {"experts": size.experts, "top_k": size.top_k, "balance": args.balance or 0.0}
+    return size.make_model(code_points(args, vocabulary), args, **options)
 
 
 def code_points(args, vocabulary: list[str]) -> list[int]:
@@ -88,18 +97,18 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     if args.tie and hasattr(model, "token") and hasattr(model, "head"):
         model.head.weight = model.token.weight  # allocation has separated them
     points = torch.tensor(code_points(args, vocabulary))
-    parameters = dict(model.named_parameters())
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        set_whole(buffer, points if name == "vocabulary" else torch.zeros(buffer.shape))
     if args.weights == "none":
         for name, parameter in parameters.items():
             set_whole(parameter, draw(args, name, parameter.shape))
     elif weights.is_snapshot(args.weights) or not hub.is_folder(args.weights):
-        read_ours(args, parameters, points)
+        read_ours(args, parameters | buffers, points)
     else:
         shared = "head.weight" in parameters and args.tie
         tied = {"token.weight": parameters.pop("head.weight")} if shared else {}
-        hub.read_weights(hub.folder_of(args.weights), tied | parameters)
-    for buffer in model.buffers():
-        set_whole(buffer, points)
+        hub.read_weights(hub.folder_of(args.weights), size_of(args).kind, tied | parameters)
 
 
 def set_whole(tensor: Tensor, whole: Tensor) -> None:
@@ -117,13 +126,13 @@ def draw(args, name: str, shape: torch.Size) -> Tensor:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     name = "token.weight" if args.tie and name == "head.weight" else name
     rng = torch.Generator("cpu").manual_seed(args.seed << 32 ^ zlib.crc32(name.encode()))
-    adds = name.endswith(("out.weight", "down.weight"))  # they add to the residual
+    adds = name.endswith(("out.weight", "down.weight", "experts.down"))  # they add to the residual
     std = 0.02 / (math.sqrt(2 * size_of(args).layers) if adds else 1)
     return torch.empty(shape, device="cpu").normal_(std=std, generator=rng)
 
 
-def read_ours(args, parameters: dict[str, Tensor], points: Tensor) -> None:
-    """Fill parameters from a ``model.pt`` or a snapshot, and check that it fits."""
+def read_ours(args, tensors: dict[str, Tensor], points: Tensor) -> None:
+    """Fill parameters and buffers from a ``model.pt`` or a snapshot, and check that it fits."""
     shards = weights.shapes_of(args.weights)
     found = shards or weights.load(args.weights, mmap=True)
     flags = f"--model {args.model} --context {args.context}"
@@ -131,12 +140,13 @@ def read_ours(args, parameters: dict[str, Tensor], points: Tensor) -> None:
     with torch.device("meta"):
         shapes = make_shapes(args, [chr(0)] * len(points))
     check_weights(shapes, found, f"--weights {args.weights} does not fit {flags}")
+    tensors = {name: tensor for name, tensor in tensors.items() if name in found}  # others: counts
     if shards:
         found = {"vocabulary": torch.empty_like(points)}
-        weights.read(args.weights, parameters | found)
+        weights.read(args.weights, tensors | found)
     else:
-        for name, parameter in parameters.items():
-            set_whole(parameter, found[name])
+        for name, tensor in tensors.items():
+            set_whole(tensor, found[name])
     if not torch.equal(found["vocabulary"], points):
         why = "was trained on other characters than this text has"
         fail(f"--weights {args.weights} {why}; give the text that it was trained on")
@@ -144,10 +154,13 @@ def read_ours(args, parameters: dict[str, Tensor], points: Tensor) -> None:
 
 def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
     """For a Llama, write ``config.json``, ``model.safetensors`` and its tokenizer, as transformers
-    reads them; for a GPT nothing. What the folder ``--weights`` says beyond the shape is kept, such
-    as the tokens at which ``generate()`` stops, unless the text has other tokens."""
+    reads them; for a GPT and others that transformers lacks nothing. What the folder ``--weights``
+    says beyond the shape is kept, such as the tokens at which ``generate()`` stops, unless the text
+    has other tokens."""
     size = size_of(args)
-    if not size.on_the_hub or args.experts:
+    if not size.on_the_hub or size.experts and size.kind not in hub.MIXTURES:
+        return
+    if args.balance == "bias":  # which transformers would leave out
         return
     vocabulary, context = len(weights["token.weight"]), args.context
     source = hub.folder_of(args.weights) if hub.is_folder(args.weights) else None
@@ -164,15 +177,14 @@ def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- optimizer
-
-
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """Parameter groups: ``--weight-decay`` applies to matrices, not to norms and embeddings."""
-    kinds = nn.LayerNorm, nn.RMSNorm, nn.Embedding
-    kept = [module for module in model.modules() if isinstance(module, kinds)]
-    kept = {id(p): p for module in kept for p in module.parameters()}
-    decayed = [p for p in model.parameters() if id(p) not in kept]
-    return [{"params": decayed}, {"params": list(kept.values()), "weight_decay": 0.0}]
+    """Parameter groups: ``--weight-decay`` applies to matrices, not to norms, biases and
+    embeddings."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    decayed, others = [], []
+    for p in model.parameters():
+        (others if p.ndim < 2 or id(p) in embeddings else decayed).append(p)
+    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
 
 def check_deterministic(name: str, model: nn.Module) -> None:

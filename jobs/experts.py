@@ -1,25 +1,45 @@
 """A mixture of experts: several MLPs, and a router that sends each token to one or a few."""
 
-from collections.abc import Callable
+import weakref
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.cli import fail
+from harness.cli import fail, number
 from harness.settings import fill
+from harness.world import this_script
+
+BIAS_STEP = 0.001  # by which --balance bias changes a bias (DeepSeek-V3, arXiv:2412.19437)
+
+
+def loss_or_bias(text: str) -> float | str:
+    """The value of ``--balance``."""
+    return text if text == "bias" else number(float, 0)(text)
 
 
 def resolve(args):
     """Fill in the defaults of a mixture of experts, and check its flags."""
+    if this_script() == "pytorch_EP":
+        args = fill(args, experts=8)
     if not args.experts:
         if args.top_k is not None or args.balance is not None:
             fail("--top-k and --balance are for a mixture of experts; add --experts 8")
         return args
     args = fill(args, top_k=1, balance=0.01)
-    parts = args.accumulate > 1 or args.dtype == "float16"
-    if args.balance and parts:  # they scale the loss, but not the balancing loss
-        fail("--balance is not for --accumulate or --dtype float16; use --balance 0")
+    pipeline = hasattr(args, "pipeline_schedule") and getattr(args, "pp", 2) > 1
+    if args.balance not in (0, "bias") and (
+        pipeline or args.accumulate > 1 or args.dtype == "float16"
+    ):  # they divide the loss, or scale it, but not the balancing loss
+        why = "is not for micro-batches or --dtype float16; use --balance bias, or 0"
+        fail(f"--balance {args.balance:g} {why}")
+    if args.balance == "bias" and this_script() == "pytorch_DP":
+        fail("--balance bias: the replicas of nn.DataParallel forget what they counted; use 0.01")
     if args.top_k > args.experts:
         fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
     return args
@@ -39,72 +59,193 @@ class AddGradientOf(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.loss)
 
 
-class MixtureOfExperts(nn.Module):
-    """Replaces an MLP; from tokens ``[batch, time, width]`` to the same shape (Shazeer et al. 2017,
-    arXiv:1701.06538). No token is dropped, however many are routed to the same expert.
+class DivideGradient(torch.autograd.Function):
+    """Identity in forward; in backward, divides the gradient."""
 
-    Args:
-        make_expert: makes an expert, a module that takes ``[tokens, width]``.
-        experts: number of experts.
-        top_k: experts per token; their outputs are weighted by its gates.
-        balance: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equation
-            4), which is lowest when the router uses all experts equally.
-    """
+    @staticmethod
+    def forward(ctx, tensor: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return tensor.view_as(tensor)
 
-    def __init__(self, make_expert: Callable, experts: int, width: int, top_k=1, balance=0.0):
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.by, None
+
+
+def can_group(tokens: Tensor) -> bool:
+    """Whether ``F.grouped_mm`` multiplies by all experts' matrices at once."""
+    return tokens.is_cuda and tokens.dtype == torch.bfloat16
+
+
+class Experts(nn.Module):
+    """MLPs of one shape, whose matrices are stacked: ``up``, and ``gate`` of SwiGLU, ``[experts,
+    width, inner]``; ``down`` ``[experts, inner, width]``. Each can be a DTensor: a rank computes
+    with its part, of the experts and of ``inner``."""
+
+    def __init__(self, experts: int, width: int, inner: int, gated: bool, dropout: float):
         super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleDict({str(i): make_expert() for i in range(experts)})
-        self.count, self.top_k, self.balance = experts, top_k, balance
-        # Expert parallelism replaces these:
-        self.run_experts, self.mean_over_ranks = self.run_own_experts, lambda load: load
+        if gated:
+            self.gate = nn.Parameter(torch.empty(experts, width, inner))
+        self.up = nn.Parameter(torch.empty(experts, width, inner))
+        self.down = nn.Parameter(torch.empty(experts, inner, width))
+        self.dropout, self.gated = nn.Dropout(dropout), gated
+        # Expert parallelism sets it: ranks whose tokens come here, each with a loss of its own.
+        # A gradient is their mean, as that of every other parameter.
+        self.sources = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would choose other experts
-            wide = torch.promote_types(x.dtype, torch.float32)
-            probabilities = F.linear(tokens.to(wide), self.router.weight.to(wide)).softmax(-1)
-        gates, chosen = probabilities.topk(self.top_k)
-        if torch.is_autocast_enabled(x.device.type):  # to send and to multiply half as many bytes
-            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
-        if self.balance and self.training:
-            loss = self.balance * self.load_balancing_loss(probabilities, chosen)
-            tokens = AddGradientOf.apply(tokens, loss)
-        chosen = chosen.flatten()
-        order = chosen.argsort(stable=True)  # sorted by expert
-        counts = chosen.new_zeros(self.count).scatter_add_(0, chosen, torch.ones_like(chosen))
-        outputs = self.run_experts(tokens[order // self.top_k], counts)  # dispatch
-        outputs = outputs * gates.flatten()[order, None]
-        combined = outputs.new_zeros(tokens.shape).index_add(0, order // self.top_k, outputs)
-        return combined.to(x.dtype).view_as(x)
-
-    def run_own_experts(self, tokens: Tensor, counts: Tensor, sizes=None) -> Tensor:
-        """The outputs of the experts for their tokens, which are sorted by expert.
+    def forward(self, tokens: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
+        """From ``[tokens, width]``, sorted by expert, to the same shape.
 
         Args:
             counts: int64 ``[experts]``, tokens per expert.
             sizes: the same on the CPU; if not given, it is copied from ``counts`` when needed.
         """
-        experts = list(self.experts.values())
-        if tokens.is_cuda and tokens.dtype == torch.bfloat16 and hasattr(experts[0], "up"):
-            return grouped(experts, tokens, counts)
-        parts = tokens.split(counts.tolist() if sizes is None else sizes)
-        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+        if can_group(tokens):
+            ends = counts.cumsum(0).to(torch.int32)  # stays on the GPU
+
+            def multiply(x: Tensor, weight: Tensor) -> Tensor:
+                return F.grouped_mm(x, self.own(weight).to(x.dtype), offs=ends)
+        else:
+            sizes = counts.tolist() if sizes is None else sizes
+
+            def multiply(x: Tensor, weight: Tensor) -> Tensor:
+                parts = zip(x.split(sizes), self.own(weight).unbind(), strict=True)
+                return torch.cat([part @ matrix for part, matrix in parts])
+
+        if self.gated:
+            hidden = F.silu(multiply(tokens, self.gate)) * multiply(tokens, self.up)
+        else:
+            hidden = F.gelu(multiply(tokens, self.up))
+        return self.dropout(multiply(hidden, self.down))
+
+    def width_dim(self, weight: Tensor) -> Shard:
+        """How FSDP shards them, as there may be more ranks than experts."""
+        return Shard(2 if weight is self.down else 1)
+
+    def own(self, weight: Tensor) -> Tensor:
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        return weight if self.sources == 1 else DivideGradient.apply(weight, self.sources)
+
+
+class MixtureOfExperts(nn.Module):
+    """Replaces an MLP; from tokens ``[batch, time, width]`` to the same shape (Shazeer et al. 2017,
+    arXiv:1701.06538). No token is dropped, however many are routed to the same expert.
+
+    Args:
+        inner: width within an expert.
+        experts: number of experts.
+        top_k: experts per token; their outputs are weighted by its gates.
+        balance: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equation
+            4), which is lowest when the router uses all experts equally; or "bias": see
+            :func:`balance_at_steps`.
+        gated: SwiGLU, otherwise GELU.
+        normalize: a token's gates add up to 1.
+    """
+
+    def __init__(
+        self, width: int, inner: int, experts: int, top_k: int = 1, balance: float | str = 0.0,
+        gated=False, dropout=0.0, normalize=False,
+    ):  # fmt: skip
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width, inner, gated, dropout)
+        self.count, self.top_k, self.balance, self.normalize = experts, top_k, balance, normalize
+        if balance == "bias":  # both fp32, and float64 with --double
+            self.register_buffer("bias", torch.zeros(experts))
+            self.register_buffer("load", torch.zeros(experts), persistent=False)
+        # Expert parallelism sets what runs the experts; tensor parallelism its number of ranks:
+        # they route the same tokens, and each has a part of the outputs and of their gradients.
+        self.run_experts, self.copies = None, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, router = x.flatten(0, 1), self.router.weight
+        if isinstance(router, DTensor):
+            router = router.to_local(grad_placements=[Partial()])
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would choose other experts
+            wide = torch.promote_types(x.dtype, torch.float32)
+            probabilities = F.linear(tokens.to(wide), router.to(wide)).softmax(-1)
+        preferred = probabilities + self.bias if self.balance == "bias" else probabilities
+        chosen = preferred.topk(self.top_k).indices
+        gates = probabilities.gather(1, chosen)
+        if self.normalize:
+            gates = gates / gates.sum(1, keepdim=True)
+        if torch.is_autocast_enabled(x.device.type):  # to send and to multiply half as many bytes
+            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
+        if self.training and self.balance not in (0, "bias"):
+            loss = self.balance * self.load_balancing_loss(probabilities, chosen)
+            tokens = AddGradientOf.apply(tokens, loss / self.copies)
+        chosen = chosen.flatten()
+        order = chosen.argsort(stable=True)  # sorted by expert
+        counts = chosen.new_zeros(self.count).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if self.training and self.balance == "bias":
+            self.load += counts
+        run_experts = self.run_experts or self.experts
+        outputs = run_experts(tokens[order // self.top_k], counts)  # dispatch
+        outputs = outputs * gates.flatten()[order, None]
+        combined = outputs.new_zeros(tokens.shape).index_add(0, order // self.top_k, outputs)
+        return combined.to(x.dtype).view_as(x)
 
     def load_balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """1 if all experts are used equally, up to their number if only one is used."""
+        """1 if all experts are used equally, up to their number if only one is used. The load is
+        that of all ranks: otherwise each would balance only its own tokens."""
         load = F.one_hot(chosen[:, 0], self.count).to(probabilities.dtype).mean(0)
-        return self.count * (self.mean_over_ranks(load) * probabilities.mean(0)).sum()
+        if dist.is_initialized():
+            dist.all_reduce(load)
+            load = load / dist.get_world_size()
+        return self.count * (load * probabilities.mean(0)).sum()
 
 
-def grouped(experts: list[nn.Module], tokens: Tensor, counts: Tensor) -> Tensor:
-    """All experts at once, in bfloat16: the CPU need not know the number of tokens per expert."""
-    ends = counts.cumsum(0).to(torch.int32)
+class SplitExperts(ParallelStyle):
+    """Tensor parallelism of a mixture, for ``parallelize_module``: each rank has some of the inner
+    width of every expert, and their outputs are summed. ``between``: the layout of a block's
+    activations ``[batch, time, width]`` outside."""
 
-    def multiply(x: Tensor, name: str) -> Tensor:
-        matrices = [getattr(expert, name).weight for expert in experts]
-        return F.grouped_mm(x, torch.stack(matrices).mT.to(x.dtype), offs=ends)
+    def __init__(self, between: Replicate | Shard):
+        self.between = between
 
-    if hasattr(experts[0], "gate"):
-        return multiply(F.silu(multiply(tokens, "gate")) * multiply(tokens, "up"), "down")
-    return experts[0].dropout(multiply(F.gelu(multiply(tokens, "up")), "down"))
+    def _apply(self, mixture: MixtureOfExperts, mesh: DeviceMesh) -> MixtureOfExperts:
+        experts, mixture.copies = mixture.experts, mesh.size()
+        replicas = distribute_tensor(mixture.router.weight, mesh, [Replicate()])
+        mixture.router.weight = nn.Parameter(replicas)
+        for name, stack in list(experts.named_parameters()):
+            if not isinstance(stack, DTensor):  # --ep has divided them, by both
+                part = distribute_tensor(stack, mesh, [Shard(1 if name == "down" else 2)])
+                setattr(experts, name, nn.Parameter(part))
+
+        def gather(_, inputs):
+            x = inputs[0]
+            x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.between])
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        def add_up(_, inputs, outputs):
+            outputs = DTensor.from_local(outputs, mesh, [Partial()])
+            return outputs.redistribute(placements=[self.between]).to_local()
+
+        mixture.register_forward_pre_hook(gather)
+        mixture.register_forward_hook(add_up)
+        return mixture
+
+
+def balance_at_steps(model: nn.Module) -> None:
+    """After each step of an optimizer, raise the bias of experts that had less than the mean load
+    since the last step, over all micro-batches and ranks, and lower the others' (Wang et al. 2024,
+    arXiv:2408.15664). A bias is added to the probabilities when experts are chosen, and nowhere
+    else. Evaluation counts no tokens. All ranks take a step together."""
+    place = weakref.ref(model.blocks)  # a hook is for all optimizers, and outlives the model
+
+    @torch.no_grad()
+    def balance(*_) -> None:
+        blocks = [getattr(block, "mlp", None) for block in place() or ()]
+        mixtures = [mixture for mixture in blocks if mixture]  # of this stage of a pipeline
+        if not mixtures:
+            return
+        nothing = torch.zeros_like(mixtures[0].load)
+        loads = torch.stack([mixture.load if mixture else nothing for mixture in blocks])
+        if dist.is_initialized():  # otherwise the ranks' biases would drift apart
+            dist.all_reduce(loads)
+        for mixture, load in zip(blocks, loads, strict=True):
+            if mixture:
+                mixture.bias += BIAS_STEP * (load.mean() - load).sign()
+                mixture.load.zero_()
+
+    register_optimizer_step_post_hook(balance)

@@ -25,9 +25,16 @@ class Size:
     kv_heads: int = 0  # heads of keys and values; 0: as many as heads of queries
     mlp_width: int = 0  # within the MLP
     vocabulary: int = 0  # tokens of the published model; 0 if there is none
+    head_dim: int = 0  # width of a head; 0: width / heads
+    experts: int = 0  # in each block, instead of one MLP
+    top_k: int = 1  # experts per token
 
     mlp_matrices = 2
     on_the_hub = False  # whether libraries/hub.py reads and writes its weights
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.width // self.heads
 
     def complete(self, model: str, kv_heads: int | None, mlp_width: int | None) -> "Size":
         """The shape with ``--kv-heads`` and ``--mlp-width`` of ``--model``, or their defaults."""
@@ -36,14 +43,15 @@ class Size:
         return dataclasses.replace(self, kv_heads=self.heads, mlp_width=4 * self.width)
 
     def make_model(self, vocabulary: list[int], args, **options) -> "Decoder":
-        """A model of this shape; ``options``: see :class:`Decoder`."""
+        """A model of this shape; ``options``: ``tie``, and for experts instead of MLPs those of
+        :class:`MixtureOfExperts`."""
         return GPT(vocabulary, self, args.context, args.dropout, **options)
 
     def count_parameters(self, vocabulary: int) -> int:
-        """Number of parameters of an untied model, without norms and positions."""
-        width, kv_width = self.width, self.width * self.kv_heads // self.heads
-        block = 2 * width * (width + kv_width) + self.mlp_matrices * width * self.mlp_width
-        return self.layers * block + 2 * vocabulary * width
+        """Number of parameters of an untied model, without norms, biases and positions."""
+        attention = 2 * self.head_width * (self.heads + self.kv_heads)  # per element of the width
+        mlp = max(1, self.experts) * self.mlp_matrices * self.mlp_width + self.experts
+        return (self.layers * (attention + mlp) + 2 * vocabulary) * self.width
 
 
 # gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and for one GPU
@@ -66,25 +74,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with several heads. ``rotate`` is applied to queries and to keys before.
+    """Causal attention with several heads.
 
     Queries, keys and values have separate matrices: tensor parallelism would split a combined
     matrix so that a rank has some queries and no values.
+
+    Args:
+        rotate: applied to queries and to keys before.
+        bias: whether queries, keys and values have one.
+        make_norm: makes a norm for a width; of each head's queries and keys, before ``rotate``.
     """
 
-    def __init__(self, size: Size, dropout: float = 0.0, rotate: Callable | None = None):
+    def __init__(
+        self, size: Size, dropout: float = 0.0, rotate: Callable | None = None, bias=False,
+        make_norm: Callable | None = None,
+    ):  # fmt: skip
         super().__init__()
-        width, self.head_width = size.width, size.width // size.heads
-        kv_width = self.head_width * (size.kv_heads or size.heads)
+        self.head_width = size.head_width
+        width, kv_width = (n * size.head_width for n in (size.heads, size.kv_heads or size.heads))
         self.attend, self.rotate = attend, rotate
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, kv_width, bias=False)
-        self.value = nn.Linear(width, kv_width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.query = nn.Linear(size.width, width, bias=bias)
+        self.key = nn.Linear(size.width, kv_width, bias=bias)
+        self.value = nn.Linear(size.width, kv_width, bias=bias)
+        self.out = nn.Linear(width, size.width, bias=False)
+        self.dropout, self.normalizes = nn.Dropout(dropout), make_norm is not None
+        if make_norm:
+            self.query_norm, self.key_norm = make_norm(size.head_width), make_norm(size.head_width)
 
     def forward(self, x: Tensor, places) -> Tensor:
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        if self.normalizes:
+            q, k = self.query_norm(q), self.key_norm(k)
         if self.rotate:
             q, k = self.rotate(q, *places), self.rotate(k, *places)
         heads = self.attend(q, k, v)
@@ -134,19 +154,16 @@ class Decoder(nn.Module):
         vocabulary: code points of the characters of the tokens, part of the state dict.
         make_mlp: makes the MLP of a block.
         tie: share one matrix between embedding and head.
-        experts, top_k, balance: for experts instead of MLPs, see :class:`MixtureOfExperts`.
     """
 
     before, after = ("token",), ("norm", "head")  # modules, before the blocks and after them
 
     def __init__(
         self, vocabulary: list[int], size: Size, make_norm: Callable, make_attention: Callable,
-        make_mlp: Callable, tie=False, experts=None, top_k=1, balance=0.0,
+        make_mlp: Callable, tie=False,
     ):  # fmt: skip
         super().__init__()
         width = size.width
-        if experts:
-            make_mlp = partial(MixtureOfExperts, make_mlp, experts, width, top_k, balance)
         self.register_buffer("vocabulary", torch.tensor(vocabulary))
         self.token = nn.Embedding(len(vocabulary), width)
         self.blocks = nn.ModuleList(
@@ -185,10 +202,15 @@ class GPT(Decoder):
 
     before = ("token", "position", "dropout")
 
-    def __init__(self, vocabulary: list[int], size: Size, context: int, dropout=0.0, **options):
+    def __init__(
+        self, vocabulary: list[int], size: Size, context: int, dropout=0.0, tie=False, **experts
+    ):
         make_attention = partial(Attention, size, dropout)
         make_mlp = partial(MLP, size.width, dropout)
-        super().__init__(vocabulary, size, nn.LayerNorm, make_attention, make_mlp, **options)
+        if experts:
+            sizes = size.width, 4 * size.width
+            make_mlp = partial(MixtureOfExperts, *sizes, dropout=dropout, **experts)
+        super().__init__(vocabulary, size, nn.LayerNorm, make_attention, make_mlp, tie)
         self.position = nn.Embedding(context, size.width)
         self.dropout = nn.Dropout(dropout)
 

@@ -47,7 +47,6 @@ def describe(args) -> str:
 
 
 # ---------------------------------------------------------------------------------------- data
-
 # ImageNet's, which torchvision's pretrained weights expect
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 4 * 2**30  # per machine; larger data sets are decoded batch by batch
@@ -210,15 +209,12 @@ def folder(args, split: str, most: int | None = None) -> Images:
     """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
 
     The files are shuffled in a fixed order: otherwise the first n would be of one class. At most
-    the first ``most`` are read, or as many as the flags say.
-    """
+    the first ``most`` are read, or as many as the flags say."""
     names = ["train"] if split == "train" else ["test", "val"]
     data_dir = fetch_input(args.data_dir, "--data-dir")
     roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
-        fail(
-            f"--data-dir {args.data_dir}: no folder {' or '.join(names)} in it; give the one above"
-        )
+        fail(f"--data-dir {args.data_dir}: no folder {' or '.join(names)} in it; give its parent")
     root, paths, counts = roots[0], [], Counter()
     for at, names in find_images(root):
         paths += [os.fsencode(os.path.join(at, name)) for name in names]
@@ -257,8 +253,7 @@ def synthetic(args, split: str) -> Images:
     """Ten random classes from the seed, in CIFAR-10's shape, without files or network.
 
     A class is a smooth random pattern; an image is the sum of this pattern, another one and noise.
-    Image i does not depend on the number of images.
-    """
+    Image i does not depend on the number of images."""
     n = getattr(args, f"{split}_samples") or {"train": 50_000, "eval": 10_000}[split]
     images, labels = torch.empty(n, 3, 32, 32, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
     of_class = smooth_patterns(np.random.default_rng((args.seed, 0)), 10)
@@ -281,8 +276,6 @@ def smooth_patterns(rng: np.random.Generator, n: int, first: int | None = None) 
 
 
 # --------------------------------------------------------------------------- a batch on its device
-
-
 def draw_crops(seed: int, epoch: int, step: int, batch_size: int, side: int) -> Tensor:
     """Random crops and flips of a GLOBAL batch: a function of (seed, epoch, step) only, so that
     they are identical at every world size and after a resume. int64 ``[batch_size, 3]``: row and

@@ -27,14 +27,13 @@ from jobs.contract import Contract, batched, load_function, to_floating
 from libraries.weights import load
 
 STEPS = 20  # of an epoch without a data set
+parameter_groups = encoder.parameter_groups
 
 
 def resolve(args):
     """Fill in defaults of the task, and check what needs no data."""
     if args.model not in (None, "gpt", args.module):
         fail(f"--module {args.module} replaces --model {args.model}; leave one of them out")
-    if args.weights == "imagenet":
-        fail("--weights imagenet is for images; give a model.pt, or load them in your function")
     args = fill(replace(args, model=args.module, dataset="own"), optimizer="adamw")
     adamw = args.optimizer == "adamw"
     return fill(args, lr=0.001 if adamw else 0.05, weight_decay=0.01 if adamw else 0.0005)
@@ -75,8 +74,6 @@ def contract_of(given: str, seed: int) -> Contract:
 
 
 # ------------------------------------------------------------------------------------------- data
-
-
 class Batch(OrderedDict):
     """What the module gets: ``inputs``, the user's batch; ``samples``, the global batch size; and
     ``labels``, int64 ``[n]``, the number of its labels, for each sample of this part. It also
@@ -201,8 +198,6 @@ def make_datasets(args) -> tuple[OwnData, OwnData]:
 
 
 # ------------------------------------------------------------------------------------------ module
-
-
 def make_model(args, classes: list[str]) -> nn.Module:
     """The user's module, which takes a :class:`Batch`. On the meta device a module of the same
     shapes, whose values :func:`init_weights` sets."""
@@ -265,6 +260,3 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
         buffer.copy_(buffers[name])
         dist.broadcast(buffer, src=0)
     del contract.kept
-
-
-parameter_groups = encoder.parameter_groups

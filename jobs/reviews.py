@@ -1,6 +1,5 @@
 """Movie reviews with binary labels, to classify; their tokenizer."""
 
-import dataclasses
 import functools
 import zlib
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from harness.cli import fail, fetch_input
 from harness.data import TaskData, how_many
-from harness.settings import fill
+from harness.settings import fill, replace
 from harness.world import print0
 from libraries import hub, weights
 
@@ -22,15 +21,9 @@ VOCABULARY = 8000  # number of tokens of a trained tokenizer
 def resolve(args):
     """Fill in defaults of the task, and check what needs no data."""
     pretrained = has_pretrained(args)
-    args = fill(
-        dataclasses.replace(args, dataset="reviews"),
-        model="encoder" if pretrained else "encoder-1x4x128",
-        context=64,
-        dropout=0.1 if pretrained else 0.5,
-        optimizer="adamw",
-    )
-    if args.weights == "imagenet":
-        fail("--weights imagenet is for images; give a folder or the name of a pretrained encoder")
+    model, dropout = ("encoder", 0.1) if pretrained else ("encoder-1x4x128", 0.5)
+    args = replace(args, dataset="reviews")
+    args = fill(args, model=model, context=64, dropout=dropout, optimizer="adamw")
     if (args.model == "encoder") != pretrained:
         why = "only --model encoder takes its shape from pretrained weights"
         use = "--weights FOLDER alone, or encoder-1x4x128 or distilbert without pretrained weights"
@@ -93,11 +86,10 @@ def make_datasets(args) -> tuple[Reviews, Reviews]:
         padded = {"padding": "max_length", "truncation": True, "max_length": args.context}
         tokens = tokenizer(texts[:wanted], **padded)["input_ids"]
         splits.append(Reviews(torch.tensor(tokens), torch.tensor(labels[:wanted])))
-    print0(
-        f"data: reviews, {len(splits[0]):,} training and {len(splits[1]):,} evaluation reviews, "
-        f"{len(tokenizer):,} different tokens"
-    )
-    return splits[0], splits[1]
+    train_set, eval_set = splits
+    sizes = f"{len(train_set):,} training and {len(eval_set):,} evaluation reviews"
+    print0(f"data: reviews, {sizes}, {len(tokenizer):,} different tokens")
+    return train_set, eval_set
 
 
 @functools.cache

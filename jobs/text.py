@@ -1,7 +1,6 @@
 """Text: tiny Shakespeare, your own files, synthetic text; tokens and sequences."""
 
 import codecs
-import dataclasses
 import hashlib
 import os
 import urllib.request
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from harness.cli import fail, fetch_input
 from harness.data import TaskData, how_many
-from harness.settings import fill
+from harness.settings import fill, replace
 from harness.world import print0
 from jobs import decoder, experts, gpt, token_files
 from libraries import hub
@@ -23,12 +22,15 @@ from libraries.download import fetch
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU
+SHAKESPEARE = "tinyshakespeare.txt"
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def resolve(args):
     """Fill in defaults that depend on device and model, and check what needs no data."""
     if args.model == "gpt":
-        args = dataclasses.replace(args, model=MODELS[args.device])
+        args = replace(args, model=MODELS[args.device])
     size = decoder.size_of(args)
     own = has_pretrained(args)
     has_tokenizer = own and hub.has_tokenizer(hub.folder_of(args.weights))
@@ -36,7 +38,16 @@ def resolve(args):
     defaults = {"context": context, "dropout": size.dropout, "optimizer": "adamw"}
     defaults |= {"tokenizer": "hub" if has_tokenizer else "chars"}
     defaults |= {"tie": getattr(size, "tie", False) or None}
+    if size.experts:
+        defaults |= {"experts": size.experts, "top_k": size.top_k, "balance": 0.0 if own else None}
     args = experts.resolve(fill(args, **defaults))
+    if own and args.experts and not size.experts:  # the default of pytorch_EP.py
+        fail(f"--weights {args.weights}: the model has no experts; use pytorch_FSDP.py")
+    if own and args.balance == "bias":
+        fail(f"--balance bias: a {size.kind} has none in transformers; use a loss, or 0")
+    if own and 0 < size.window < args.context:
+        why = f"is beyond the sliding window of {args.weights}"
+        fail(f"--context {args.context} {why}; use at most {size.window}")
     if args.context > size.context and args.model in gpt.SIZES:
         why = f"{args.model} has at most {size.context} positions"
         use = "use no more than that, or a model of the form gpt-LxHxD"
@@ -47,8 +58,6 @@ def resolve(args):
         fail("--tokenizer hub reads the one in the folder --weights; use a folder that has one")
     if own and not size.on_the_hub:
         fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
-    if args.weights == "imagenet":
-        fail(f"--weights imagenet is not for {args.model}; give none or a model.pt")
     if args.optimizer == "adamw":
         return fill(args, lr=2e-5 if own else 0.001, weight_decay=0.0 if own else 0.1)
     return fill(args, lr=0.1, weight_decay=0.0005)
@@ -126,8 +135,6 @@ class Text(TaskData):
 
 
 # ---------------------------------------------------------------------------------------- texts
-
-
 def make_datasets(args) -> tuple[Text, Text]:
     """The training and the evaluation text, with a common vocabulary. Resolves ``auto``."""
     train_set, eval_set, why = load(args)
@@ -160,11 +167,6 @@ def load(args) -> tuple[Text, Text, str | None]:
         (first, last), vocabulary = encode(args, *split_text(text))
     train_set = cut(args, name, first, vocabulary, "train")
     return train_set, cut(args, name, last, vocabulary, "eval"), why
-
-
-SHAKESPEARE = "tinyshakespeare.txt"
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def fetch_shakespeare(data_dir: Path) -> str | None:

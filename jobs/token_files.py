@@ -45,9 +45,7 @@ def load(args, paths: list[Path], total: int, encode: Callable) -> list[Tensor]:
     return found
 
 
-def load_split(
-    args, paths: list[Path], about: tuple, encode: Callable[[], Iterator[Iterable[int]]]
-) -> Tensor:
+def load_split(args, paths: list[Path], about: tuple, encode: Callable[[], Iterator]) -> Tensor:
     """The tokens that ``encode`` yields, from the file of an earlier run or of this one. It is next
     to the data, or if that cannot be written, in a cache folder. ``about``: what the tokens depend
     on, besides the data and the tokenizer."""

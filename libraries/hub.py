@@ -1,28 +1,40 @@
 """Model folders in the format of huggingface.co: config.json, safetensors, tokenizer; and the names
-that a Llama's configuration and weights have there."""
+that configuration and weights of a Llama, Mistral, Mixtral, Qwen2 or Qwen3 have there."""
 
 import functools
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Replicate
 
 from harness.cli import fail, fetch_input, import_optional
 from libraries.download import why_unreachable
 from libraries.weights import is_snapshot, one_line_errors, read_shards, read_state
 
-NAMES = {  # of a Llama's modules, ours and theirs
+MIXTURES = "mixtral", "qwen3_moe"
+KINDS = "llama", "mistral", "qwen2", "qwen3", *MIXTURES  # values of model_type
+# Of transformers, where a config.json does not say and its kind differs from others:
+DEFAULTS = {"mixtral": {"rope_theta": 1e6}, "qwen3": {"head_dim": 128}}
+NAMES = {  # of modules, ours and theirs
     "token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
 }  # fmt: skip
-SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+EXPERT = {f"mlp.experts.{n}": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
+MIXTRAL = {"mlp.router": "block_sparse_moe.gate"} | {
+    f"mlp.experts.{ours}": f"block_sparse_moe.experts.{{}}.{theirs}"
+    for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
+}
 TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these
 BESIDE = [  # what else generate() and apply_chat_template() read, beside weights and config.json
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "*.tiktoken",
@@ -85,68 +97,147 @@ def read_config(folder: Path) -> dict:
         return parse_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        own = "for another model use --module FILE:FUNCTION, or a script of examples/"
-        fail(f"--weights {folder}: config.json cannot be used ({why}); give a Llama's; {own}")
+        use = "give another model's, or use --module FILE:FUNCTION or a script of examples/"
+        fail(f"--weights {folder}: config.json cannot be used ({why}); {use}")
 
 
 def parse_config(config: dict) -> dict:
-    """The same from the content of the file. A ``ValueError`` says that it is not a Llama's, or
+    """The same from the content of the file. A ``ValueError`` says that it is of another kind, or
     needs features that our Llama lacks."""
-    rope = {"rope_theta": 10_000.0, **(config.get("rope_scaling") or {})}
-    rope |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    kind = config["model_type"]
+    if kind not in KINDS:
+        raise ValueError(f"its model_type is {kind}, and only {', '.join(KINDS)} are supported")
+    config = {"rope_theta": 10_000.0, **DEFAULTS.get(kind, {}), **config}
+    rope = {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
     rope |= config.get("rope_parameters") or {}  # transformers 5
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    heads, width = config["num_attention_heads"], config["hidden_size"]
     needed = {
-        "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "head_dim": width // heads,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
     }  # fmt: skip
+    if kind == "qwen2":
+        del needed["attention_bias"]  # it always has one
     for name, value in needed.items():
-        if config.get(name, value) not in (value, None):
-            raise ValueError(f"its {name} is {config[name]}, and only {value} is supported")
+        if (own := rope.get(name, config.get(name, value))) not in (value, None):
+            raise ValueError(f"its {name} is {own}, and only {value} is supported")
     if config.get("quantization_config"):
         raise ValueError("its weights are quantized, which is not supported")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"its rope_type is {kind}, and only default and llama3 are supported")
-    return {
-        "layers": config["num_hidden_layers"], "heads": heads, "width": width,
-        "context": config["max_position_embeddings"],
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    context, window = config["max_position_embeddings"], window_of(config)
+    size = {
+        "kind": kind, "layers": config["num_hidden_layers"], "heads": heads, "width": width,
+        "context": min(context, window or context), "window": window,
         "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or width // heads,
         "mlp_width": config["intermediate_size"], "vocabulary": config["vocab_size"],
         "base": rope["rope_theta"], "eps": config["rms_norm_eps"],
-        "scaling": tuple((n, float(rope[n])) for n in SCALING) if kind == "llama3" else (),
-        "tie": config.get("tie_word_embeddings", False),
+        "scaling": scaling_of(rope, config), "tie": config.get("tie_word_embeddings", False),
     }  # fmt: skip
+    if kind in MIXTURES:
+        experts = config.get("num_experts") or config["num_local_experts"]
+        size |= {"experts": experts, "top_k": config["num_experts_per_tok"], "normalize": True}
+    if kind == "qwen3_moe":
+        size |= {"normalize": config.get("norm_topk_prob", False)}
+        size |= {"mlp_width": config["moe_intermediate_size"]}
+    return size
+
+
+def window_of(config: dict) -> int:
+    """The tokens to which a token attends in layers with a sliding window; 0 if there are none."""
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    slide = kind != "llama"
+    if kind.startswith("qwen"):
+        slide = config.get("use_sliding_window", False)
+    if kind in ("qwen2", "qwen3"):  # in some layers
+        n = max(0, layers - config.get("max_window_layers", 28))
+        slide &= "sliding_attention" in (config.get("layer_types") or n * ["sliding_attention"])
+    return config.get("sliding_window", 0 if kind == "mixtral" else 4096) or 0 if slide else 0
+
+
+def scaling_of(rope: dict, config: dict) -> tuple[tuple[str, str | float], ...]:
+    """The items of ``rope_scaling``, complete; empty if frequencies are not scaled."""
+    kind, context = rope.get("rope_type") or rope.get("type"), config["max_position_embeddings"]
+    if kind in ("default", None):
+        return ()
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"its rope_type is {kind}; supported: default, linear, llama3, yarn")
+    items = {name: value for name, value in rope.items() if name not in ("type", "rope_theta")}
+    items = {"original_max_position_embeddings": context, **items, "rope_type": kind}
+    if old := config.get("original_max_position_embeddings"):
+        items["original_max_position_embeddings"] = old
+    if items["factor"] is None:
+        items["factor"] = context / items["original_max_position_embeddings"]
+    for name, value in items.items():
+        if name != "rope_type" and not isinstance(value, (int, float, type(None))):
+            raise ValueError(f"its {name} is {value}, which is not a number")
+    return tuple(items.items())
 
 
 def make_config(size, context: int, vocabulary: int, tie: bool) -> dict:
     """The content of ``config.json`` for a :class:`jobs.llama.LlamaSize`, without special tokens:
     where the file has none, transformers takes 1 and 2 for the begin and the end of a text."""
-    scaling = {"rope_type": "llama3", **dict(size.scaling)} if size.scaling else None
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    name = size.kind.title().replace("_", "")
+    config = {
+        "architectures": [f"{name}ForCausalLM"], "model_type": size.kind, "hidden_act": "silu",
         "hidden_size": size.width, "intermediate_size": size.mlp_width,
         "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads, "max_position_embeddings": context,
-        "rms_norm_eps": size.eps, "rope_theta": size.base, "rope_scaling": scaling,
+        "num_key_value_heads": size.kv_heads, "head_dim": size.head_width,
+        "max_position_embeddings": context, "sliding_window": None,  # not below the context
+        "rms_norm_eps": size.eps, "rope_theta": size.base,
+        "rope_scaling": dict(size.scaling) or None,
         "vocab_size": vocabulary, "tie_word_embeddings": tie,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
+    if not size.experts:
+        return config
+    count = "num_experts" if size.kind == "qwen3_moe" else "num_local_experts"
+    config |= {count: size.experts, "num_experts_per_tok": size.top_k}
+    return config | {"norm_topk_prob": size.normalize, "moe_intermediate_size": size.mlp_width}
 
 
-def their_name(name: str) -> str:
-    """The name on huggingface.co of one of a Llama's parameters."""
-    module, _, kind = name.rpartition(".")
-    blocks, _, inner = module.partition(".")
-    number, _, inner = inner.partition(".")
-    where = f"model.layers.{number}.{NAMES[inner]}" if blocks == "blocks" else NAMES[module]
-    return f"{where}.{kind}"
+def their_names(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors by their names on huggingface.co, where each expert has its own."""
+    names, found = NAMES | (MIXTRAL if kind == "mixtral" else EXPERT), {}
+    for name, tensor in tensors.items():
+        blocks, _, inner = name.partition(".")
+        number, _, inner = inner.partition(".")
+        before, module = (f"model.layers.{number}.", inner) if blocks == "blocks" else ("", name)
+        if module in names:  # of stacked experts
+            for expert, matrix in unstack(tensor):
+                found[f"{before}{names[module].format(expert)}.weight"] = matrix
+        else:
+            module, _, what = module.rpartition(".")
+            found[f"{before}{names[module]}.{what}"] = tensor
+    return found
 
 
-def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill a Llama's parameters, tensors or DTensors by name, from the folder's file, or several
-    with an index. For a DTensor, only this rank's shard is read; the dtype may differ."""
-    tensors = {their_name(name): tensor for name, tensor in tensors.items()}
+def unstack(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """From ``[experts, in, out]``, the number and the matrix ``[out, in]`` of each expert that this
+    rank has, in the same memory."""
+    if not isinstance(stack, DTensor):
+        yield from enumerate(stack.mT)
+        return
+
+    def transpose(layout):
+        if layout.is_replicate() or layout.dim == 0:  # no rank with other experts reads this one
+            return Replicate()
+        strided = {} if layout.is_shard() else {"split_factor": layout.split_factor}  # FSDP, TP
+        return type(layout)(2 - layout.dim, **strided)
+
+    layouts, [own] = [transpose(p) for p in stack.placements], stack.__create_chunk_list__()
+    shape = stack.shape[2], stack.shape[1]
+    for expert, matrix in enumerate(stack.to_local(), own.offsets[0]):
+        options = {"run_check": False, "shape": shape, "stride": (shape[1], 1)}
+        yield expert, DTensor.from_local(matrix.mT, stack.device_mesh, layouts, **options)
+
+
+def read_weights(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+    """Fill the parameters of a model, tensors or DTensors by name, from the folder's file, or
+    several with an index. For a DTensor, only this rank's shard is read; the dtype may differ.
+
+    Args:
+        kind: that of :class:`jobs.llama.LlamaSize`.
+    """
+    tensors = their_names(kind, tensors)
     import_optional("safetensors")
     reader = HuggingFaceStorageReader(str(folder))
     with one_line_errors(folder):
@@ -164,15 +255,15 @@ def read_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
-    """Write a Llama's ``config.json`` and ``model.safetensors``, for ``from_pretrained`` of
-    transformers."""
+    """Write ``config.json`` and ``model.safetensors``, for ``from_pretrained`` of transformers."""
     from safetensors.torch import save_file
 
     entry = "torch_dtype" if "torch_dtype" in config else "dtype"  # before transformers 4.56
     config |= {entry: str(next(iter(weights.values())).dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     part = folder / ".model.safetensors.part"
-    tensors = {their_name(name): tensor for name, tensor in weights.items()}
+    tensors = their_names(config["model_type"], weights)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}  # experts: a copy
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(folder / "model.safetensors")
 
@@ -213,12 +304,9 @@ def train_tokenizer(texts: list[str], vocabulary: int):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["[PAD]", "[CLS]", "[SEP]"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    options |= {"special_tokens": ["[PAD]", "[CLS]", "[SEP]"]}
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, **options)
     tokenizer.train_from_iterator(texts, trainer)
     ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)

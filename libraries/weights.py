@@ -19,9 +19,7 @@ from harness.world import gather_objects, print0, world
 from libraries import deepspeed_engine, local_sgd
 
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
-WRAPPERS = (
-    r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."  # of torch.compile, ...
-)
+WRAPPERS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."  # in names
 
 
 @functools.cache
@@ -83,8 +81,6 @@ def unwrap(state: dict, place: Path | str) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------- snapshots
-
-
 @functools.cache
 def read_state(place: Path | str) -> dict:
     """What a snapshot has besides tensors, if it is intact. All ranks call it, for the first time

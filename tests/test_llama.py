@@ -1,41 +1,68 @@
-"""Llama: equal to transformers' in both directions, read in shards, with its own tokenizer."""
+"""Llama, Mistral, Mixtral, Qwen2 and Qwen3: equal to transformers' in both directions, read in
+shards, with their own tokenizer."""
 
+import copy
+import functools
 import json
 import sys
+from importlib import import_module
+from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import cases, launcher, read_run, refused, relative_difference, snapshots, succeed
 from test_inference import infer
 
 import common
+from jobs import decoder
 from libraries import hub
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 20 --batch-size 24 --context 24"
 JOB += " --max-steps 3 --double"
-SCALED = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ROPE = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": dict(YARN, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": YARN, "yarn_factor": YARN | {"attention_factor": 1.3},
+    "yarn_scales": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False},
 }  # fmt: skip
-VOCABULARY = 27  # characters of the synthetic text
+MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+LETTERS = " abcdefghijklmnopqrstuvwxyz"  # of the synthetic text
+VOCABULARY = len(LETTERS)
 TOKENS = torch.arange(48).view(2, 24) % VOCABULARY
 
 
-def make_folder(
-    folder, scaling=None, tie=False, shards="5GB", dtype=torch.float64, vocabulary=VOCABULARY
-):
+def class_of(kind):
+    return getattr(transformers, f"{kind.title().replace('_', '')}ForCausalLM")
+
+
+def read_in_float64(kind, folder):
+    """The model and what is missing in the folder, or superfluous. The default implementation of
+    experts has no float64."""
+    options = {"experts_implementation": "eager", "output_loading_info": True}
+    model, found = class_of(kind).from_pretrained(folder, dtype=torch.float64, **options)
+    assert not any(found.values()), found
+    return model.eval()
+
+
+def make_folder(folder, kind="llama", shards="5GB", dtype=torch.float64, **changes):
     """A folder as transformers writes it; returns its model."""
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        rms_norm_eps=1e-6, tie_word_embeddings=tie, rope_theta=10_000.0, rope_scaling=scaling,
+    make_model = class_of(kind)
+    config = dict(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, head_dim=12,
+        rms_norm_eps=1e-6, rope_theta=10_000.0, moe_intermediate_size=64,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    config |= (MIXED if kind in hub.MIXTURES else {}) | changes
+    config = make_model.config_class(**copy.deepcopy(config))  # it adds to rope_scaling
+    model = make_model(config).to(dtype).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
     model.save_pretrained(folder, max_shard_size=shards)
     return model
 
@@ -44,12 +71,12 @@ def make_folder(
 def our_logits(monkeypatch):
     """A function: those of the model that a script makes of some flags, in float64."""
 
-    def compute(flags):
-        words = f"pytorch_SingleGPU.py {flags} --device cpu --double"
+    def compute(flags, double=" --double"):
+        words = f"pytorch_SingleGPU.py {flags} --device cpu{double}"
         monkeypatch.setattr(sys, "argv", words.split())
         args = common.parse_args(common.argument_parser(""))
-        torch.set_default_dtype(torch.float64)
-        model = common.make_model(args, list(" abcdefghijklmnopqrstuvwxyz")).eval()
+        torch.set_default_dtype(torch.float64 if double else torch.float32)
+        model = common.make_model(args, list(LETTERS)).eval()
         with torch.no_grad():
             return model(TOKENS)
 
@@ -63,62 +90,118 @@ def normalize(norm, x):
     return norm.weight * x
 
 
+def route(router, x):
+    """The same of a router."""
+    logits = F.linear(x.flatten(0, -2), router.weight)
+    gates, chosen = logits.softmax(-1).topk(router.top_k)
+    if getattr(router, "norm_topk_prob", True):
+        gates = gates / gates.sum(-1, keepdim=True)
+    return logits, gates, chosen
+
+
 @torch.no_grad()
 def logits_of(model):
     return model(TOKENS).logits.transpose(1, 2)
 
 
-@pytest.fixture(autouse=True)
-def norms_in_float64(monkeypatch):
-    theirs = transformers.models.llama.modeling_llama.LlamaRMSNorm
-    monkeypatch.setattr(theirs, "forward", normalize)
+@pytest.fixture
+def in_float64(monkeypatch):
+    for kind in hub.KINDS:
+        theirs = import_module(f"transformers.models.{kind}.modeling_{kind}")
+        for name, module in vars(theirs).items():
+            for ending, forward in {"RMSNorm": normalize, "TopKRouter": route}.items():
+                if name.endswith(ending):
+                    monkeypatch.setattr(module, "forward", forward)
 
 
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("scaling", [None, SCALED], ids=["", "scaled"])
-def test_we_read_what_transformers_writes(scaling, tie, tmp_path, our_logits):
-    theirs = make_folder(tmp_path / "theirs", scaling, tie, shards="40KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1  # and an index
-    ours = our_logits(f"--weights {tmp_path / 'theirs'}")
+ARCHITECTURES = [
+    ("llama", 2, 12, "default"), ("llama", 1, 16, "linear"), ("llama", 4, 12, "llama3"),
+    ("mistral", 1, 16, "default"), ("mistral", 4, 16, "yarn_factor"),
+    ("qwen2", 1, 16, "yarn"), ("qwen2", 4, 12, "default"),
+    ("qwen3", 1, 16, "yarn_scales"), ("qwen3", 4, 16, "default"),
+    ("qwen3_moe", 1, 16, "llama3"), ("qwen3_moe", 4, 16, "yarn"),
+    ("mixtral", 1, 16, "yarn"), ("mixtral", 4, 16, "linear"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, kv, head_dim, rope", ARCHITECTURES)
+def test_we_read_what_transformers_writes(kind, kv, head_dim, rope, tmp_path, our_logits, request):
+    """The same logits: within 1e-5 in fp32, and 1e-10 where transformers' norms compute in
+    float64, too."""
+    shape = {"num_key_value_heads": kv, "head_dim": head_dim, "rope_scaling": ROPE[rope]}
+    shape |= {"tie_word_embeddings": kv == 4, "norm_topk_prob": kv == 1}
+    theirs = make_folder(tmp_path, kind, shards="40KB", **shape)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1  # and an index
+    fp32 = our_logits(f"--weights {tmp_path}", double="")
+    torch.testing.assert_close(fp32, logits_of(theirs.float()), rtol=0, atol=1e-5)
+    theirs = read_in_float64(kind, tmp_path)
+    request.getfixturevalue("in_float64")
+    ours = our_logits(f"--weights {tmp_path}")
     torch.testing.assert_close(ours, logits_of(theirs), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("tie", ["", "--tie"])
-def test_transformers_reads_what_we_write(tie, tmp_path, our_logits):
-    flags = f"--model llama-3x4x48 --kv-heads 2 --mlp-width 80 {tie}"
+WRITTEN = ["llama", "llama --tie", "mistral", "qwen2 --tie", "qwen3"]
+WRITTEN += ["qwen3moe --experts 4 --top-k 3", "mixtral --experts 3"]
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_transformers_reads_what_we_write(family, tmp_path, our_logits, in_float64):
+    """All of it and nothing else, and generates the same text."""
+    family, _, more = family.partition(" ")
+    flags = f"--model {family}-3x4x48 --kv-heads 2 --mlp-width 80 {more}"
     succeed(f"python pytorch_SingleGPU.py {flags} {JOB} --output-dir {tmp_path}", forked=True)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    model = read_in_float64(family.replace("moe", "_moe"), tmp_path)
     ours = our_logits(f"{flags} --context 24 --weights {tmp_path}/model.pt")
     torch.testing.assert_close(logits_of(model), ours, rtol=1e-10, atol=1e-12)
     assert model.config.eos_token_id is None is model.generation_config.eos_token_id  # a character
+    say = f"--weights {tmp_path}/model.pt --prompt 'a b' --tokens 40 --temperature 0 --json"
+    text, without_cache = (json.loads(infer(say + f).stdout)["text"] for f in ("", " --no-cache"))
+    said = model.float().generate(torch.tensor([[1, 0, 2]]), max_new_tokens=20, do_sample=False)
+    assert text[:23] == "".join(LETTERS[n] for n in said[0])
+    assert text == without_cache and len(text) == 43, "beyond the context, too"
 
 
-SHARDED = [("pytorch_FSDP", 3), ("pytorch_TP", 2), ("pytorch_PP", 2), ("pytorch_torchrun_DDP", 2)]
-SHARDED += [("pytorch_FSDP_TP --sequence-parallel", 4), ("pytorch_CP", 2), ("pytorch_HSDP", 2)]
+SGD = "--optimizer sgd --lr 0.1 --clip-grad 0.5"  # AdamW forgives gradients of another scale
+FSDP, EP = ("pytorch_FSDP", 3), ("pytorch_EP --ep 2", 4)
+TP, PP = ("pytorch_FSDP_TP --sequence-parallel", 4), ("pytorch_PP", 2)
+WAYS = [FSDP, TP, PP, ("pytorch_torchrun_DDP", 2), ("pytorch_TP", 2), ("pytorch_CP", 2)]
+WAYS += [(f"pytorch_ND_parallel {mesh}", 4) for mesh in ("--tp 2 --pp 2", "--cp 2 --dp-shard 2")]
+RUNS = [*product(hub.KINDS, WAYS), ("llama", ("pytorch_HSDP", 2))]
+ON_EP = [EP, ("pytorch_EP", 2), ("pytorch_ND_parallel --tp 2 --ep 2 --dp-shard 2", 4)]
+RUNS += product(hub.MIXTURES, ON_EP)
+USUAL = [("llama", FSDP), ("llama", PP), ("qwen3", TP), ("qwen3_moe", TP), ("mixtral", EP)]
+SHARDED, USUAL = ([(kind, *run) for kind, run in rows] for rows in (RUNS, USUAL))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder at 16 bits, and the weights with which one process ends that reads it."""
-    folder = tmp_path_factory.mktemp("theirs")
-    make_folder(folder, SCALED, dtype=torch.bfloat16)
-    command = f"{launcher('pytorch_SingleGPU')} {JOB} --weights {folder}"
-    succeed(f"{command} --output-dir {folder}/run", forked=True)
-    return folder, read_run(folder / "run")[0]
+    """A function: a folder at 16 bits, in several files, and the weights with which one process
+    ends that reads it."""
+
+    @functools.cache
+    def read(kind):
+        folder, head_dim = tmp_path_factory.mktemp(kind), 12 if kind == "llama" else 16
+        more = {"rope_scaling": ROPE["llama3"], "head_dim": head_dim, "shards": "40KB"}
+        make_folder(folder, kind, dtype=torch.bfloat16, **more)
+        command = f"{launcher('pytorch_SingleGPU')} {JOB} {SGD} --weights {folder}"
+        succeed(f"{command} --output-dir {folder}/run", forked=True)
+        return folder, read_run(folder / "run")[0]
+
+    return read
 
 
-@cases("script, n", SHARDED, lambda *row: row in SHARDED[:3])
-def test_a_folder_is_read_in_shards(script, n, whole, tmp_path):
+@cases("kind, script, n", SHARDED, lambda *row: row in USUAL)
+def test_a_folder_is_read_in_shards(kind, script, n, whole, tmp_path):
     """And trained on: it ends as one process does, at 16 bits that become 64."""
-    folder, expected = whole
-    command = f"{launcher(script, n)} {JOB} --weights {folder} --output-dir {tmp_path}"
+    folder, expected = whole(kind)
+    command = f"{launcher(script, n)} {JOB} {SGD} --weights {folder} --output-dir {tmp_path}"
     succeed(command, forked=True)
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
 
 
 def test_a_snapshot_is_read_in_shards(whole, tmp_path):
     """With the shape that the folder gave to its run."""
-    folder, expected = whole
+    folder, expected = whole("llama")
     snapshot, flags = snapshots(folder / "run")[0], "--lr 1e-30 --weight-decay 0"
     command = f"{launcher('pytorch_FSDP', 2)} {JOB} {flags} --weights {snapshot}"
     finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
@@ -158,7 +241,7 @@ def test_its_own_tokenizer(tmp_path):
     """That of the folder, for training and for writing; which takes it along, with the two tokens
     at which generate() stops. At a rate of nothing, the folder says what it said before."""
     folder, run = tmp_path / "theirs", tmp_path / "run"
-    make_folder(folder, vocabulary=300, dtype=torch.float32)  # more rows than tokens, as is usual
+    make_folder(folder, vocab_size=300, dtype=torch.float32)  # more rows than tokens, as is usual
     make_tokenizer(folder, 290)
     transformers.GenerationConfig(do_sample=False, max_new_tokens=20).save_pretrained(folder)
     end = speak(folder)[0][0][10]
@@ -179,31 +262,20 @@ def test_its_own_tokenizer(tmp_path):
     assert speak(run) == speak(tmp_path / "out") == speak(folder) and len(speak(run)[0][0]) < 15
 
 
-@pytest.mark.parametrize("model", ["gpt-2x4x32", "llama-2x4x32 --kv-heads 2"])
-def test_the_cache_writes_the_same_text(model, tmp_path):
-    """Beyond the context, too, where all is computed again."""
-    flags = f"--model {model} --context 32 --dataset synthetic --max-steps 9 --batch-size 16"
-    succeed(f"python pytorch_SingleGPU.py {flags} --output-dir {tmp_path}", forked=True)
-    words = f"--weights {tmp_path}/model.pt --prompt 'a b' --tokens 60 --json"
-    with_cache, without = (json.loads(infer(words + f).stdout) for f in ("", " --no-cache"))
-    assert with_cache["text"] == without["text"] and len(without["text"]) == 63
-
-
 WRONG = {  # of a folder's config.json
-    "hidden_act": "gelu", "model_type": "mistral", "attention_bias": True, "head_dim": 16,
-    "rope_scaling": {"rope_type": "yarn"}, "hidden_size": None,
+    "hidden_act": "gelu", "model_type": "gemma", "attention_bias": True, "mlp_bias": True,
+    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "hidden_size": None,
+    "mlp_only_layers": [1], "decoder_sparse_step": 2, "router_jitter_noise": 0.1,
+    "partial_rotary_factor": 0.5, "quantization_config": {"bits": 4},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_known_is_one_line(name, tmp_path):
-    config = dict(
-        model_type="llama", hidden_size=48, num_attention_heads=4, num_hidden_layers=2,
-        max_position_embeddings=64, intermediate_size=80, vocab_size=27, rms_norm_eps=1e-6,
-    )  # fmt: skip
+    config = hub.make_config(decoder.size_of_name("llama-2x4x48", None, None), 64, 27, False)
     config |= {name: WRONG[name]}
-    if WRONG[name] is None:
-        del config[name]
+    config = {key: value for key, value in config.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused("config.json cannot be used", name.replace("scaling", "type")):
+    named = {"rope_scaling": "rope_type", "quantization_config": "quantized"}
+    with refused("config.json cannot be used", named.get(name, name)):
         hub.read_config(tmp_path)
