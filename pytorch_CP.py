@@ -146,7 +146,7 @@ def check(args, world_size: int) -> None:
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
     about = "how ranks exchange keys and values (default: ring)"
     parser.add_argument("--attention", choices=ATTENTIONS, default="ring", help=about)
     about = {"default": "float32", "help": "dtype of matrix products (default: float32)"}

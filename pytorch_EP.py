@@ -1,18 +1,21 @@
-"""Train a mixture of experts on several devices: each rank holds some of the experts.
+"""Train a mixture of experts with FSDP and expert parallelism: ranks divide the experts.
 
-Differs     from pytorch_torchrun_DDP.py: a block has several MLPs, distributed among the ranks. A
-            token goes to some of them (dispatch) and back (combine). Lines tagged "# EP:".
+Differs     from pytorch_FSDP.py: a block has several MLPs, its experts. A rank holds some of them
+            whole, or a shard of some. A token goes to the ranks of its experts (dispatch) and back
+            (combine); all other parameters are sharded over all ranks. Lines tagged "# EP:".
 Command:    torchrun --nproc_per_node=4 pytorch_EP.py
-            torchrun --nproc_per_node=4 pytorch_EP.py --experts 16 --top-k 2
+            torchrun --nproc_per_node=4 pytorch_EP.py --ep 2 --experts 16 --top-k 2
 Use it      for mixture-of-experts models, within a machine: every block exchanges tokens, and
             nothing overlaps with this communication. Not for a dense model.
-Holds       what one device holds, but only 1/N of the experts, their gradients and their optimizer
-            state; and the activations of 1/N of the batch, in experts of the tokens routed to them.
-Sends       per step, rank and block, 4 * 4 * K * (N - 1) / N bytes per element of this rank's
-            activations, with --top-k K: dispatch and combine, in forward and in backward. In
-            addition, 2 * 4 * (N - 1) / N bytes per non-expert parameter, in all-reduces.
+Holds       1/N of parameters, gradients and optimizer state, as FSDP; but while a block computes,
+            1/E of its experts, with --ep E, instead of all. And the activations of 1/N of the
+            batch, in experts of the tokens routed to them: more, if the router prefers these.
+Sends       what FSDP sends, for the experts only among N/E ranks and only their 1/E; and per step,
+            rank and block, 4 * 4 * K * (E - 1) / E bytes per element of this rank's activations,
+            with --top-k K: dispatch and combine, in forward and in backward.
 """
 
+import logging
 import os
 from datetime import timedelta
 from functools import partial
@@ -21,88 +24,86 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import common
+from libraries.mesh import check_experts
 
 
 class Exchange(torch.autograd.Function):
     """All-to-all of rows: sends each rank its rows; returns those received, in rank order."""
 
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
-        ctx.sizes = outgoing, incoming  # EP: number of rows to and from each rank
+    def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int], group):
+        ctx.sizes, ctx.group = (outgoing, incoming), group  # EP: number of rows to and from ranks
         received = rows.new_empty(sum(incoming), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing)
+        dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group)
         return received
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        outgoing, incoming = ctx.sizes
-        return Exchange.apply(gradient, incoming, outgoing), None, None  # EP: the reverse exchange
+        outgoing, incoming = ctx.sizes  # EP: the reverse exchange
+        return Exchange.apply(gradient, incoming, outgoing, ctx.group), None, None, None
 
 
-def run_distributed_experts(mixture: nn.Module, tokens: torch.Tensor, counts: torch.Tensor):
-    """MixtureOfExperts.run_own_experts() for experts that are distributed over the ranks."""
-    world_size, held = dist.get_world_size(), len(mixture.experts)
+def run_distributed(experts: nn.Module, group, tokens: torch.Tensor, counts: torch.Tensor):
+    """What ``experts`` would return for tokens that are sorted by expert, if it had all of them;
+    ``counts``: tokens per expert. All ranks of the group call it, also those without tokens."""
+    ranks = dist.get_world_size(group)
     theirs = torch.empty_like(counts)  # EP: how many tokens each rank has for our experts
-    dist.all_to_all_single(theirs, counts)
-    both = torch.stack([counts, theirs]).view(2, world_size, held)
+    dist.all_to_all_single(theirs, counts, group=group)
+    both = torch.stack([counts, theirs]).view(2, ranks, -1)
     on_cpu = both.to("cpu", non_blocking=True)
     if both.is_cuda:
         torch.cuda.current_stream().synchronize()  # EP: the CPU waits for the GPU here, once
     outgoing, incoming = on_cpu.sum(2).tolist()
-    received = Exchange.apply(tokens, outgoing, incoming)  # EP: sorted by rank, then expert
-    expert = torch.arange(held, device=counts.device).repeat(world_size)
+    received = Exchange.apply(tokens, outgoing, incoming, group)  # EP: sorted by rank, then expert
+    expert = torch.arange(both.shape[2], device=counts.device).repeat(ranks)
     expert = expert.repeat_interleave(theirs, output_size=len(received))
     order = expert.argsort(stable=True)  # EP: sorted by expert
-    sizes = on_cpu[1].sum(0).tolist()
-    outputs = mixture.run_own_experts(received[order], both[1].sum(0), sizes)
-    return Exchange.apply(outputs[order.argsort()], incoming, outgoing)
+    outputs = experts(received[order], both[1].sum(0), on_cpu[1].sum(0).tolist())
+    return Exchange.apply(outputs[order.argsort()], incoming, outgoing, group)
 
 
-def mean_over_ranks(load: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(load)  # EP: otherwise each rank would balance only its own tokens
-    return load / dist.get_world_size()
+def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the experts of every block among the ranks of a mesh, ("ep",) or ("ep", "tp")."""
+    group = mesh.get_group("ep")
+    for block in model.blocks:
+        experts = block.mlp.experts
+        for name, stack in list(experts.named_parameters()):  # EP: [experts, ...]
+            layout = Shard(0), Shard(1 if name == "down" else 2)
+            own = distribute_tensor(stack, mesh, layout[: mesh.ndim])
+            setattr(experts, name, nn.Parameter(own))
+        block.mlp.run_experts = partial(run_distributed, experts, group)
+        experts.sources = group.size()  # EP: FSDP averages gradients over the other ranks only
 
 
-def distribute_experts(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
-    """Keep 1/N of each block's experts, move the model to the device; return their parameters."""
-    rank, world_size, names = dist.get_rank(), dist.get_world_size(), []
-    for number, block in enumerate(model.blocks):
-        mixture = block.mlp
-        for i in range(mixture.count):
-            if i * world_size // mixture.count != rank:
-                del mixture.experts[str(i)]
-        mixture.run_experts = partial(run_distributed_experts, mixture)
-        mixture.mean_over_ranks = mean_over_ranks
-        names += dict(mixture.experts.named_parameters(prefix=f"blocks.{number}.mlp.experts"))
-    model.to(device)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    experts = {model.get_parameter(name) for name in names}
-    for p in experts:  # EP: an expert's gradient is a sum over ranks; DDP averages the others
-        p.register_hook(lambda gradient: gradient / world_size)
-    return experts
-
-
-def clip_grad_norm(parameters: list[nn.Parameter], experts: set, max_norm: float) -> None:
-    """nn.utils.clip_grad_norm_ by the global gradient norm, over the experts of all ranks."""
-    own = nn.utils.get_total_norm([p.grad for p in parameters if p in experts])
-    others = nn.utils.get_total_norm([p.grad for p in parameters if p not in experts])
-    dist.all_reduce(squares := own.square())  # EP: others are identical on every rank
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, (squares + others.square()).sqrt())
+def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
+    """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
+    by_mesh = {}
+    for p in model.parameters():
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
-    parser.set_defaults(experts=8)
+    about = "ranks that divide the experts (default: all)"
+    parser.add_argument("--ep", type=common.number(int, 1), metavar="N", help=about)
+    parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
-        help="dtype of matrix products (default: float32)",
+        help="dtype of compute and of the gathered weights (default: float32)",
     )  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
@@ -121,10 +122,11 @@ def main():
         device_id=device if device.type == "cuda" else None,
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
-    if args.experts % world_size:
-        near = max(args.experts // world_size, 1) * world_size
-        common.fail(f"--experts {args.experts} are not divisible by {world_size} ranks; use {near}")
+    ep = args.ep or world_size
+    check_experts(args, common.size_of(args), ep, world_size)
     common.announce(args, device)
+    # EP: hides the advice to flatten mesh dimensions
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
@@ -137,17 +139,28 @@ def main():
     eval_loader = common.make_loader(args, eval_set, batch_size, eval_sampler)
 
     # 3. Model
-    model = common.make_model(args, train_set.classes, channels_last=False)
-    names = list(model.state_dict())
-    experts = distribute_experts(model, device)
-    if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation
-        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
-    model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
-    )
-    model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
+    with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
+        model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
+    mesh = init_device_mesh(device.type, (world_size,))
+    # EP: the same ranks as a table: a row has different experts, a column shards of the same ones
+    table = init_device_mesh(device.type, (world_size // ep, ep), mesh_dim_names=("shard", "ep"))
+    distribute_experts(model, table["ep"])
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
+            fully_shard(norms, mesh=mesh)
+    for block in model.blocks:  # EP: a unit of their own, of which FSDP shards the width
+        experts = block.mlp.experts
+        options = {"mesh": table["shard"], "shard_placement_fn": experts.width_dim}
+        fully_shard(experts, **options, mp_policy=policy)
+    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
+    for block in model.blocks:  # EP: gather them before the CPU waits for the number of tokens
+        block.set_modules_to_forward_prefetch([block.mlp.experts])
+    model.to_empty(device=device)  # FSDP: memory for this rank's shards
+    common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -161,11 +174,11 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images).to(torch.get_default_dtype())
+            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
             loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
-            loss.backward()  # DDP: averages the gradients in buckets, as they become ready
+            loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
-                clip_grad_norm(list(model.parameters()), experts, args.clip_grad)
+                clip_grad_norm(model, args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
@@ -173,20 +186,16 @@ def main():
                 run.save(model, optimizer, scheduler)
 
         # 6. Evaluate
-        for buffer in model.module.buffers():
+        for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
-        run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report
-    parts = [None] * world_size if rank == 0 else None
-    own = model.module.state_dict()
-    own = {k: v.cpu() for k, v in own.items() if rank == 0 or ".experts." in k}
-    # EP: to rank 0, through the CPU: nccl would gather all weights on its GPU
-    dist.gather_object(own, parts, group=dist.new_group(backend="gloo"))
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU
     if rank == 0:
-        weights = {name: tensor for part in parts for name, tensor in part.items()}
-        common.save_model(args, {name: weights[name] for name in names})
+        common.save_model(args, weights)
     run.finish(model, optimizer)
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
     # the others, which are in the middle of a collective, and the error would stay hidden.

@@ -5,9 +5,8 @@ Differs     from pytorch_TP.py: the ranks form a 2-D device mesh. The ranks of a
             tensor-parallel shards, and FSDP shards these again. Lines tagged "# 2-D:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2
             torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2 --sequence-parallel
-Use it      on several machines: tensor parallelism, which communicates most, stays within one, and
-            FSDP, whose communication overlaps with computation, runs between them. Not on one
-            machine where pytorch_FSDP.py alone fits.
+Use it      on several machines: tensor parallelism, which sends most, within one, and FSDP, which
+            overlaps with computation, between them. Not on one where pytorch_FSDP.py alone fits.
 Holds       1/N of the blocks' matrices, with their gradients and optimizer state, and 1/R of all
             other parameters for R rows; and the shards of one or two blocks while they compute.
             Activations are those of pytorch_TP.py for 1/R of the batch.
@@ -47,7 +46,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
     and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: layout of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
-    mlp = model.blocks[0].mlp  # a Llama's also has a gate
+    attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
     plan = {
         # TP: once for query, key and value, or backward would communicate three times
         "attention": PrepareModuleInput(**gather),
@@ -55,10 +54,18 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
         "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... and sums the outputs
-        "mlp": PrepareModuleInput(**gather),
-        **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
-        "mlp.down": RowwiseParallel(output_layouts=between),
     }
+    for name in ("query_norm", "key_norm"):  # TP: a Qwen's, of each head, which are dimension 1
+        if hasattr(attention, name):
+            plan[f"attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+    if hasattr(mlp, "experts"):
+        plan["mlp"] = common.SplitExperts(between)
+    else:  # TP: a Llama's also has a gate
+        plan |= {
+            "mlp": PrepareModuleInput(**gather),
+            **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
+            "mlp.down": RowwiseParallel(output_layouts=between),
+        }
     if sequence_parallel:
         plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
     for block in model.blocks:
@@ -79,7 +86,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
 
 
 def add_up_gradients(model: nn.Module) -> None:
-    """Sum the norms' gradients, which cover only this rank's positions; all others are complete."""
+    """Sum gradients that cover only this rank's positions, heads or part of an expert: those of
+    norms and routers. All others are complete."""
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
@@ -99,19 +107,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True)
-    parser.add_argument(
-        "--sequence-parallel", action="store_true",
-        help="also split norms, dropout and residuals, along the sequence",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tp", type=common.number(int, 1), default=2, metavar="T",
-        help="ranks that split each weight matrix (default: 2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32",
-        help="dtype of compute and of the gathered weights (default: float32)",
-    )  # fmt: skip
+    parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
+    about = "also split norms, dropout and residuals, along the sequence"
+    parser.add_argument("--sequence-parallel", action="store_true", help=about)
+    about = {"default": 2, "help": "ranks that split each weight matrix (default: 2)"}
+    parser.add_argument("--tp", type=common.number(int, 1), metavar="T", **about)
+    about = "dtype of compute and of the gathered weights (default: float32)"
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help=about)
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -178,8 +180,7 @@ def main():
                 logits = model(images).to(torch.get_default_dtype())
                 loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
-            if args.sequence_parallel:
-                add_up_gradients(model)  # TP: sums the norms' gradients over the ranks
+            add_up_gradients(model)  # TP: those of norms and routers, over the ranks
             if args.clip_grad:
                 clip_grad_norm(model, args.clip_grad)
             optimizer.step()

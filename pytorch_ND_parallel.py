@@ -9,7 +9,7 @@ Use it      when no single technique makes a model fit: shard first (--dp-shard)
             (--ac), split matrices within a machine (--tp), split the model into stages between
             machines (--pp), and split sequences only if one alone is too long (--cp). "python
             estimate.py --recommend" suggests a combination. Not when one technique is enough: each
-            dimension communicates. Experts are not supported: fully_shard would need other ranks.
+            dimension communicates. --ep divides the experts of a mixture among ranks that shard.
 Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer state; in a
             pipeline 1/(tp * pp) of parameters and gradients during a step. Activations as in each
             script, for 1/(dp-replicate * dp-shard) of the batch.
@@ -35,10 +35,11 @@ from torch.utils.data import DistributedSampler
 
 import common
 from libraries import attention
-from libraries.mesh import add_flags, resolve
+from libraries.mesh import add_flags, gather_weights, resolve
 from libraries.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import SLOW
 from pytorch_CP import ATTENTIONS, OwnPositions
+from pytorch_EP import distribute_experts
 from pytorch_PP import Stage, forward, keep_only, make_schedule, mean_loss
 from pytorch_TP import add_up_gradients, parallelize
 
@@ -56,22 +57,33 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
         block.forward = wrap(block.forward)
 
 
-def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Apply FSDP to this rank's tensor-parallel shards, block by block: see pytorch_FSDP.py."""
-    options = {"mesh": mesh["replicate", "shard"] if args.dp_replicate > 1 else mesh["shard"]}
-    options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, table, dtype) -> None:
+    """Apply FSDP to this rank's tensor-parallel shards, block by block: see pytorch_FSDP.py; and to
+    experts on the mesh ``table``, if there is one: see pytorch_EP.py."""
+    dims = ("replicate", "shard") if args.dp_replicate > 1 else "shard"
+    options = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)}
     if args.offload:  # pinned memory is copied asynchronously
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
+    often = options | {"reshard_after_forward": args.reshard_after_forward}
     for stage in stages:
         blocks = list(stage.blocks)
+        experts = [[block.mlp.experts] if table else [] for block in blocks]
+        for own in sum(experts, []):
+            fully_shard(own, mesh=table[dims], shard_placement_fn=own.width_dim, **often)
         for unit in common.units_of(stage):
-            fully_shard(unit, reshard_after_forward=args.reshard_after_forward, **options)
-        fully_shard(stage, **options)
+            fully_shard(unit, mesh=mesh[dims], **often)
+        fully_shard(stage, mesh=mesh[dims], **options)
         if args.keep_last:  # ND: backward needs it first
             blocks[-1].set_reshard_after_forward(False)
-        for n, block in enumerate(blocks if args.prefetch else ()):  # ND: gather in advance
-            block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + args.prefetch])
-            block.set_modules_to_backward_prefetch(blocks[max(0, n - args.prefetch) : n][::-1])
+        if args.ac == "selective":  # ND: counts all operations, also those of FSDP's gathers
+            experts = [[] for _ in blocks]
+        units = [[block, *own] for block, own in zip(blocks, experts, strict=True)]
+        for n, block in enumerate(blocks):  # ND: gather in advance
+            later = sum(units[n + 1 : n + 1 + args.prefetch], experts[n])
+            block.set_modules_to_forward_prefetch(later)
+            if args.prefetch:
+                before = sum(units[max(0, n - args.prefetch) : n][::-1], [])
+                block.set_modules_to_backward_prefetch(before)
 
 
 def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
@@ -98,26 +110,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewher
         nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
 
 
-def gather_weights(model: nn.Module, stages: int) -> dict[str, torch.Tensor]:
-    """Gather all weights on the CPU of rank 0. All ranks call it."""
-    own, of_stage = {}, dist.get_world_size() // stages
-    is_first = dist.get_rank() % of_stage == 0  # ND: of its stage
-    # ND: through the CPU: nccl would gather all weights on rank 0's GPU
-    firsts = dist.new_group([number * of_stage for number in range(stages)], backend="gloo")
-    for name, tensor in model.state_dict().items():
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if is_first:
-            own[name] = tensor.cpu()
-    parts = [None] * stages if dist.get_rank() == 0 else None
-    if is_first:
-        dist.gather_object(own, parts, group=firsts)
-    return {name: tensor for part in parts or [] for name, tensor in part.items()}
-
-
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
     add_flags(parser, ATTENTIONS)
     args = common.parse_args(parser)
     common.prepare_process(args)
@@ -182,6 +178,12 @@ def main():
         positions = attention.shard(positions, 0, cp)
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[args.attention](cp)
+    table = None
+    if args.ep > 1:  # EP: the ranks of shard as a table; before tp, which leaves experts alone
+        sizes = *sizes[:2], args.dp_shard * args.cp // args.ep, args.ep, args.tp
+        dims = "pp", "replicate", "shard", "ep", "tp"
+        table = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
+        distribute_experts(model, table["ep", "tp"] if args.tp > 1 else table["ep"])
     if args.tp > 1:  # ND: first, as it finds modules by name and shards their parameters
         parallelize(model, mesh["tp"], args.sequence_parallel)
     if args.ac != "none":  # ND: recomputes the collectives of tp and cp, too
@@ -195,7 +197,7 @@ def main():
         keep_only(stages, model)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
     if shares * args.cp > 1 or dtype or args.offload:
-        shard(args, stages.values(), mesh, dtype)  # ND: last, to gather before all else
+        shard(args, stages.values(), mesh, table, dtype)  # ND: last, to gather before all else
     if args.tie and args.pp > 1:  # ND: one matrix in two stages; FSDP has replaced one
         tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards
@@ -247,8 +249,7 @@ def main():
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
                 for part in losses:  # ND: empty on ranks without the last stage
                     loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact
-            if args.sequence_parallel:
-                add_up_gradients(model)  # TP: sums the norms' gradients over the ranks
+            add_up_gradients(model)  # TP: those of norms and routers, over the ranks
             for parameter in tied:
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -108,7 +108,7 @@ def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) ->
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True)
+    parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
     flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)

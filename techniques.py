@@ -23,7 +23,7 @@ formula is exact. Neither has a default, so that a row without theory is a ``Typ
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ class Decoder(NamedTuple):
     head: int  # the last matrix
     hidden: int  # activations between two blocks, of the global batch
     kv: float = 1.0  # heads of keys and values, as a fraction of all heads
+    heads: float = 1.0  # width of all heads, as a fraction of the model's
     top_k: int = 1  # experts per token
     tied: bool = False  # the head is the token embedding
 
@@ -65,17 +66,17 @@ class Decoder(NamedTuple):
 
 
 def decoder(
-    layers, width, vocabulary, context, batch, *, kv=1.0, mlp=0, llama=False, experts=0, **more
+    layers, width, tokens, context, batch, *, kv=1, heads=1, mlp=0, llama=False, experts=0, **more
 ) -> Decoder:
-    """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions. The
-    global ``batch`` is in sequences; ``mlp`` are the weights of the MLP in a block (default: a
-    GPT's), or of each of its ``experts``."""
+    """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions.
+    ``tokens`` are those of the vocabulary; the global ``batch`` is in sequences; ``heads``: their
+    number * width / ``width``; ``mlp``: weights of an MLP, or of an expert (default: a GPT's)."""
     of_norm, mlp = (width if llama else 2 * width), mlp or 8 * width**2
-    matrices = layers * (2 * width**2 * (1 + kv) + max(1, experts) * mlp)
+    matrices = layers * (2 * width**2 * heads * (1 + kv) + max(1, experts) * mlp)
     norms, positions = layers * (2 * of_norm + experts * width), 0 if llama else context
-    ends = width * (vocabulary + positions), of_norm, width * vocabulary
-    hidden = batch * context * width
-    return Decoder(layers, matrices, layers * experts * mlp, norms, *ends, hidden, kv, **more)
+    ends = width * (tokens + positions), of_norm, width * tokens
+    more |= {"kv": kv, "heads": heads, "hidden": batch * context * width}
+    return Decoder(layers, matrices, layers * experts * mlp, norms, *ends, **more)
 
 
 # ------------------------------------------------------------------ kept and sent per parameter
@@ -176,15 +177,6 @@ def local(n: int, o: Options) -> tuple[Bytes, Bytes]:
     return replicated(n, o) | outer, divide(averaged(n, o), o["sync_every"])
 
 
-def expert_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    """Tokens go to their experts and back, in forward and backward; the gradients of all but the
-    experts are averaged."""
-    d, experts = o["decoder"], o["decoder"].experts / o["decoder"].whole
-    exchanged = 4 * in_half(o) * d.top_k * d.layers * d.hidden / d.whole / n * others(n)
-    sent = {"alltoall": exchanged, "allreduce": 8 * (1 - experts) * others(n)}
-    return divide(replicated(n, o), 1 / (experts / n + 1 - experts)), sent
-
-
 def context_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
     sent = Counter(averaged(n, o)) + by_dimension({**o, "cp": n})["cp"]
     return replicated(n, o), dict(sent)
@@ -202,15 +194,16 @@ def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 
 def by_dimension(o: Options) -> dict[str, Counter]:
-    """What a rank sends per parameter of the whole model, by dimension of the mesh (tp, cp, pp,
-    shard, replicate), and by collective."""
+    """What a rank sends per parameter of the whole model, by dimension of the mesh (tp, cp, ep, pp,
+    shard, replicate), and by collective. The ranks of ep are among those of shard and cp."""
     d, tp, pp, cp = o["decoder"], o.get("tp", 1), o.get("pp", 1), o.get("cp", 1)
     size = o.get("size") or in_half(o)
-    replicate, shards = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp
+    replicate, shards, ep = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp, o.get("ep") or 1
     sequence, again = o.get("sequence_parallel"), 2 * (o.get("ac") == "full")
     split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
     hidden = size * d.hidden / replicate / shards  # of this rank's positions, all micro-batches
-    found = {"tp": Counter(allreduce=(8 + 2 * again) * layers * hidden * others(tp))}
+    found = defaultdict(Counter)
+    found["tp"] = Counter(allreduce=(8 + 2 * again) * layers * hidden * others(tp))
     if sequence:  # forward and backward of two regions per block, and of both ends
         each = ((4 + again) * layers + 2 / pp) * hidden * others(tp)
         norms = 8 * (d.norms + d.last_norm) / pp * others(tp)
@@ -220,22 +213,27 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         "allgather": {"allgather": (2 + again) * d.kv, "reduce_scatter": 2 * d.kv},
         "ulysses": {"alltoall": (4 + again) * (1 + d.kv) / cp},
     }.get(o.get("attention"), ring)
-    each = layers * hidden / tp * (cp - 1)
+    each = layers * hidden * d.heads / tp * (cp - 1)
     found["cp"] = Counter({kind: times * each for kind, times in exchanged.items()})
+    # Tokens go to their experts and back, in forward and backward; with tp, from each of its ranks.
+    found["ep"] = Counter(alltoall=(4 + again) * layers * d.top_k * hidden * others(ep))
     cuts = {"interleaved": 2 * pp - 1, "zbv": 2 * pp - 2, "dualpipev": 2 * pp - 2}
     cuts = cuts.get(o.get("pipeline_schedule"), pp - 1) if pp > 1 else 0
     found["pp"] = Counter(send=2 * hidden / split * cuts / pp)
     if d.tied and pp > 1 and o["pipeline_schedule"] not in IN_A_V:  # two ranks have the matrix
         found["pp"]["allreduce"] = 8 * d.head / shards / pp
-    # FSDP gathers units again for backward if they were freed, what is in none of them once.
-    blocks = (d.matrices / tp + d.norms) / pp
+    # FSDP gathers units again for backward if they were freed, what is in none of them once. Of the
+    # experts, a rank gathers those that it has, from fewer ranks.
+    blocks, experts = (d.matrices / tp + d.norms) / pp, d.experts / tp / pp
     ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
-    free = o.get("reshard_after_forward", pp == 1)
-    freed = blocks * (1 - 1 / d.layers if o.get("keep_last") else 1) + d.end_units / split / pp
-    freed *= others(shards if free is True else free or 1)
-    gathers = size * ((blocks + ends) * others(shards) + freed) * (1 if pp > 1 else parts)
-    scatters = 4 * (blocks + ends) * others(shards) * parts
-    found["shard"] = Counter(allgather=gathers, reduce_scatter=scatters)
+    free, held = o.get("reshard_after_forward", pp == 1), o.get("keep_last", 0) / d.layers
+    # Of the experts, a rank gathers its own, from fewer ranks.
+    for units, once, n in ((blocks - experts, ends, shards), (experts / ep, 0, shards / ep)):
+        freed = units * (1 - held) + (d.end_units / split / pp if once else 0)
+        gathers = (units + once) * others(n) + freed * others(n if free is True else free or 1)
+        gathers *= size * (1 if pp > 1 else parts)
+        scatters = 4 * (units + once) * others(n) * parts
+        found["shard"] += Counter(allgather=gathers, reduce_scatter=scatters)
     found["replicate"] = Counter(allreduce=8 * (blocks + ends) / shards * others(replicate) * parts)
     return {name: Counter({k: v / d.whole for k, v in c.items() if v}) for name, c in found.items()}
 
@@ -358,17 +356,19 @@ LESSONS = [
         case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama estimated"),
         case("--attention allgather", 2, 1, 3, 4, traits="llama"),
         case("--attention ulysses", 3, 1, 2, 4, traits="llama"), HALF, traits="needs_gpt"),
-    row("pytorch_EP", "torchrun_DDP", BEYOND, *both(expert_parallel),
-        case("--experts 6", 3, 2), case("--experts 8 --top-k 2", 4, 2),
+    row("pytorch_EP", "FSDP", BEYOND,
+        *both(mesh, lambda n, o: {"dp_shard": n, "ep": o.get("ep") or n}),
+        case("--experts 6", 3, 2), case("--ep 2 --experts 8 --top-k 2", 4, traits="estimated"),
         case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
-        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"),
-        traits="needs_gpt", unpredicted="the router chooses by the values of the tokens"),
+        case("--ep 2 --experts 4 --balance bias", 4, 2),
+        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"), traits="needs_gpt"),
     row("pytorch_ND_parallel", "FSDP_TP", BEYOND, *both(mesh), case("--dp-shard 2 --tp 2", 4),
-        case("--tp 2 --pp 2", 4, traits="same_bits"), case("--pp 2 --cp 2", 4),
-        case("--dp-replicate 2 --dp-shard 2 --ac full", 4),
-        case("--reshard-after-forward 2 --prefetch 1", 4),
-        case("--reshard-after-forward no", 4, traits="full"),
-        case("--keep-last --prefetch 2", 4, traits="full"),
+        case("--tp 2 --pp 2", 4, traits="same_bits"),
+        *(case(flags, 4) for flags in (
+            "--pp 2 --cp 2", "--dp-replicate 2 --dp-shard 2 --ac full", "--keep-last --prefetch 2",
+            "--reshard-after-forward 2 --prefetch 1", "--reshard-after-forward no",
+            "--ep 2 --experts 8 --top-k 2", "--ep 2 --tp 2 --experts 4 --balance bias",
+            "--ep 2 --pp 2 --experts 4 --balance 0", "--ep 4 --cp 2 --experts 4 --ac full")),
         case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"), traits="needs_gpt"),
     row("pytorch_LocalSGD", "torchrun_DDP", BEYOND, *both(local), case(traits="estimated"),
         case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs"),

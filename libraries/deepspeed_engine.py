@@ -79,8 +79,6 @@ def import_deepspeed(args, device: torch.device, config: dict):
 
 
 # ------------------------------------------------------------------------------------- snapshots
-
-
 def check_pickles(folder: Path) -> None:
     """Check that DeepSpeed's files contain only tensors and a few of its own classes: any other
     could run code while it is loaded. Raises ``UnpicklingError``."""
@@ -198,8 +196,6 @@ def raise_at_the_end(owner, method: str):
 
 
 # ---------------------------------------------------------------------------------------- tensors
-
-
 def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
     """The tensors of this rank, by name, for memory accounting: DeepSpeed has its own buffers, and
     frees the gradients during its step. So they are recorded in the last step, just before the

@@ -2,6 +2,11 @@
 
 from collections.abc import Iterable
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from harness.cli import ArgumentParser, fail, need_compiler, number
 from harness.settings import fill
 from libraries.pipelining import IN_A_V, SCHEDULES
@@ -28,6 +33,8 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
          help="micro-batches (default: at least two per rank of the pipeline)")
     flag("--cp", type=positive, default=1, metavar="N",
          help="ranks that split each sequence (default: 1)")
+    flag("--ep", type=positive, default=1, metavar="N",
+         help="ranks that divide the experts, of those that shard (default: 1)")
     flag("--attention", choices=attentions, default="ring",
          help="how ranks exchange keys and values (default: ring)")
     flag("--ac", choices=["none", "selective", "full"], default="none",
@@ -62,12 +69,16 @@ def resolve(args, size, world_size: int):
         fail(f"{mesh} x --dp-shard {args.dp_shard} {makes}; {use}")
     if args.attention == "pytorch" and (args.device == "cpu" or args.double):
         fail("--attention pytorch needs a GPU and no --double; use --attention ring")
+    if args.ep > 1:
+        check_experts(args, size, args.ep, args.dp_shard * args.cp)
     free, shards = args.reshard_after_forward, args.dp_shard * args.cp
     if args.pp > 1 and free:
         fail("--reshard-after-forward: in a pipeline each micro-batch would gather again; use no")
     if free and free is not True and (free >= shards or shards % free):
         fail(f"--reshard-after-forward {free} does not divide {shards} shards; use yes, no, or a "
              f"divisor of {shards}")  # fmt: skip
+    if args.ep > 1 and free and free is not True:
+        fail(f"--reshard-after-forward {free}: with --ep, experts have other shards; use yes or no")
     args = fill(args, reshard_after_forward=args.pp == 1)
     heads = size.kv_heads
     if args.attention == "ulysses" and heads // args.tp % args.cp:
@@ -97,3 +108,33 @@ def resolve(args, size, world_size: int):
         fail(f"--ac selective does not work with {schedule}, whose backward has two parts; "
              "use --ac full or another schedule")  # fmt: skip
     return args
+
+
+def check_experts(args, size, ep: int, ranks: int) -> None:
+    """Check that ``ep`` of the ranks can divide the experts, and the others the width."""
+    if not args.experts:
+        fail(f"--ep {ep} is for a mixture of experts; add --experts 8")
+    if ranks % ep:
+        fail(f"--ep {ep} does not divide {ranks} ranks that shard; use a divisor")
+    if args.experts % ep:
+        near = max(args.experts // ep, 1) * ep
+        fail(f"--experts {args.experts} are not divisible by {ep} ranks; use {near}")
+    if size.width % (ranks // ep):
+        why = f"{ranks // ep} ranks shard each expert and do not divide its width {size.width}"
+        fail(f"--ep {ep}: {why}; use --ep {ranks}")
+
+
+def gather_weights(model: nn.Module, stages: int) -> dict[str, torch.Tensor]:
+    """Gather all weights on the CPU of rank 0. All ranks call it."""
+    own, of_stage = {}, dist.get_world_size() // stages
+    is_first = dist.get_rank() % of_stage == 0  # ND: of its stage
+    # ND: through the CPU: nccl would gather all weights on rank 0's GPU
+    firsts = dist.new_group([number * of_stage for number in range(stages)], backend="gloo")
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_first:
+            own[name] = tensor.cpu()
+    parts = [None] * stages if dist.get_rank() == 0 else None
+    if is_first:
+        dist.gather_object(own, parts, group=firsts)
+    return {name: tensor for part in parts or [] for name, tensor in part.items()}

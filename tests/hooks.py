@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import slow
 import small_resnet  # noqa: F401  models to choose
@@ -52,8 +53,6 @@ def print_line(*words):
 
 
 # ------------------------------------------------------------------------------------- counters
-
-
 class CountSent(TorchDispatchMode):
     """Sees every collective that this thread, autograd's included, asks a process group for."""
 
@@ -180,16 +179,17 @@ def waits():
     around_batches(count_steps)
 
 
-def live(fake_ranks=None):
+def live(fake_ranks=None, to_one=False):
     """Count live memory as estimate.py does: on real tensors, or as rank 0 of some fake ranks.
     Images are contiguous, and optimizers and autocast behave as on a CPU. The bytes at the peak of
     the third step, by kind, are written to rank0.json, rank1.json, ... in --output-dir."""
     from estimator import trial
 
     folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
-    ranks = fake_ranks and int(fake_ranks)
+    ranks, options = fake_ranks and int(fake_ranks), {"to_one": bool(to_one)}
     # In the second step DDP makes its buckets anew.
-    counted, _ = trial.run_script(list(sys.argv), ranks, block=1, steps=3, as_on_a_gpu=False)
+    options |= {"block": 1, "steps": 3, "as_on_a_gpu": False}
+    counted, _ = trial.run_script(list(sys.argv), ranks, **options)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{RANK}.json").write_text(json.dumps(counted.peak()))
     sys.stdout.flush()
@@ -214,8 +214,6 @@ def all_blocks():
 
 
 # -------------------------------------------------------------------------------------- records
-
-
 def batches(folder):
     """Save the batches that it trains on, as FOLDER/step1-rank0.pt, ..."""
 
@@ -281,8 +279,6 @@ def parts():
 
 
 # ------------------------------------------------------------------------ numbers, routes, faults
-
-
 def unfused():
     """An optimizer whose step is not fused: a fused one rounds the last elements of a tensor
     differently from those before, so the result depends on where a tensor ends."""
@@ -303,21 +299,15 @@ def muon():
     import torch_muon  # noqa: F401
 
 
-def all_to_one():
-    """All tokens go to the first expert."""
-    from jobs.experts import MixtureOfExperts
+def route(step):
+    """The router sends the first token to the first experts, and each following one to experts that
+    are ``step`` further: with 0 all to the same, with 1 equally to all."""
 
-    begin = MixtureOfExperts.__init__
+    def topk(scores, k):
+        first = int(step) * torch.arange(len(scores))[:, None]
+        return SimpleNamespace(indices=(first + torch.arange(k)) % scores.shape[1])
 
-    class Biased(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + torch.tensor([9.0] + [0.0] * (self.out_features - 1))
-
-    def all_to_the_first(mixture, *args, **kwargs):
-        begin(mixture, *args, **kwargs)
-        mixture.router.__class__ = Biased
-
-    MixtureOfExperts.__init__ = all_to_the_first
+    torch.Tensor.topk = topk
 
 
 def no_gradient():

@@ -174,9 +174,8 @@ def check_files(one, folder, weights, result):
     optimizer = "muon" if one.technique.name == "Muon" else one.optimizer
     expected |= {"optimizer": optimizer, "global_batch_size": BATCH}
     assert {name: result[name] for name in expected} == expected
-    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {
-        torch.float32 if one.rounds else torch.float64
-    }
+    dtype = torch.float32 if one.rounds else torch.float64
+    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {dtype}
     saved = load(max(folder.glob("snapshots/step-*"))).items()  # without the ranks that wrote them
     assert same_bits({name: tensor.to(weights[name].dtype) for name, tensor in saved}, weights)
 
@@ -188,7 +187,7 @@ def check_waits(one, folder):
         steps = {int(step) for step, kinds in found.items() if kinds}
         allowed = {*range(5, len(found), 5), len(found)}
         assert steps & allowed, "they do fetch, and it is seen"
-        if one.technique.name == "EP":
+        if "--experts" in one.case.flags:
             return
         pipeline = "--pp" in one.case.flags or one.technique.name == "PP"
         assert steps - allowed <= ({1} if pipeline else set())
@@ -285,8 +284,9 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
         dtype = getattr(torch, one.case.flags.split()[1])
         expected = {name: t.to(dtype).to(t.dtype) for name, t in expected.items()}
     assert weights.keys() == expected.keys()
-    # What was exactly 0 is now a rate of 1e-30 away from it.
-    assert all(torch.allclose(weights[n], expected[n], rtol=0, atol=1e-20) for n in expected)
+    for name in expected:  # what was exactly 0 is now a rate of 1e-30 away from it, or a bias' step
+        atol = 0.0011 if name.endswith("mlp.bias") else 1e-20
+        assert torch.allclose(weights[name], expected[name], rtol=0, atol=atol), name
 
 
 def resumes(one):

@@ -40,7 +40,8 @@ USUAL = """half_precision --dtype float16 --master-weights, auto_mixed_precision
 DDP_AMP --dtype float16, torchrun_DDP, LocalSGD --sync-every 3 --outer-momentum 0.9,
 FSDP --dtype bfloat16, DDP_ZeRO --use_zero, activation_checkpointing, FSDP_by_hand,
 TP --sequence-parallel, PP --pipeline-schedule 1f1b, CP --attention ring,
-EP --experts 8 --top-k 2, ND_parallel --tp 2 --pp 2"""  # whose branches are not those of other rows
+EP --ep 2 --experts 8 --top-k 2, EP --experts 4 --dtype bfloat16, ND_parallel --tp 2 --pp 2,
+ND_parallel --ep 2 --tp 2 --experts 4 --balance bias"""  # with branches of their own
 USUAL = [f"pytorch_{script}" for script in re.split(r",\s", USUAL)]
 
 
@@ -161,7 +162,7 @@ def check_result(result, dtype, world_size, gpu):
 @faked(on_gpts=True)
 def test_a_shard_of_a_gpt_on_a_gpu(script, n, tmp_path):
     """All is on its GPU, whatever is sent is, too, and no step waits for the GPU between prints; a
-    step of EP once in each block, for how many tokens there are."""
+    step with experts once in each block, for how many tokens there are."""
     seen, result = pretend(script, n, GPT_JOB, tmp_path)
     log, gpu = seen.log, f"cuda:{n - 1}"
     check_begin(log, n, gpu)
@@ -173,15 +174,13 @@ def test_a_shard_of_a_gpt_on_a_gpu(script, n, tmp_path):
         step += what == "step"
         if what in ("synchronize", "Stream.synchronize") or (what, *more) == ("to cpu", "item"):
             waits[step] = waits.get(step, 0) + 1
-    blocks = 8 if "EP" in script else 0
+    blocks = 8 * ("--experts" in script) * (2 if "--pp" in script else 1)  # 4 micro-batches of 4
     assert all(waits.get(step, 0) == blocks for step in (2, 3, 4, 6, 7))
     assert result["world_size"] == n and result["gpu_uuids"] == n * [f"GPU-of {gpu}"]
     assert result["steps"] == 8
 
 
 # ----------------------------------------------------------------------------- one part at a time
-
-
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
