@@ -33,6 +33,7 @@ from estimator.tables import (
     print_json,
     print_table,
     print_ways,
+    room_of,
     say_what_fits,
 )
 from harness.cli import check_writable, fail, make_parser, number
@@ -295,6 +296,8 @@ def job_of(args, flags: list[str]):
     size, given = size_of(flags)
     if not size:
         fail(f"--recommend does not support --model {args.model}; use gpt-LxHxD or a Llama")
+    if size.experts:
+        fail(f"--recommend does not divide the {size.experts} experts; use --only EP instead")
     if "--dtype" not in flags:
         flags = [*flags, "--dtype", "bfloat16"]
     half = flags[flags.index("--dtype") + 1] == "bfloat16"
@@ -306,11 +309,6 @@ def job_of(args, flags: list[str]):
     tflops = next((flops for gib, flops in GPUS.values() if gib == args.memory), GPUS["H100"][1])
     rest = optimizer, each, 1e12 * tflops, tuple(flags)
     return Job(size, vocabulary, context, args.batch_size, *rest)
-
-
-def room_of(args) -> int:
-    """Bytes that tensors may take on one GPU."""
-    return int((args.memory - args.spare) * GIB)
 
 
 def recommend(args, flags: list[str], at_once: int) -> None:
@@ -349,13 +347,13 @@ def main() -> None:
 def predict_all(args, flags: list[str]) -> None:
     from estimator import techniques
     from estimator.own_model import OwnModel, load_function
-    from jobs.choice import is_decoder
 
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.recommend:
         return recommend(args, flags, at_once)
     own = OwnModel(load_function(args.module), args.module) if args.module else None
-    chosen = techniques.techniques_for(args.gpus, not args.module and is_decoder(args.model))
+    size, _ = size_of(flags)
+    chosen = techniques.techniques_for(args.gpus, bool(size), bool(size and size.experts))
     if args.scale:
         chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+
+from jobs.experts import MixtureOfExperts
 
 SHAPES = torch.library.Library("aten", "IMPL", "Meta")
 
@@ -89,6 +92,28 @@ def stand_in_for_numbers() -> None:
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # a copied model shares it
     with contextlib.suppress(RuntimeError):  # it is registered already
         SHAPES.impl("_fused_sgd_", lambda *_, **__: None)
+
+
+def stand_in_for_router(to_one: bool) -> None:
+    """Choose how many tokens each expert gets: as many as every other, or the first one all.
+    These are the numbers that :class:`MixtureOfExperts` and pytorch_EP.py read."""
+    forward, rows = MixtureOfExperts.forward, 0
+
+    def begin(mixture, x):
+        nonlocal rows
+        rows = x.shape[0] * x.shape[1] * mixture.top_k
+        with mock.patch.object(FakeTensor, "tolist", counts):
+            return forward(mixture, x)
+
+    def counts(tensor):  # [experts], or rows that are sent to each rank and received from it
+        nonlocal rows
+        n = tensor.shape[-1]
+        each = [rows * (i == 0) if to_one else (rows + i) // n for i in range(n)]
+        received = [rows] * n if to_one else each
+        rows = sum(received) if tensor.ndim == 2 else rows  # for the experts of this rank
+        return [each, received] if tensor.ndim == 2 else each
+
+    MixtureOfExperts.forward = begin
 
 
 def stand_in_for_deepspeed(deepspeed_engine) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import bias
 from torch.utils._pytree import tree_leaves, tree_map
 
-from jobs import gpt
+from jobs import experts, gpt
 
 aten = torch.ops.aten
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -41,6 +41,7 @@ def stand_in_for_a_gpu() -> None:
     register(AUTOGRAD, "rms_norm", rms_norm)
     register(AUTOGRAD, "scaled_dot_product_attention", attention)
     gpt.shares_heads = lambda q: q.dtype in HALF
+    experts.can_group = lambda tokens: tokens.dtype == torch.bfloat16
     bias.can_use_flash_attention = lambda inputs: inputs.query.dtype in HALF
     bias.can_use_efficient_attention = lambda inputs: inputs.query.dtype == torch.float32
     for name in ("sgd", "adam"):  # on a CPU, they would update one tensor at a time by default

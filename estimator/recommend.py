@@ -73,8 +73,7 @@ class Way(Technique):
         """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
         several = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
-        nodes = several if machines > 1 else ""
-        each = self.ranks // machines
+        nodes, each = several if machines > 1 else "", self.ranks // machines
         words = [*job.flags, "--batch-size", str(job.batch_size), *self.words()]
         return f"torchrun {nodes}--nproc_per_node={each} pytorch_ND_parallel.py {' '.join(words)}"
 
@@ -102,7 +101,8 @@ class Job:
         size, numbers = self.size, (self.vocabulary, self.context, self.batch_size)
         mlp, tied = size.mlp_matrices * size.width * size.mlp_width, getattr(size, "tie", False)
         more = {"kv": size.kv_heads / size.heads, "mlp": mlp, "llama": size.mlp_matrices == 3}
-        return decoder(size.layers, size.width, *numbers, **more, tied=tied)
+        heads = size.heads * size.head_width / size.width
+        return decoder(size.layers, size.width, *numbers, heads=heads, tied=tied, **more)
 
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
@@ -166,7 +166,7 @@ def kept_at_least(job: Job, way: Way) -> float:
         kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
     parts = way.accumulate * way.microbatches
     tokens = job.batch_size * job.context / way.replicate / shards / parts
-    kv = size.width * size.kv_heads / size.heads
+    kv = size.head_width * size.kv_heads
     inner = (size.mlp_matrices - 1) * size.mlp_width  # before the last matrix
     whole = 2 * size.width  # of attention and MLP: gathered inputs, or outputs to reduce
     split = {

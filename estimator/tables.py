@@ -6,6 +6,7 @@ import textwrap
 from tqdm import tqdm
 
 from harness.cli import fail
+from jobs.choice import FAMILIES
 
 GIB = 2**30
 WIDTH = 100  # of the output
@@ -26,7 +27,12 @@ def describe(args, flags: list[str]) -> str:
 
 
 def fits(args, prediction) -> bool:
-    return bool(prediction.kinds) and prediction.peak <= (args.memory - args.spare) * GIB
+    return bool(prediction.kinds) and prediction.peak <= room_of(args)
+
+
+def room_of(args) -> int:
+    """Bytes that tensors may take on one GPU."""
+    return int((args.memory - args.spare) * GIB)
 
 
 def gpus_of(technique) -> int:
@@ -48,6 +54,7 @@ def print_table(args, flags: list[str], predictions) -> list:
         if title == "peak" or {row.get(title, "") for row in rows} - {"", "0"}
     ]
     widths = {title: max(5 + (title == "sent"), len(title)) for title in titles}
+    widths["peak"] = max(5, *(len(row.get("peak", "")) for row in rows))
     print("".ljust(NAME), "GPUs", *(title.rjust(width) for title, width in widths.items()))
     for found, row in zip(shown, rows, strict=True):
         cells = [row[title].rjust(width) for title, width in widths.items()] if row else []
@@ -62,13 +69,15 @@ def optimizer_of(flags: list[str]) -> str:
     words = " ".join(flags).replace("=", " ").split()
     if "--optimizer" in words:
         return words[words.index("--optimizer") + 1]
-    texts = any(word in " ".join(words) for word in ("gpt", "llama", "encoder", "bert", "reviews"))
+    texts = any(word in " ".join(words) for word in (*FAMILIES, "encoder", "bert", "reviews"))
     return "adamw" if texts else "sgd"
 
 
 def print_notes(shown: list) -> None:
     if any("LocalSGD" in found.technique.name for found in shown):
         print("\nLocalSGD sends in one of several steps; the predicted step is another one.")
+    if any(found.most for found in shown):
+        print("\nEP: if all experts get equally many tokens, and if one rank's get all of them.")
     ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
     if ddp and (size := size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"])) != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
@@ -94,7 +103,11 @@ def cells_of(args, found) -> dict[str, str]:
     cells = {title: size_of(size) for title, size in sizes.items()}
     cells |= {"sent": f"{found.sent / 1e6:,.0f}"}
     cells |= {"peak": "<1M"} if cells["peak"] == "0" else {}
-    return cells | ({"fits": "yes" if fits(args, found) else "no"} if args.memory else {})
+    cells |= {"peak": f"{cells['peak']}-{size_of(found.most)}"} if found.most else {}
+    if args.memory:
+        surely = "yes" if found.most <= room_of(args) else "maybe"
+        cells["fits"] = surely if fits(args, found) else "no"
+    return cells
 
 
 def size_of(size: int) -> str:
@@ -159,6 +172,7 @@ def print_json(args, flags: list[str], predictions) -> list:
             },
             "command": [*found.technique.command, *flags], "gpus": gpus_of(found.technique),
         } | ({"fits": fits(args, found)} if args.memory else {})
+        | ({"most": found.most} if found.most else {})
         for found in shown
     ]  # fmt: skip
     print(json.dumps(rows, indent=2))

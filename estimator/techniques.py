@@ -40,22 +40,26 @@ class Technique:
     on_host: tuple[str, ...] = ()  # kinds of memory on the CPU
     rank: int = 0  # the predicted one
     steps: int = trial.STEPS
-    tp: int = 1  # numbers of ranks of tensor, pipeline and context parallelism
+    tp: int = 1  # numbers of ranks of tensor, pipeline, context and expert parallelism
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    to_one: bool = False  # all tokens are routed to the experts of one rank
 
 
-def techniques_for(gpus: int, is_gpt: bool = False) -> list[Technique]:
+def techniques_for(gpus: int, is_gpt: bool = False, has_experts=False) -> list[Technique]:
     """The techniques for a number of GPUs, of those that the root's list has estimated; some need
-    a GPT."""
+    a GPT, and bring experts if it has none."""
     rows = [row for row in TECHNIQUES if is_gpt or "needs_gpt" not in row.traits]
     cases = [(row, case) for row in rows for case in row.cases if "estimated" in case.traits]
-    return [make_technique(name_of(*one), gpus) for one in cases if is_for(one[1], gpus)]
+    names = [name_of(*one) for one in cases if is_for(one[1], gpus)]
+    own = re.compile(r" --(experts|top-k) \d+" if has_experts else "$^")
+    return [make_technique(own.sub("", name), gpus) for name in names]
 
 
 def is_for(case: Case, gpus: int) -> bool:
     """Whether a case is of use on so many GPUs: a mesh has at least two of its rows."""
-    row = re.search(r"--(?:shard|tp) (\d+)", case.flags)
+    row = re.search(r"--(?:shard|tp|ep) (\d+)", case.flags)
     row = int(row[1]) if row else 1
     return "alone" in case.traits if gpus == 1 else gpus > row and gpus % row == 0
 
@@ -74,8 +78,8 @@ def make_technique(name: str, gpus: int) -> Technique:
     given = dict(zip(flags, flags[1:], strict=False))  # with values
     launched = "one_process" not in technique(script).traits
     split = {
-        dimension: gpus if script == dimension.upper() else int(given.get(f"--{dimension}", 1))
-        for dimension in ("tp", "pp", "cp")
+        name: int(given.get(f"--{name}", gpus if script == name.upper() else 1))
+        for name in ("tp", "pp", "cp", "ep")
     }
     shares = gpus // split["tp"] // split["cp"] if launched or script == "DP" else 1
     return Technique(
@@ -101,6 +105,7 @@ class Prediction:
     inputs: str = ""  # description of a sample
     mistake: str = ""  # the script's error message, if it failed
     error: str = ""  # a traceback, if there was a bug
+    most: int = 0  # the peak if all tokens are routed to the experts of one rank; 0: no matter
 
     @property
     def peak(self) -> int:
@@ -119,11 +124,12 @@ def predict(
     ``classes``, ``own`` and ``layers`` see :func:`trial.run_script`."""
     found, complaint = partial(Prediction, technique, batch_size), io.StringIO()
     share, one = batch_size // technique.gpus, {"rank": technique.rank, "steps": technique.steps}
+    one |= {"to_one": technique.to_one, "layers": layers}
     words = [*technique.command, *flags, "--batch-size", str(share)]
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                run = trial.run_script(words, technique.ranks, classes, own, layers=layers, **one)
+                run = trial.run_script(words, technique.ranks, classes, own, **one)
     except trial.NEEDS_NUMBERS as error:
         where = f"{place_of(error)}{error.func}"
         return found(mistake=f"{where}: its result depends on numbers, which are not there")
@@ -198,9 +204,11 @@ def tasks_of(
 ) -> list[tuple[Callable, int]]:
     """The predictions for :func:`combine`: of each stage one, or two with some of its blocks."""
     found = []
-    for stage, blocks in stages_of(layers, technique.pp).items():
+    stages, routes = stages_of(layers, technique.pp).items(), (False, True)[: technique.ep]
+    for (stage, blocks), to_one in itertools.product(stages, routes):
         rank = stage * technique.ranks // technique.pp + (technique.cp - 1) * technique.tp
-        task = partial(predict, dataclasses.replace(technique, rank=rank), batch_size)
+        one = dataclasses.replace(technique, rank=rank, to_one=to_one)
+        task = partial(predict, one, batch_size)
         # DeepSpeed prefetches blocks up to a fixed number of parameters.
         counts, times = few_blocks(blocks) if "DeepSpeed" not in technique.name else ([], 0)
         for n in counts or [None]:
@@ -210,13 +218,13 @@ def tasks_of(
 
 def combine(found: list[tuple[Prediction, int]]) -> Prediction:
     """The memory of the stage with the highest peak, the messages of the one that sends most."""
-    stages = []
-    for _, some in itertools.groupby(found, lambda one: one[0].technique.rank):
+    stages = [], []  # with balanced experts; with all tokens at one rank's
+    for one, some in itertools.groupby(found, lambda one: one[0].technique):
         (small, times), *larger = some
-        stages.append(extrapolate(small, larger[0][0], times) if larger else small)
-    fullest = max(stages, key=lambda one: (bool(one.error or one.mistake), one.peak))
-    busiest = max(stages, key=lambda one: one.sent)
-    return dataclasses.replace(fullest, messages=busiest.messages)
+        stages[one.to_one].append(extrapolate(small, larger[0][0], times) if larger else small)
+    fullest = max(stages[0], key=lambda one: (bool(one.error or one.mistake), one.peak))
+    busiest, most = max(stages[0], key=lambda one: one.sent), [one.peak for one in stages[1]]
+    return dataclasses.replace(fullest, messages=busiest.messages, most=max(most, default=0))
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:

@@ -198,6 +198,7 @@ def run_script(
     as_on_a_gpu: bool = True,
     rank: int = 0,
     layers: int | None = None,
+    to_one: bool = False,
 ) -> tuple[LiveBytes, str]:
     """Run steps of a script; return the measurement of the last one, and a description of a sample.
 
@@ -209,6 +210,7 @@ def run_script(
         block: see :class:`LiveBytes`.
         steps: number of steps; the last is measured. If it is 1, the optimizer state exists before.
         layers: replaces the number of layers of a decoder.
+        to_one: all tokens are routed to the experts of this rank; otherwise equally to all.
 
     Raises:
         SystemExit: the script reported an error.
@@ -237,6 +239,7 @@ def run_script(
         common.make_store = lambda args: None
         common.hangs.listen = lambda timeout: None
         fakes.stand_in_for_deepspeed(deepspeed_engine)
+        fakes.stand_in_for_router(to_one)
     cli.check_writable = cli.lock = lambda folder, flag: None  # nothing is written
     sys.argv = [*words, "--device", "cpu"]
     with counting(live, ranks):

