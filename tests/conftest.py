@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import uuid
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ import pytest
 import torch
 from fork_server import Server
 from PIL import Image
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -89,6 +88,13 @@ class Finished(NamedTuple):
     def errors(self):
         """Our own error lines, on any rank."""
         return re.findall(r"^\w+: error: .*$", self.stdout + self.stderr, re.MULTILINE)
+
+    @property
+    def refusal(self):
+        """The one line with which it ended, with exit code 2, whatever ranks said it."""
+        assert self.code == 2 and "Traceback" not in self.stderr, str(self)
+        [line] = set(self.errors)
+        return line
 
     @property
     def our_warnings(self):
@@ -270,12 +276,12 @@ def state(folder):
 
 def tensors_of(snapshot):
     """All in a snapshot, whoever wrote it, by name."""
+    from libraries.weights import read_shards
+
     reader = HuggingFaceStorageReader(str(snapshot / "tensors"))
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(tensors, storage_reader=reader, no_dist=True)
+    read_shards(snapshot, tensors, reader)
     return tensors
 
 

@@ -90,8 +90,6 @@ def sftp(folder, port, process_env):
 
 
 # ------------------------------------------------------------------------------ moto, and its reins
-
-
 def main(port, folder):
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple

@@ -91,8 +91,6 @@ class Launched:
 
 
 # ------------------------------------------------------- below: the server, launchers and ranks
-
-
 def serve(requests: socket.socket) -> list[str]:
     """Fork a launcher for each request. Returns in ranks only, with the words of `python SCRIPT`
     after the first."""

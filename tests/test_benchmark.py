@@ -20,6 +20,7 @@ from report import draw, pages
 from report.results import Unusable
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
+SUITES = sorted(path.stem.removeprefix("suite_") for path in ROOT.glob("config/suite_*"))
 
 
 @pytest.fixture
@@ -119,7 +120,6 @@ def test_stopped_and_continued(checkout):
     after = json.loads((checkout / "results/quick.json").read_text())
     assert [len(row["runs"]) for row in after["rows"]] == [1, 1]
     assert after["rows"][0]["runs"][0] == measured[0]
-
     partial.write_text(json.dumps(before | {"git_commit": "another"}))
     assert "git_commit" in run(checkout, "--suite quick", code=2).errors[0]
 
@@ -183,8 +183,6 @@ def test_nothing_is_rendered_from_what_is_wrong(name, old, new, checkout):
 
 
 # ------------------------------------------------------------------ rows, and what leaves them out
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     """A function that lets PyTorch see so many GPUs, of a name and a compute capability."""
@@ -226,9 +224,7 @@ def test_rows_that_gpus_cannot_run_say_why(gpus, monkeypatch):
     assert why["DeepSpeed zero_stage1 x1"] == "deepspeed is not installed"
 
 
-@pytest.mark.parametrize(
-    "suite", [path.stem.removeprefix("suite_") for path in sorted(ROOT.glob("config/suite_*"))]
-)
+@pytest.mark.parametrize("suite", SUITES)
 def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     def start(*words, **options):
         raise AssertionError(f"started {words}")
@@ -275,8 +271,6 @@ def test_a_suite_of_text(checkout):
 
 
 # ------------------------------------------------------------------------------ all that there is
-
-
 def test_all_is_measured_once(checkout, monkeypatch, capsys):
     counted, fails = checkout / "counted", checkout / "fails"
     fails.touch()

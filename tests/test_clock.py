@@ -92,7 +92,6 @@ def test_a_forward_without_hooks_is_one_with_backward(how):
 
 
 # ------------------------------------------------------------------------------- slow on purpose
-
 JOB = "--model small_resnet --dataset synthetic --eval-samples 8 --batch-size 16 --epochs 1"
 JOB += " --train-samples 384 --print-freq 6"  # 24 steps, of which the 23rd may be traced
 LATE, LATENCY, STALL = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY, slow.STALL))
@@ -151,9 +150,7 @@ def test_a_rank_that_is_blocked_in_forward(run_slowly):
 @pytest.mark.full
 def test_a_batch_too_small_for_its_device(run_slowly):
     """Most of a step does not depend on it."""
-    few, many = (
-        run_slowly("", f"--batch-size {size}")["result"]["images_per_second"] for size in (4, 96)
-    )
+    few, many = (run_slowly("", f"-b {size}")["result"]["images_per_second"] for size in (4, 96))
     assert many > 2 * few
 
 
@@ -209,8 +206,6 @@ def test_ranks_that_are_alike_are_no_stragglers():
 
 
 # ------------------------------------------------------------------------------------------ traces
-
-
 def test_a_trace_of_each_rank(run_slowly):
     """What communication and compute it says overlap is a share."""
     found = run_slowly("", "--trace 1")

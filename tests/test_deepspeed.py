@@ -14,10 +14,8 @@ JOB += " --print-freq 100"
 SMALL = "--model small_resnet --norm group"
 HOOKS = "sent"
 # AdamW at a lower rate: its first step is as long as the rate, however small the gradient.
-TWO_STEPS = {
-    "sgd": "--norm group --max-steps 2 --lr 0.01",
-    "adamw": "--norm group --max-steps 2 --optimizer adamw --lr 0.0001",
-}
+TWO_STEPS = {"sgd": "--lr 0.01", "adamw": "--optimizer adamw --lr 0.0001"}
+TWO_STEPS = {name: f"--norm group --max-steps 2 {flags}" for name, flags in TWO_STEPS.items()}
 RUNS = [
     (config, n, optimizer)
     for config in (f"zero_stage{stage}" for stage in range(4))
@@ -110,9 +108,7 @@ def test_resume_and_zero_to_fp32(config, train, tmp_path):
     job = hooked(script(config), 2, f"{JOB} {flags} --output-dir {tmp_path}")
     succeed(f"{job} --max-steps 6", forked=True)
     other = job.replace(config, "zero_stage3" if config == "zero_stage2" else "zero_stage1")
-    finished = launch(f"{other} --resume auto", timeout=60, forked=True)
-    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
-    [line] = finished.errors
+    line = launch(f"{other} --resume auto", timeout=60, forked=True).refusal
     assert "--resume" in line and "snapshot" in line
     finished = succeed(f"{job} --resume auto", forked=True)
     assert "at epoch 2, step 7" in finished.stdout

@@ -240,9 +240,8 @@ def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
     [own] = (b for b in blocks if ("AutoTokenizer" if kind in DECODERS else "torchvision") in b)
     changes = STILL | CLASSIFIERS.get(kind, {})
     if kind in DECODERS:
-        code = (
-            f"FOLDER, DATA, LENGTH = {str(hub(kind))!r}, {str(hub(kind) / 'text')!r}, 16\nLR = 3e-2"
-        )
+        text = hub(kind) / "text"
+        code = f"FOLDER, DATA, LENGTH = {str(text.parent)!r}, {str(text)!r}, 16\nLR = 3e-2"
     else:
         code = f"DATA, CLASSES, SIZE = {str(image_folder)!r}, 3, 16\nLR = 1e-3"
     expected, folder = plain(own, code, tuple(changes.items()))

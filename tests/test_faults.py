@@ -31,8 +31,6 @@ def tried(monkeypatch, capfd):
 
 
 AT_A_SAVE = "--kinds kill --phases 'before rename' 'after rename' 'during write'"
-
-
 BROKEN = [
     ("pytorch_torchrun_DDP.py", 2, "--forked"),
     ("pytorch_checkpoint.py --async-save --resume auto", 2, f"--forked {AT_A_SAVE}"),

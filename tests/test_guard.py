@@ -33,9 +33,8 @@ LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and say
 # Branches of the guard; ranks of Local SGD do not share their gradients.
 BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_LocalSGD", STAGE(2))
 USUAL = {"watch": BRANCHES[:3], "stop": BRANCHES[::3], "skip": BRANCHES}
-EVERYWHERE = [
-    (mode, *row) for mode in USUAL for row in SCRIPTS if mode != "watch" or row[0] not in LEAVES_OUT
-]
+EVERYWHERE = [(mode, *row) for mode in USUAL for row in SCRIPTS]
+EVERYWHERE = [row for row in EVERYWHERE if row[0] != "watch" or row[1] not in LEAVES_OUT]
 
 
 def run(script, ranks, poison, flags, output, check=launch):

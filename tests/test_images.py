@@ -17,8 +17,6 @@ DATA = "--dataset synthetic --train-samples 96 --eval-samples 8 --batch-size 24 
 SMALL = f"{DATA} --model small_resnet"
 RESNET = f"{DATA} --model resnet18 --norm group --lr 0.001"
 full = pytest.mark.full
-
-
 HEAD = {"fc.weight": torch.ones(7, 512), "fc.bias": torch.ones(7)}
 FORMS = {  # what is said of a file that another program wrote, and how its state dict differs
     "names without module.": lambda state: {f"module.{n}": t for n, t in state.items()},
@@ -42,7 +40,6 @@ def test_weights_of_other_programs(said, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------- ResNet-18, for the proof
-
 ROWS = [(t, case, n) for t in TECHNIQUES for case in t.cases for n in case.ranks]
 ROWS = [
     (f"{t.script} {case.flags}".rstrip(), n, optimizer)
@@ -61,10 +58,8 @@ def test_bytes(script, n, optimizer, run_once, measured):
     flags += f" {RESNET} --max-steps {steps} --optimizer {optimizer}"
     finished, output = run_once(name, n, flags, "sent")
     state, result = read_run(output)
-    kept, sent = (
-        {kind: size / len(flat(state)) for kind, size in result[found].items()}
-        for found in ("state_bytes", "sent")
-    )
+    size = len(flat(state))
+    kept, sent = ({k: v / size for k, v in result[of].items()} for of in ("state_bytes", "sent"))
     measured("bytes", script=script, ranks=n, optimizer=optimizer, kept=kept)
     row, options = technique(name), result["options"] | {"optimizer": optimizer}
     # ZeroRedundancyOptimizer deals out whole tensors, and the largest of ResNet-18 are a fifth of
@@ -128,10 +123,7 @@ def test_stock_pytorch_scores_it_as_the_run_did(script, n, train):
 
 
 # --------------------------------------------------------------------------------------- precision
-
 ROUNDED = f"{DATA} --model small_resnet --train-samples 240 --batch-size 8 --norm group"
-
-
 SCALED = [("pytorch_auto_mixed_precision", 1), ("pytorch_DDP_AMP", 2)]
 
 

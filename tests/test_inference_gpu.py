@@ -92,8 +92,6 @@ def test_every_batch_size_is_compiled_once(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------- ONNX Runtime
-
-
 class Session:
     """Stands in for onnxruntime.InferenceSession, with some operations on the CPU."""
 

@@ -69,8 +69,8 @@ def places(tmp_path_factory, image_folder):
     for name, text in DEEPSPEED.items():
         (root / f"{name}.json").write_text(text)
     (root / "no_weights").mkdir()
-    config = hub.make_config(decoder.size_of_name("llama-1x2x8", None, None), 16, 27, False)
-    (root / "no_weights" / "config.json").write_text(json.dumps(config))
+    config = hub.make_config(decoder.size_of_name("mixtral-1x2x8", None, None), 16, 27, False)
+    (root / "no_weights" / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
     (root / "same").mkdir()
     shutil.copy(root / "run" / "model.pt", root / "same")
     return root
@@ -137,8 +137,6 @@ def check_line(code, stderr, words):
 
 
 # --------------------------------------------------------------------------------- in this process
-
-
 def read_mistakes():
     """From mistakes.txt, by what stands above them: rows of flags and words."""
     found, rows = {}, []
@@ -223,15 +221,10 @@ def test_a_gpu_without_bfloat16(monkeypatch):
 
 
 # -------------------------------------------------------------------------- in processes of its own
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--output-dir {}/a_file/run", "{}/a_file/run"),  # only rank 0 looks at it
-        ("--dataset cifar10 --data-dir {}/none", "--dataset synthetic"),  # one rank downloads
-    ],
-)
+@pytest.mark.parametrize("flags, words", [
+    ("--output-dir {}/a_file/run", "{}/a_file/run"),  # only rank 0 looks at it
+    ("--dataset cifar10 --data-dir {}/none", "--dataset synthetic"),  # one rank downloads
+])  # fmt: skip
 def test_no_rank_waits_for_another(flags, words, places, tmp_path):
     command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --output-dir {tmp_path}"
     finished = launch(f"{command} {flags.format(places)}", timeout=60, forked=True)
@@ -253,10 +246,8 @@ def test_several_ranks_of_a_launcher(tmp_path):
 def test_a_mistake_that_one_rank_alone_makes_is_reported_too(tmp_path):
     """Local rank 0 does not speak for it, so it speaks itself before long."""
     script = tmp_path / "alone.py"
-    script.write_text(
-        "import time, common\n"
-        "common.fail('only here') if common.world().rank == 1 else time.sleep(50)\n"
-    )
+    code = "common.fail('only here') if common.world().rank == 1 else time.sleep(50)"
+    script.write_text(f"import time, common\n{code}\n")
     command = f"torchrun --standalone --nproc_per_node=2 {script}"
     finished = launch(command, timeout=60, forked=True, PYTHONPATH=str(ROOT))
     assert finished.code == 2 and finished.errors == ["alone: error: only here"]

@@ -82,15 +82,12 @@ def skypilot_node(rank, port, output):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "node, lost, how",
-    [
-        (kubeflow_node, 1, signal.SIGTERM),  # only this Pod is replaced
-        (kubeflow_node, 1, signal.SIGKILL),
-        (kubeflow_node, 0, signal.SIGTERM),  # all of them are,
-        (skypilot_node, 0, signal.SIGTERM),  # and all machines
-    ],
-)
+@pytest.mark.parametrize("node, lost, how", [
+    (kubeflow_node, 1, signal.SIGTERM),  # only this Pod is replaced
+    (kubeflow_node, 1, signal.SIGKILL),
+    (kubeflow_node, 0, signal.SIGTERM),  # all of them are,
+    (skypilot_node, 0, signal.SIGTERM),  # and all machines
+])  # fmt: skip
 def test_files_of_clusters(node, lost, how, reference, tmp_path):
     """Their commands, as they are, with the variables that the cluster sets."""
     port, output = free_port(), tmp_path / "job"
@@ -140,7 +137,7 @@ def test_two_networks(networks, reference, tmp_path):
 def test_slurm_file(tmp_path):
     """Run by bash, with stand-ins for Slurm's commands: it trains; at the signal it saves a
     snapshot and queues itself again; and the second time it goes on from there."""
-    tools = tmp_path / "tools"
+    tools, calls, output = (tmp_path / name for name in ("tools", "calls", "run"))
     tools.mkdir()
     stand_ins = {
         "scontrol": '[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> "$CALLS"',
@@ -150,8 +147,6 @@ def test_slurm_file(tmp_path):
     for name, body in stand_ins.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
-    calls = tmp_path / "calls"
-    output = tmp_path / "run"
     path = os.pathsep.join([str(tools), environment()["PATH"]])
     env = {"PATH": path, "CALLS": str(calls), "SLURM_JOB_ID": str(os.getpid())}
     env |= {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}

@@ -13,8 +13,6 @@ JOB = "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 -
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 SCRIPT = "pytorch_PP --pipeline-schedule {}".format
 SCHEDULES = list(SCHEDULES)
-
-
 FEW = [("gpipe", 3, 1), ("1f1b", 3, 3), ("interleaved", 3, 2), ("interleaved", 4, 6), ("zbv", 3, 1)]
 FEW += [("zbv", 2, 24), ("dualpipev", 2, 24), ("dualpipev", 3, 6)]
 
@@ -55,10 +53,8 @@ def test_what_is_refused_is_what_pytorch_refuses(schedule):
     """On one rank alone, it may be, and the others would wait for it."""
     for ranks in (1, 2, 3, 4):
         for number in range(1, 25):
-            args = argparse.Namespace(
-                pipeline_schedule=schedule, batch_size=number, microbatches=number,
-                model="gpt-8x2x16",
-            )  # fmt: skip
+            sizes = {"batch_size": number, "microbatches": number}
+            args = argparse.Namespace(pipeline_schedule=schedule, model="gpt-8x2x16", **sizes)
             try:
                 plan(schedule, ranks, number)
             except ValueError:
@@ -68,13 +64,11 @@ def test_what_is_refused_is_what_pytorch_refuses(schedule):
                 divide(args, 8, ranks)
 
 
-@pytest.mark.parametrize(
-    "schedule, batch, ranks, expected",
-    [("1f1b", 128, 4, 8), ("zbv", 128, 3, 8), ("interleaved", 10, 4, 10),
-     ("interleaved", 11, 4, 1), ("gpipe", 6, 4, 6), ("1f1b", 7, 5, 7)],
-)  # fmt: skip
+@pytest.mark.parametrize("schedule, batch, ranks, expected", [
+    ("1f1b", 128, 4, 8), ("zbv", 128, 3, 8), ("interleaved", 10, 4, 10),
+    ("interleaved", 11, 4, 1), ("gpipe", 6, 4, 6), ("1f1b", 7, 5, 7),
+])  # fmt: skip
 def test_microbatches_by_default(schedule, batch, ranks, expected):
-    args = argparse.Namespace(
-        pipeline_schedule=schedule, batch_size=batch, microbatches=None, model="gpt-12x2x16"
-    )
+    job = {"batch_size": batch, "microbatches": None, "model": "gpt-12x2x16"}
+    args = argparse.Namespace(pipeline_schedule=schedule, **job)
     assert divide(args, 12, ranks)[1] == expected

@@ -163,7 +163,6 @@ def test_a_server_that_is_gone_in_the_middle_of_a_save(sftp, tmp_path):
     assert "not copied: step-00000008-evaluated, step-00000012-evaluated, " in line
     assert "model.pt" in line and "--resume auto" in line
     assert not (out / "model.pt").exists()
-
     sftp.start()
     again = succeed(f"{own} --resume auto", **options)
     assert "nothing left to do" in again.stdout and "files copied to sftp://" in again.stdout
@@ -242,8 +241,6 @@ def test_a_run_here_needs_no_fsspec(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------- in memory://, which this process has
-
-
 @pytest.fixture
 def on(tmp_path, monkeypatch):
     """A function that works on a machine of that name: returns its store of the same URL."""
@@ -319,7 +316,6 @@ def test_a_url_holds_one_run(on, capsys):
         new.archive_previous_run()
     assert "has a run; use --resume auto" in capsys.readouterr().err
     assert first.mirror.remote.read("snapshots/step-00000001/state.pt") == b"first"
-
     for what in ("snapshots", "result.json"):  # as a user does who wants to begin anew
         first.mirror.remote.remove(what)
     new.archive_previous_run()
@@ -343,7 +339,6 @@ def test_what_went_on_elsewhere_is_newer(on):
     (there.output_dir / "result.json").write_text("at 3")
     write(there, 3)
     there.copy_results()
-
     here = on("here")
     here.fetch()
     assert (here.output_dir / "result.json").read_text() == "at 3" and not here.mirror.behind

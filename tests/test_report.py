@@ -15,6 +15,8 @@ from report.results import Unusable, read_result
 from techniques import TECHNIQUES
 
 SVG = "{http://www.w3.org/2000/svg}"
+CODE = '"""What."""\n\n\ndef f():\n    """How."""\n    return 1  # why\n'
+FILES = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
 
 
 def on_gpus(row, ranks, devices):
@@ -52,12 +54,9 @@ def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(row):
 @pytest.fixture
 def measured_code(tmp_path):
     """A folder of ours, and what a result says of it."""
-    names = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
-    for path in (*names, "docs/a.py", "results/a.json"):
+    for path in (*FILES, "docs/a.py", "results/a.json"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(
-            '"""What."""\n\n\ndef f():\n    """How."""\n    return 1  # why\n'
-        )
+        (tmp_path / path).write_text(CODE)
     commands = ["torchrun pytorch_DDP.py --x config/a.json", "python pytorch_DP.py --device cpu"]
     return tmp_path, {"git_commit": "0" * 40, "files": fresh.files_of(tmp_path, commands)}
 
@@ -65,9 +64,7 @@ def measured_code(tmp_path):
 def test_changed_code_makes_a_result_stale(measured_code):
     """But not comments and docstrings, nor other files; and a table only by its own scripts."""
     root, found = measured_code
-    assert {*found["files"]} == {
-        "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
-    }  # fmt: skip
+    assert {*found["files"]} == {*FILES}
     ddp = ["torchrun pytorch_DDP.py --x config/a.json"]
     old = (root / "common.py").read_text()
     (root / "common.py").write_text(old.replace("What", "That").replace("# why", "# since"))

@@ -162,9 +162,7 @@ def test_a_snapshot_of_another_job_is_refused(tmp_path):
     }.items():
         torch.save(content | {"format": content["format"] - (data == "a")}, snapshot / "state.pt")
         sign(snapshot)
-        refused = launch(f"{job}{data} --resume auto", forked=True)
-        assert refused.code == 2 and "Traceback" not in refused.stderr, str(refused)
-        assert [words in line for line in refused.errors] == [True], str(refused)
+        assert words in launch(f"{job}{data} --resume auto", forked=True).refusal
 
 
 def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
@@ -370,14 +368,11 @@ def sign(folder):
     (folder / disk.SUMS).write_text("".join(lines))
 
 
-@pytest.mark.parametrize(
-    "script, file",
-    [
-        ("pytorch_SingleGPU", "state.pt"),
-        pytest.param("pytorch_DeepSpeed", "zero/mp_rank_00_model_states.pt", marks=full),
-        ("pytorch_DeepSpeed", "evil/mp_rank_00_model_states.pt"),  # where `latest` points
-    ],
-)
+@pytest.mark.parametrize("script, file", [
+    ("pytorch_SingleGPU", "state.pt"),
+    pytest.param("pytorch_DeepSpeed", "zero/mp_rank_00_model_states.pt", marks=full),
+    ("pytorch_DeepSpeed", "evil/mp_rank_00_model_states.pt"),  # where `latest` points
+])  # fmt: skip
 def test_a_snapshot_that_would_run_code_is_refused(script, file, run_once, tmp_path):
     snapshot, marker = tmp_path / "step-00000008-evaluated", tmp_path / "attacked"
     shutil.copytree(snapshots(run_once(script, 1, LONGER)[1])[0], snapshot)
@@ -387,10 +382,7 @@ def test_a_snapshot_that_would_run_code_is_refused(script, file, run_once, tmp_p
     torch.save({"step": attack(marker)}, snapshot / file)
     sign(snapshot)
     flags = f"{LONGER} --output-dir {tmp_path}/run --resume {snapshot}"
-    finished = launch(hooked(script, 1, flags), forked=True)
-    assert finished.code == 2 and "Traceback" not in finished.stderr, str(finished)
-    [line] = finished.errors
-    assert str(snapshot) in line
+    assert str(snapshot) in launch(hooked(script, 1, flags), forked=True).refusal
     assert not marker.exists()
 
 

@@ -11,14 +11,11 @@ from harness import stop, world
 EXPORTED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}
 
 
-@pytest.mark.parametrize(
-    "env, words",
-    [
-        (EXPORTED, "WORLD_SIZE is 4, LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, RANK, docs/multi_node.md"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, RANK, docs/multi_node.md"),
-    ],
-)
+@pytest.mark.parametrize("env, words", [
+    (EXPORTED, "WORLD_SIZE is 4, LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"),
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, RANK, docs/multi_node.md"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2, RANK, docs/multi_node.md"),
+])  # fmt: skip
 def test_ranks_that_srun_or_mpirun_leaves_unclear(env, words, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -36,8 +33,6 @@ def test_mpirun_says_how_many_ranks_are_here():
 
 
 # ----------------------------------------------------------------------------------------- votes
-
-
 class Ranks:
     """Stands in for torch.distributed: another rank was sent SIGTERM, at the fifth vote."""
 
