@@ -236,13 +236,13 @@ def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> Opti
     """
     (kind, options), groups = optimizer_class(args), []
     for group in parameter_groups(args, model):
+        trained = [p for p in group["params"] if p.requires_grad]
         for sharded in (False, True):  # TP has both, and a fused step takes only one of them
-            if some := [p for p in group["params"] if isinstance(p, DTensor) == sharded]:
+            if some := [p for p in trained if isinstance(p, DTensor) == sharded]:
                 groups.append(group | {"params": some})
                 fused &= not sharded or args.optimizer == "adamw"
     optimizer = kind(groups, **options | {"fused": fused or None})  # None: foreach, on a GPU
-    if fused and options.get("momentum"):
-        # If GradScaler skips the first step, the momentum would otherwise be uninitialized.
+    if fused and options.get("momentum"):  # uninitialized, if GradScaler skips the first step
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -293,20 +293,20 @@ def make_scheduler(args: Settings, optimizer: Optimizer, steps_per_epoch: int) -
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: DataLoader, device: torch.device, cut=lambda labels: labels
-) -> dict[str, float]:
+    model: nn.Module, loader: DataLoader, device: torch.device, cut=lambda labels: labels,
+    head=lambda out: out,
+) -> dict[str, float]:  # fmt: skip
     """Loss and accuracy over the whole set, every sample counted once at any world size.
 
-    All ranks must run the same number of forwards, so ``DistributedSampler`` repeats some samples.
-    The k-th sample of part s of n has index ``s + k * n``: those beyond the end of the set do not
-    count. Several ranks may process the same part. Returns the mean cross-entropy ``loss``, the
-    ``accuracy`` (0 to 1) and the number of ``samples``, or of predicted tokens, on every rank.
+    For equally many forwards on all ranks, ``DistributedSampler`` repeats samples. The k-th of part
+    s of n has index ``s + k * n``: it does not count beyond the end of the set. Returns the mean
+    cross-entropy ``loss``, ``accuracy`` (0 to 1) and number of ``samples``, or of predicted tokens.
 
     Args:
-        model: plain or wrapped. Its inputs have the dtype of its parameters. Returns ``None`` on
-            ranks that have no logits, as those of a pipeline without its last stage.
+        model: plain or wrapped. Returns ``None`` on ranks of a pipeline that have no logits.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
         cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
+        head: makes logits of outputs ``[tokens, width]``; ``cut`` then flattens labels.
     """
     if own := getattr(loader.dataset, "evaluate", None):  # the user's own loss
         return own(model, loader, device)
@@ -319,13 +319,13 @@ def evaluate(
         numbers = share + of * torch.arange(seen, seen + len(labels), device=device)
         real = (numbers < len(loader.dataset)).view(-1, *[1] * (labels.ndim - 1)) & (labels >= 0)
         seen += len(labels)
-        if (logits := model(images)) is None:
+        if (out := model(images)) is None:
             continue
         # Some positions at a time, of up to half a GiB of logits, as a vocabulary may be large
-        parts, dim = 1 + logits.numel() // 2**27, -1 if labels.ndim > 1 else 0
-        pieces = (t.chunk(parts, dim) for t in (logits, cut(labels), cut(real)))
+        parts = 1 + labels.numel() * len(loader.dataset.classes) // 2**27
+        pieces = (t.chunk(parts, -1 if out.ndim > 2 else 0) for t in (out, cut(labels), cut(real)))
         for some, answers, counted in zip(*pieces, strict=True):
-            some = whole(some).to(torch.get_default_dtype())
+            some = whole(head(some)).to(torch.get_default_dtype())
             losses = F.cross_entropy(some, answers, reduction="none") * counted
             correct = (some.argmax(1) == answers) & counted
             sums += torch.stack([losses, correct, counted]).flatten(1).sum(1, dtype=torch.float64)
