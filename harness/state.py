@@ -141,7 +141,7 @@ def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
     weights, names = named_tensors(model)
     optimizer = getattr(optimizer, "whole", optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    updating = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer: of this rank
+    updating = getattr(optimizer, "optim", optimizer)  # ZeRO: of this rank; others' would be whole
     updated = {p for group in updating.param_groups for p in group["params"]}
     tensors, state, entries = dict(weights), {}, {}
     try:
@@ -153,8 +153,7 @@ def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
             entries.setdefault(name.rpartition(".")[0], []).append(name)
         for index, parameter in enumerate(parameters):
             own = entries.get(f"optimizer.{names[parameter]}", ())  # none, if it had no gradient
-            own = own if parameter in updated else ()  # others would be whole on every GPU
-            room = {name: make_room(saved[name], parameter) for name in own}
+            room = {n: make_room(saved[n], parameter) for n in own if parameter in updated}
             state[index] = {name.rpartition(".")[2]: tensor for name, tensor in room.items()}
             tensors |= room
         if unknown := set(saved).difference(*gather_objects(set(tensors))):

@@ -203,16 +203,18 @@ def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) ->
     ``--sequence-parallel`` the positions, and leave none of them an empty shard of the
     vocabulary."""
     size, tokens = size_of(args), len(vocabulary)
+    sequence = getattr(args, "sequence_parallel", None)  # None: by hand, always the vocabulary
     if size.kv_heads % ranks:
         why = f"{size.kv_heads} heads are not divisible by {flag}"
         fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
     if size.mlp_width % ranks:
         fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
-    if args.sequence_parallel and args.context % ranks:
+    if sequence and args.context % ranks:
         fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
-    if args.sequence_parallel and -(-tokens // ranks) * (ranks - 1) >= tokens:
+    if sequence is not False and -(-tokens // ranks) * (ranks - 1) >= tokens:
         why = f"with {flag}, a rank gets none of the {tokens} tokens of the vocabulary"
-        fail(f"--sequence-parallel: {why}; use fewer ranks, or --tokenizer bytes")
+        why = f"--sequence-parallel: {why}" if sequence else why
+        fail(f"{why}; use fewer ranks, or --tokenizer bytes")
 
 
 def check_is_gpt(args) -> None:

@@ -97,7 +97,8 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     if args.tie and hasattr(model, "token") and hasattr(model, "head"):
         model.head.weight = model.token.weight  # allocation has separated them
     points = torch.tensor(code_points(args, vocabulary))
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+    buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():
         set_whole(buffer, points if name == "vocabulary" else torch.zeros(buffer.shape))
     if args.weights == "none":

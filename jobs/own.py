@@ -254,7 +254,8 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
     """See :func:`jobs.choice.init_weights`; buffers that are not in the state dict, too."""
     contract = contract_of(args.module, args.seed)
     weights, buffers = contract.kept
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    options = {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True}
+    options = StateDictOptions(**options, strict=False)  # adapters are not in it
     set_model_state_dict(model, weights, options=options)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])

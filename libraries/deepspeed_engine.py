@@ -8,6 +8,7 @@ import pydoc
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -164,35 +165,25 @@ def watch_steps(run, engine) -> None:
 
 
 def save(run, engine) -> None:
-    """Write a snapshot: DeepSpeed's checkpoint, and the state of the run."""
+    """Write a snapshot: DeepSpeed's checkpoint, and the state of the run. Exceptions of this rank
+    are deferred to the end; otherwise the other ranks would wait forever."""
+    save_file, failures = engine.checkpoint_engine.save, []
+
+    def save_or_remember(*args, **kwargs):
+        try:
+            return save_file(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
 
     def write(folder: Path) -> None:
-        with raise_at_the_end(engine.checkpoint_engine, "save"):
+        with mock.patch.object(engine.checkpoint_engine, "save", save_or_remember):
             engine.save_checkpoint(folder, "zero", save_latest=False)
+        if failures:
+            raise failures[0]
         if world().rank == 0:
             (folder / "latest").write_text("zero")  # for zero_to_fp32.py
 
     run.save(None, None, engine.lr_scheduler, write=write)
-
-
-@contextlib.contextmanager
-def raise_at_the_end(owner, method: str):
-    """Defer exceptions of a method on this rank; otherwise the other ranks would wait forever."""
-    original, failures = getattr(owner, method), []
-
-    def remember(*args, **kwargs):
-        try:
-            return original(*args, **kwargs)
-        except (OSError, RuntimeError) as error:
-            failures.append(error)
-
-    setattr(owner, method, remember)
-    try:
-        yield
-    finally:
-        setattr(owner, method, original)
-    if failures:
-        raise failures[0]
 
 
 # ---------------------------------------------------------------------------------------- tensors

@@ -79,8 +79,7 @@ def download(name: str) -> Path:
 def why_offline() -> str:
     """Why the hub does not answer; empty if it does. The libraries would retry for a minute."""
     server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    why = why_unreachable(server)
-    return f"{server}: {why}" if why else ""
+    return f"{server}: {why}" if (why := why_unreachable(server)) else ""
 
 
 def is_folder(weights: Path | str) -> bool:
@@ -123,21 +122,20 @@ def parse_config(config: dict) -> dict:
         raise ValueError("its weights are quantized, which is not supported")
     heads, width = config["num_attention_heads"], config["hidden_size"]
     context, window = config["max_position_embeddings"], window_of(config)
+    mlp_width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
     size = {
         "kind": kind, "layers": config["num_hidden_layers"], "heads": heads, "width": width,
         "context": min(context, window or context), "window": window,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or width // heads,
-        "mlp_width": config["intermediate_size"], "vocabulary": config["vocab_size"],
+        "mlp_width": config[mlp_width], "vocabulary": config["vocab_size"],
         "base": rope["rope_theta"], "eps": config["rms_norm_eps"],
         "scaling": scaling_of(rope, config), "tie": config.get("tie_word_embeddings", False),
     }  # fmt: skip
     if kind in MIXTURES:
         experts = config.get("num_experts") or config["num_local_experts"]
-        size |= {"experts": experts, "top_k": config["num_experts_per_tok"], "normalize": True}
-    if kind == "qwen3_moe":
-        size |= {"normalize": config.get("norm_topk_prob", False)}
-        size |= {"mlp_width": config["moe_intermediate_size"]}
+        normalize = kind == "mixtral" or config.get("norm_topk_prob", False)
+        size |= {"experts": experts, "top_k": config["num_experts_per_tok"], "normalize": normalize}
     return size
 
 
@@ -230,28 +228,27 @@ def unstack(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield expert, DTensor.from_local(matrix.mT, stack.device_mesh, layouts, **options)
 
 
-def read_weights(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+def read_weights(folder: Path, kind: str, tensors: dict[str, Tensor], flag="--weights") -> None:
     """Fill the parameters of a model, tensors or DTensors by name, from the folder's file, or
     several with an index. For a DTensor, only this rank's shard is read; the dtype may differ.
 
     Args:
-        kind: that of :class:`jobs.llama.LlamaSize`.
+        kind: that of :class:`jobs.llama.LlamaSize`; empty: the tensors have the names of the files.
     """
-    tensors = their_names(kind, tensors)
+    tensors = their_names(kind, tensors) if kind else tensors
     import_optional("safetensors")
     reader = HuggingFaceStorageReader(str(folder))
-    with one_line_errors(folder):
+    with one_line_errors(folder, flag):
         found = reader.read_metadata().state_dict_metadata
     if not found:
-        use = "save them with transformers' save_pretrained"
-        fail(f"--weights {folder} has no *.safetensors; {use}")
+        fail(f"{flag} {folder} has no *.safetensors; save them with transformers' save_pretrained")
     for name, tensor in tensors.items():
         theirs = tuple(found[name].size) if name in found else None
         if theirs != tuple(tensor.shape):
             has = f"has {name} of {theirs}" if theirs else f"has no {name}"
-            why = "give the folder's own --model llama, text and tokenizer"
-            fail(f"--weights {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
-    read_shards(folder, tensors, reader)
+            why = "give the folder's own --model, text and tokenizer"
+            fail(f"{flag} {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
+    read_shards(folder, tensors, reader, flag)
 
 
 def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
@@ -304,13 +301,12 @@ def train_tokenizer(texts: list[str], vocabulary: int):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    options |= {"special_tokens": ["[PAD]", "[CLS]", "[SEP]"]}
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, **options)
-    tokenizer.train_from_iterator(texts, trainer)
+    options |= {"special_tokens": [*special.values()], "vocab_size": vocabulary}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**options))
     ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
-    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -322,10 +318,6 @@ def from_pretrained(weights: Path | str, kind: str, **options):
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
+    give = "give a folder with config.json, model.safetensors and a tokenizer, or a name on the hub"
+    with one_line_errors(weights, give=give):
         return getattr(transformers, kind).from_pretrained(weights, **options)
-    except Exception as error:  # folder, hub, network or safetensors
-        why = str(error).partition("\n")[0][:200]
-        give = "a folder with config.json, model.safetensors and a tokenizer"
-        why = f"cannot be loaded ({type(error).__name__}: {why})"
-        fail(f"--weights {weights} {why}; give {give}, or a name on huggingface.co")

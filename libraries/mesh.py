@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from harness.cli import ArgumentParser, fail, need_compiler, number
+from harness.measure import whole
 from harness.settings import fill
 from libraries.pipelining import IN_A_V, SCHEDULES
 
@@ -63,10 +63,9 @@ def resolve(args, size, world_size: int):
     if world_size % others:
         fail(f"{mesh} does not divide {world_size} ranks; use {others} ranks, or a multiple")
     args = fill(args, dp_shard=world_size // others)
-    if args.dp_shard * others != world_size:
-        makes = f"makes {args.dp_shard * others} ranks, and there are {world_size}"
-        use = f"use --dp-shard {world_size // others}"
-        fail(f"{mesh} x --dp-shard {args.dp_shard} {makes}; {use}")
+    if (ranks := args.dp_shard * others) != world_size:
+        use = f"there are {world_size}; use --dp-shard {world_size // others}"
+        fail(f"{mesh} x --dp-shard {args.dp_shard} makes {ranks} ranks, and {use}")
     if args.attention == "pytorch" and (args.device == "cpu" or args.double):
         fail("--attention pytorch needs a GPU and no --double; use --attention ring")
     if args.ep > 1:
@@ -131,7 +130,7 @@ def gather_weights(model: nn.Module, stages: int) -> dict[str, torch.Tensor]:
     # ND: through the CPU: nccl would gather all weights on rank 0's GPU
     firsts = dist.new_group([number * of_stage for number in range(stages)], backend="gloo")
     for name, tensor in model.state_dict().items():
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = whole(tensor)
         if is_first:
             own[name] = tensor.cpu()
     parts = [None] * stages if dist.get_rank() == 0 else None

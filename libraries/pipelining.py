@@ -53,9 +53,8 @@ def divide(args, layers: int, ranks: int, batch: int = 0) -> tuple[list[int], in
     fit = fitting_microbatches(schedule, batch, ranks)
     microbatches = args.microbatches or default_microbatches(schedule, batch, ranks) or batch
     if microbatches not in fit:
-        whole_or_part = f"--batch-size {batch}"
-        if batch != whole:
-            whole_or_part = f"{batch} samples of --batch-size {whole} at once"
+        part = f"{batch} samples of --batch-size {whole} at once"
+        whole_or_part = f"--batch-size {batch}" if batch == whole else part
         use = " or ".join([*map(str, fit), "another --batch-size"])
         with_these = f"--pipeline-schedule {schedule} with {whole_or_part} on {ranks} ranks"
         fail(f"--microbatches {microbatches} is not for {with_these}; use {use}")

@@ -125,18 +125,18 @@ def read(place: Path | str, tensors: dict[str, Tensor]) -> None:
     read_shards(place, named, reader_of(locate(place)))
 
 
-def read_shards(place: Path | str, tensors: dict[str, Tensor], reader) -> None:
+def read_shards(place: Path | str, tensors: dict[str, Tensor], reader, flag="--weights") -> None:
     """Fill tensors, or of DTensors this rank's shards, by a reader of DCP; the dtype may differ."""
-    with warnings.catch_warnings(), one_line_errors(place):
+    with warnings.catch_warnings(), one_line_errors(place, flag):
         warnings.simplefilter("ignore")  # DCP's: that each rank reads for itself
         dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
 @contextlib.contextmanager
-def one_line_errors(place: Path | str):
+def one_line_errors(place: Path | str, flag="--weights", give="copy it again, or give another"):
     """Report an error of a library, for which damaged files have many types."""
     try:
         yield
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        fail(f"--weights {place} cannot be read ({why}); copy it again, or give other weights")
+        fail(f"{flag} {place} cannot be read ({why}); {give}")

@@ -1,0 +1,170 @@
+"""LoRA: which layers of a model have an adapter, and the files in which the library peft has them.
+
+    adapter_config.json         rank, alpha, and the last part of the names of the layers
+    adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [rank, in], lora_B.weight
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import itertools
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+
+from harness.cli import fail, import_optional, number
+from harness.measure import whole
+from harness.settings import fill
+from harness.snapshots import delivery
+from harness.world import print0
+from libraries.hub import read_weights, their_names
+from libraries.weights import one_line_errors
+from remote.storage import local_folder
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+USUAL = {"rank": 8, "alpha": 16.0, "targets": "query,value"}
+PLAIN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "modules_to_save": None}
+PLAIN |= {"use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+
+
+def add_flags(parser) -> None:
+    parser.set_defaults(lr=2e-4)  # QLoRA's (arXiv:2305.14314), ten times that of all weights
+    for name, kind, said in (
+        ("rank", number(int, 1), "width between the two matrices of an adapter"),
+        ("alpha", number(float, 0, above=0), "an adapter's output is multiplied by alpha / rank"),
+        ("targets", str, "adapted layers, by the last part of their names, comma-separated"),
+    ):
+        said += f" (default: {USUAL[name]}, or that of --adapter)"
+        parser.add_argument(f"--{name}", type=kind, metavar="X", help=said)
+    parser.add_argument("--adapter", metavar="FOLDER", help="go on with an adapter that peft wrote")
+    parser.add_argument("--merge", action="store_true", help="also write model.pt, with both added")
+
+
+def complete(args):
+    """Rank, alpha and targets that were not given: those of ``--adapter``, or the usual ones."""
+    if not args.adapter:
+        return fill(args, **USUAL)
+    folder, given = Path(args.adapter), f"--adapter {args.adapter}"
+    if folder.resolve() == Path(args.output_dir).resolve():
+        fail(f"{given} would be overwritten; give another --output-dir")
+    try:
+        config = PLAIN | json.loads((folder / CONFIG).read_text())
+        found = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"{given}: {CONFIG} cannot be used ({error!r}); give a folder of peft")
+    for name, usual in PLAIN.items():
+        if (config[name] or None) != (usual or None):
+            fail(f"{given}: its {name} is {config[name]}, which is not supported here")
+    for name in USUAL:
+        own, theirs = getattr(args, name), found.get(name)
+        if own not in (None, theirs):
+            fail(f"--{name} {own}: the adapter in {folder} has {theirs or 'its own'}; leave it out")
+    return fill(args, **found)
+
+
+def entries(args, layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The name of each tensor in the file, for a Llama that of transformers; and where it is here:
+    the layer, and the tensor in it."""
+    size = getattr(args.task.models, "size_of", lambda args: None)(args)
+    for layer, part in itertools.product(layers, ("lora_A.weight", "lora_B.weight")):
+        theirs = f"{layer}.weight"
+        if size and size.on_the_hub:
+            [theirs] = their_names(size.kind, {theirs: None})
+        yield f"base_model.model.{theirs.removesuffix('weight')}{part}", layer, part
+
+
+def find_layers(args, model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers with an adapter, by name: those of ``--targets``, or of ``--adapter``. A subclass
+    of nn.Linear, as in nn.MultiheadAttention, may be used without its forward being called."""
+    own = f"--module {args.module}" if args.module else f"--model {args.model}"
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        fail(f"{own}: BatchNorm's statistics would change, and no adapter has them; use GroupNorm")
+    linears, found = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}, {}
+    if args.adapter:
+        layers = {name: layer for name, layer, _ in entries(args, linears)}
+        with one_line_errors(args.adapter, "--adapter", "give a folder of peft"):
+            theirs = import_optional("safetensors.torch").load_file(Path(args.adapter) / FILE)
+        if unknown := sorted(theirs.keys() - layers.keys()):
+            fail(f"--adapter {args.adapter} has {unknown[0]}, and {own} has not; give its model")
+        found = {layers[name]: linears[layers[name]] for name in theirs}
+    for target in () if args.adapter else args.targets.split(","):
+        some = {n: m for n, m in linears.items() if target and f".{n}".endswith(f".{target}")}
+        if not some:
+            lasts = ", ".join(sorted({name.rpartition(".")[2] for name in linears})) or "none"
+            fail(f"--targets {target}: {own} has no such nn.Linear; it has {lasts}")
+        found |= some
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+    for name, layer in found.items():
+        if uses[layer.weight] > 1:
+            fail(f"--targets {name}: another layer has the same matrix; leave it out")
+    return found
+
+
+@torch.no_grad()
+def init(args, layers: dict[str, nn.Linear]) -> None:
+    """Fill adapters, each rank its shards. A is uniform as in peft: a function of seed and name."""
+    n = sum(layer.lora_A.weight.numel() + layer.lora_B.weight.numel() for layer in layers.values())
+    print0(f"adapters: {n:,} parameters of {len(layers)} layers are trained")
+    if args.adapter:
+        found = {name: layers[n].get_parameter(part) for name, n, part in entries(args, layers)}
+        return read_weights(Path(args.adapter), "", found, "--adapter")
+    for name, layer in layers.items():
+        a = layer.lora_A.weight
+        seed = args.seed << 32 ^ zlib.crc32(f"{name}.lora_A".encode())
+        random = torch.Generator().manual_seed(seed)
+        drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), math.sqrt(5), generator=random)
+        drawn, layout = drawn.to(a.device), (a.device_mesh, a.placements)
+        a.copy_(distribute_tensor(drawn, *layout, src_data_rank=None))
+        layer.lora_B.weight.zero_()
+
+
+class Base:
+    """The frozen weights. The state dict of the model has only adapters, unless ``included``. A
+    snapshot has one number about them, so that no run resumes it with others."""
+
+    def __init__(self, args, model: nn.Module):
+        self.args, self.model, self.included = args, model, False
+        model.register_state_dict_post_hook(lambda _, state, *about: self.leave_out(state))
+        model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+
+    def leave_out(self, state: dict[str, Tensor]) -> None:
+        for name in [name for name in state if ".lora_" not in name and not self.included]:
+            del state[name]
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of the absolute values over all ranks. All of them call it. What the root unit
+        has is still gathered after an evaluation, and is then no DTensor."""
+        frozen = (p for p in self.model.parameters() if not p.requires_grad)
+        return sum(whole(p.abs().sum(dtype=torch.float64)).item() for p in frozen)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"total": self.total, "alpha": self.args.alpha}
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        given = f"--resume {self.args.resume}"
+        if not math.isclose(saved.get("total", -1), self.total, rel_tol=1e-9):
+            give = "give its --weights, --seed and --dtype"
+            fail(f"{given} was written with other frozen weights; {give}")
+        if saved["alpha"] != self.args.alpha:
+            fail(f"{given} is from a run with --alpha {saved['alpha']:g}; use it")
+
+
+def save(args, layers: dict[str, nn.Linear], weights: dict[str, Tensor]) -> None:
+    """Write the adapters in a state dict to ``--output-dir``, as peft reads them."""
+    tensors = {name: weights[f"{n}.{part}"].contiguous() for name, n, part in entries(args, layers)}
+    config = PLAIN | {"r": args.rank, "lora_alpha": args.alpha, "lora_dropout": 0.0}
+    config |= {"target_modules": sorted({name.split(".")[-3] for name in tensors})}
+    config |= {"base_model_name_or_path": None if args.weights == "none" else str(args.weights)}
+    config |= {"inference_mode": True} | ({} if args.module else {"task_type": "CAUSAL_LM"})
+    folder = local_folder(args.output_dir)
+    with delivery(folder / FILE):
+        import_optional("safetensors.torch").save_file(tensors, folder / FILE, {"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
