@@ -47,6 +47,10 @@ def off_by(mistake):
                 loss = total / (mine >= 0).sum()  # wrong: DDP averages the ranks' means
             elif mistake == "over parts":
                 loss = total * world_size / count_all(targets) / PARTS  # wrong: each part's mean
+            elif mistake == "over chunks":  # pytorch_chunked_loss.py
+                chunks = zip(logits.chunk(2), targets.chunk(2), strict=True)
+                mean = sum(F.cross_entropy(*chunk) for chunk in chunks) / 2  # wrong: their mean
+                loss = mean * (targets >= 0).sum() * world_size / count_all(mine)
             elif mistake == "over both":
                 loss = F.cross_entropy(logits, targets) / PARTS  # wrong: means on each rank, too
             else:
@@ -58,4 +62,4 @@ def off_by(mistake):
 
 
 if __name__ == "__main__":
-    show(off_by, "weights", "over ranks", "over parts", "over both")
+    show(off_by, "weights", "over ranks", "over parts", "over chunks", "over both")

@@ -1,0 +1,187 @@
+"""The loop of fsdp.py with the optimizer's step in backward, which frees each gradient:
+torchrun --nproc_per_node=2 optimizer_in_backward.py"""
+
+import gc
+import glob
+import math
+import os
+import shutil
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/in_backward", 60, 20, 32, 1e-2, 6, 0.01
+WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
+
+
+def make_model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+
+
+def layers_of(model):  # the blocks: each is gathered when it computes
+    return model[1:-1]
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def recomputed(forward):  # its activations are computed again in backward, instead of kept
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def to_meta(module, name, parameter):  # without memory; one that is tied to another stays tied
+    if not parameter.is_meta:
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+def read_weights(model, device):
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    model.to_empty(device=device)  # memory for this rank's shards
+    for name, buffer in buffers.items():  # to_empty took their values, which no file may have
+        module, _, name = name.rpartition(".")
+        setattr(model.get_submodule(module), name, buffer.to(device))
+    kept = model.state_dict()
+    tensors = dict(model.named_parameters())  # one that is tied to another is there once
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    reader = dcp.HuggingFaceStorageReader(WEIGHTS)
+    found = reader.read_metadata().state_dict_metadata.keys()
+    if missing := tensors.keys() - found:
+        raise SystemExit(f"{WEIGHTS} has no {min(missing)}, which the model of make_model() has")
+    if (unread := found - kept.keys()) and dist.get_rank() == 0:
+        print(f"not read from {WEIGHTS}, since the model has no such tensor: {min(unread)}, ...")
+    dcp.load(tensors, storage_reader=reader)
+
+
+def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
+    found, seen = [None], [None] * world
+    if rank == 0:
+        os.makedirs(f"{OUT}/best", exist_ok=True)
+        found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
+    dist.broadcast_object_list(found)
+    dist.all_gather_object(seen, os.path.exists(found[0]))
+    if not all(seen):
+        why = f"rank {seen.index(False)} does not see {found[0]}"
+        raise SystemExit(f"{why}: OUT has to be on a disk that all machines share")
+    return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    if min(BATCH, len(train_set)) < world:
+        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+    with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
+        model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
+    for part in list(model.modules()):
+        if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
+            fully_shard(part)
+    for layer in layers_of(model):
+        layer.forward = recomputed(layer.forward)
+        fully_shard(layer, mp_policy=POLICY)
+    fully_shard(model, mp_policy=POLICY)  # all other parameters
+    if WEIGHTS:
+        read_weights(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    start, best = 0, math.inf
+    if folder:
+        weights, moments = sd.get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
+        start, best = saved["step"], saved["best"]
+        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    squares = torch.zeros((), device=device)  # of the gradients of this rank's shards
+
+    def update(parameter):  # FSDP calls it after the reduce-scatter of its gradient
+        squares.add_(parameter.grad.to_local().square().sum())
+        optimizer.step()  # skips all other parameters, which have no gradient
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
+    train_loader = DataLoader(train_set, batch_sampler=rows)
+    parts = [part[rank::world].tolist() for part in torch.arange(len(eval_set)).split(BATCH)]
+    eval_loader = DataLoader(eval_set, batch_sampler=[part or [0] for part in parts])
+    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        sums = loss_of(model, batch)
+        total = sums.detach().clone()
+        dist.all_reduce(total)  # ranks may have different numbers of labels
+        squares.zero_()
+        (sums[0] * world / total[1]).backward()  # FSDP divides by world
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for part, batch in zip(parts, eval_loader, strict=True):
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with torch.no_grad():  # every rank gathers the layers, also one without a row
+                found += loss_of(model, batch) * bool(part)
+        dist.all_reduce(found)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()  # known only now: too late to clip by it
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        if rank == 0:
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = sd.get_model_state_dict(model, options=options)  # on every rank, for rank 0
+            if rank == 0:
+                export(model, weights)
+        weights, moments = sd.get_state_dict(model, optimizer)  # this rank's shards
+        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
+        if rank == 0:
+            for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
+                shutil.rmtree(os.path.dirname(old))
+
+
+main()
+gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()
