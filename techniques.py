@@ -14,17 +14,17 @@ between two steps, by kind, and sends in a step, by collective, in fp32:
     row.sends(4, ...) -> {"allgather": 4.0, "reduce_scatter": 2.0, "allreduce": 2.0}
 
 Kinds are named as in ``state_bytes`` of a ``result.json``, collectives as in ``estimator/sent.py``.
-``options`` are the script's own flags (``options`` of its ``result.json``); ``optimizer``: "sgd"
-(with momentum) or "adamw"; and :func:`decoder`, needed by ``needs_gpt`` rows, useful for others.
+``options``: the script's flags (of its ``result.json``), ``optimizer``: "sgd" (with momentum) or
+"adamw", and :func:`decoder`, which ``needs_gpt`` rows need.
 
-They are the mean over the ranks of what is sent, and the rank that keeps most, where everything is
-divided evenly: blocks by stages, the vocabulary by ranks. ``sends`` returns ``None`` where no
-formula is exact. Neither has a default, so that a row without theory is a ``TypeError``.
+They are the mean over the ranks of what is sent, and the rank that keeps most, where blocks and the
+vocabulary are divided evenly. ``sends`` returns ``None`` where no formula is exact. A row has both.
 """
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Decoder(NamedTuple):
     heads: float = 1.0  # width of all heads, as a fraction of the model's
     top_k: int = 1  # experts per token
     tied: bool = False  # the head is the token embedding
+    width: int = 0  # of the model
 
     @property
     def ends(self) -> int:
@@ -75,11 +76,8 @@ def decoder(
     matrices = layers * (2 * width**2 * heads * (1 + kv) + max(1, experts) * mlp)
     norms, positions = layers * (2 * of_norm + experts * width), 0 if llama else context
     ends = width * (tokens + positions), of_norm, width * tokens
-    more |= {"kv": kv, "heads": heads, "hidden": batch * context * width}
+    more |= {"kv": kv, "heads": heads, "hidden": batch * context * width, "width": width}
     return Decoder(layers, matrices, layers * experts * mlp, norms, *ends, **more)
-
-
-# ------------------------------------------------------------------ kept and sent per parameter
 
 
 def others(n: float) -> float:
@@ -112,36 +110,34 @@ def sharded(n: int, o: Options) -> Bytes:
     return divide(replicated(n, o), o.get("shard", n))
 
 
-def gathered(n: int, o: Options) -> Bytes:
-    """FSDP gathers its units for forward and again for backward, what is in none of them once:
-    positions and the last norm; or all ends, if they are tied or only blocks are units. With
-    ``shard``, the gradients of the shards are averaged across the rows of the mesh."""
+def gathered(n: int, o: Options, ends: float = 1) -> Bytes:
+    """FSDP gathers blocks for forward and again for backward; of embedding and head the part
+    ``ends`` again, unless they are tied; other parameters once. With ``shard``, gradients of shards
+    are also averaged across the rows of the mesh."""
     model, shards, size, again = o.get("decoder"), o.get("shard", n), in_half(o), 1
     if model:
-        again -= (model.ends - (0 if o.get("blocks_only") else model.end_units)) / model.whole
+        again -= (model.ends - ends * model.end_units) / model.whole
     sent = {"allgather": size * (1 + again) * others(shards), "reduce_scatter": 4 * others(shards)}
     return sent | ({"allreduce": 8 / shards * others(n / shards)} if n > shards else {})
 
 
 def half_precision(n: int, o: Options) -> Bytes:
-    if not o["master_weights"]:
-        return divide(replicated(n, o), 2)
-    return {"parameters": 2, "gradients": 2, "optimizer": K[o["optimizer"]], "master_weights": 4}
+    more = {"optimizer": K[o["optimizer"]], "master_weights": 4} if o["master_weights"] else {}
+    return divide(replicated(n, o), 2) | more
 
 
 def zero(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    kept, sent = replicated(n, o), averaged(n, o)
-    if o["use_zero"]:
-        return kept | {"optimizer": K[o["optimizer"]] / n}, sent | {"broadcast": 4 * others(n)}
-    return kept, sent
+    if not o["use_zero"]:
+        return replicated(n, o), averaged(n, o)
+    kept = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}
+    return kept, averaged(n, o) | {"broadcast": 4 * others(n)}
 
 
 def zero_by_hand(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    kept = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}
+    kept, sent = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}, 4 * others(n)
     if o["stage"] == 1:
-        return kept, averaged(n, o) | {"allgather": 4 * others(n)}
-    sent = {"reduce_scatter": 4 * others(n), "allgather": 4 * others(n)}
-    return kept | {"gradients": 4 / n}, sent
+        return kept, averaged(n, o) | {"allgather": sent}
+    return kept | {"gradients": 4 / n}, {"reduce_scatter": sent, "allgather": sent}
 
 
 def deepspeed(n: int, o: Options) -> tuple[Bytes, Bytes]:
@@ -171,6 +167,17 @@ def muon(n: int, o: Options) -> tuple[Bytes, Bytes]:
     return divide(kept, n), gathered(n, o) | {"alltoall": 8 * matrices / n * others(n)}
 
 
+def lora(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """Adapters of layers of the attention; all else is gathered as by FSDP, and never reduced."""
+    d, size, kv = o["decoder"], in_half(o), ("key", "value")
+    widths = [1 + d.heads * (d.kv if name in kv else 1) for name in o["targets"].split(",")]
+    share = d.layers * o["rank"] * d.width * sum(widths) / d.whole
+    kept = {"parameters": size + 4 * share, "gradients": 4 * share}
+    gathers = gathered(n, o)["allgather"] + 2 * size * share * others(n)
+    sent = {"allgather": gathers, "reduce_scatter": 4 * share * others(n)}
+    return divide(kept | {"optimizer": K[o["optimizer"]] * share}, n), sent
+
+
 def local(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """An outer optimizer keeps the last common weights, and their momentum."""
     outer = {"outer": 8 * (o["outer_lr"] != 1 or o["outer_momentum"] > 0)}
@@ -178,15 +185,15 @@ def local(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 
 def context_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    sent = Counter(averaged(n, o)) + by_dimension({**o, "cp": n})["cp"]
-    return replicated(n, o), dict(sent)
+    return replicated(n, o), dict(Counter(averaged(n, o)) + by_dimension({**o, "cp": n})["cp"])
 
 
 def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    """Every dimension of pytorch_ND_parallel.py; its flags, or 1."""
+    """Every dimension of pytorch_ND_parallel.py; its flags, or 1. ``by_vocabulary``: the ends."""
     d, tp, pp = o["decoder"], o.get("tp", 1), o.get("pp", 1)
     split = tp if o.get("sequence_parallel") else 1
     ends = (d.ends - d.last_norm) / split + d.last_norm
+    ends -= (d.ends - d.last_norm - d.first + d.head) * others(tp) * o.get("by_vocabulary", 0)
     if pp > 1 and o["pipeline_schedule"] not in IN_A_V:
         ends = max(d.first / split, d.head / split + d.last_norm)
     kept = ((d.matrices / tp + d.norms) / pp + ends) / o.get("dp_shard", 1) / o.get("cp", 1)
@@ -203,7 +210,8 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
     hidden = size * d.hidden / replicate / shards  # of this rank's positions, all micro-batches
     found = defaultdict(Counter)
-    found["tp"] = Counter(allreduce=(8 + 2 * again) * layers * hidden * others(tp))
+    each = (8 + 2 * again) * layers + 4 * o.get("by_vocabulary", 0)
+    found["tp"] = Counter(allreduce=each * hidden * others(tp))
     if sequence:  # forward and backward of two regions per block, and of both ends
         each = ((4 + again) * layers + 2 / pp) * hidden * others(tp)
         norms = 8 * (d.norms + d.last_norm) / pp * others(tp)
@@ -227,7 +235,6 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     blocks, experts = (d.matrices / tp + d.norms) / pp, d.experts / tp / pp
     ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
     free, held = o.get("reshard_after_forward", pp == 1), o.get("keep_last", 0) / d.layers
-    # Of the experts, a rank gathers its own, from fewer ranks.
     for units, once, n in ((blocks - experts, ends, shards), (experts / ep, 0, shards / ep)):
         freed = units * (1 - held) + (d.end_units / split / pp if once else 0)
         gathers = (units + once) * others(n) + freed * others(n if free is True else free or 1)
@@ -239,12 +246,8 @@ def by_dimension(o: Options) -> dict[str, Counter]:
 
 
 def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Callable, Callable]:
-    """``keeps`` and ``sends`` of a formula that returns both; the dimensions of the mesh, for a
-    script that has no flags for them."""
+    """``keeps`` and ``sends`` of a formula of both; ``dimensions``: of a mesh without flags."""
     return tuple(lambda n, o, i=i: formula(n, {**o, **dimensions(n, o)})[i] for i in (0, 1))
-
-
-# --------------------------------------------------------------------------------------- the list
 
 
 class Case(NamedTuple):
@@ -260,7 +263,7 @@ class Case(NamedTuple):
 
 class Technique(NamedTuple):
     """A row. Traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
-    precision); differs (other weights by design); no_training."""
+    precision); differs (other weights by design); unclipped (refuses --clip-grad); no_training."""
 
     script: str  # without .py
     parent: str  # name of the script that it is a diff against; for a library, that it equals
@@ -287,9 +290,8 @@ def row(script, parent, course, keeps, sends, *cases, traits="", **more) -> Tech
 
 COURSE = ("Start", "Faster", "Model does not fit", "Beyond data parallelism", "Under the hood")
 START, FASTER, FIT, BEYOND, HOOD = COURSE
-LIBRARY = "Libraries"
+LIBRARY, SCHEDULE = "Libraries", "--pipeline-schedule {}".format
 BFLOAT16, STAGE = "--dtype bfloat16", "--deepspeed_config config/zero_stage{}_config.json".format
-SCHEDULE = "--pipeline-schedule {}".format
 DATA, FSDP = (replicated, averaged), (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
@@ -315,10 +317,9 @@ LESSONS = [
     row("pytorch_compile", "torchrun_DDP", FASTER, *DATA, case("--blocks", 2, traits="same_bits"),
         unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_comm_hooks", "torchrun_DDP", FASTER, replicated,
-        # powersgd's size depends on the shape of each matrix
         lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
         case("--comm-hook bf16", 2, 4, traits="estimated"), case("--comm-hook fp16", 2),
-        case("--comm-hook powersgd", 2), traits="rounds"),
+        case("--comm-hook powersgd", 2), traits="rounds"),  # its size: by each matrix's shape
     row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
         case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
@@ -326,11 +327,20 @@ LESSONS = [
     row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
         case("--shard 8", 16, traits="full estimated")),
     row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
+    row("pytorch_optimizer_in_backward", "FSDP", FIT, lambda n, o: sharded(n, o) | {"gradients": 0},
+        gathered, case("", 3, 1, 2, 4, traits="same_bits killed estimated alone tied llama"), HALF,
+        traits="unclipped"),
     row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
         case("--async-save", 2, traits="same_bits killed"),
         unpredicted="its step takes what FSDP's takes"),
+    row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
+        case("", 3, 1, 2, 4, traits="same_bits estimated tied llama"),
+        case("--fused", 2, 1, 3, 4), HALF, traits="needs_gpt"),
     row("pytorch_Muon", "FSDP", FIT, *both(muon),
         case("", 3, 1, 2, 4, traits="same_bits estimated"), HALF, traits="needs_gpt"),
+    row("pytorch_LoRA", "FSDP", FIT, *both(lora),
+        case("", 2, 1, 3, 4, traits="same_bits stopped killed estimated tied llama"), HALF,
+        traits="needs_gpt"),
     row("pytorch_float8", "FSDP", FIT, sharded,
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
         unpredicted="without a GPU, float8 is emulated with other tensors"),
@@ -343,9 +353,8 @@ LESSONS = [
         case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"), HALF,
         traits="needs_gpt"),
     row("pytorch_FSDP_TP", "TP", BEYOND, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
-        case("--tp 2", 4, 2, traits="same_bits estimated"),
-        case("--tp 2 --sequence-parallel", 4, traits="llama"),
-        case("--tp 1", 2, traits="full"), case("--tp 3", 3, traits="full"),
+        case("--tp 2", 4, 2, traits="same_bits estimated"), case("--tp 1", 2, traits="full"),
+        case("--tp 2 --sequence-parallel", 4, traits="llama"), case("--tp 3", 3, traits="full"),
         case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"), traits="needs_gpt"),
     row("pytorch_PP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
         case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits tied estimated"),
@@ -363,8 +372,7 @@ LESSONS = [
         case("--ep 2 --experts 4 --balance bias", 4, 2),
         case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"), traits="needs_gpt"),
     row("pytorch_ND_parallel", "FSDP_TP", BEYOND, *both(mesh), case("--dp-shard 2 --tp 2", 4),
-        case("--tp 2 --pp 2", 4, traits="same_bits"),
-        *(case(flags, 4) for flags in (
+        case("--tp 2 --pp 2", 4, traits="same_bits"), *(case(flags, 4) for flags in (
             "--pp 2 --cp 2", "--dp-replicate 2 --dp-shard 2 --ac full", "--keep-last --prefetch 2",
             "--reshard-after-forward 2 --prefetch 1", "--reshard-after-forward no",
             "--ep 2 --experts 8 --top-k 2", "--ep 2 --tp 2 --experts 4 --balance bias",
@@ -373,6 +381,7 @@ LESSONS = [
     row("pytorch_LocalSGD", "torchrun_DDP", BEYOND, *both(local), case(traits="estimated"),
         case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs"),
     row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
+    row("pytorch_DTensor", "", HOOD, nothing, nothing, case("", 4), traits="no_training"),
     row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA,
         case("", 2, 1, 3, 4, traits="estimated"), shows=("Bucket",)),
     row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand), case("", 2, 1, 3, 4),
@@ -381,13 +390,19 @@ LESSONS = [
         lambda n, o: {"allgather": 8 * others(n), "reduce_scatter": 4 * others(n)},
         case("", 3, 1, 2, 4, traits="same_bits tied llama estimated"),
         shows=("gather", "free", "after_forward")),
+    row("pytorch_TP_by_hand", "torchrun_DDP", HOOD,
+        *both(mesh, lambda n, o: {"tp": n, "by_vocabulary": 1}),
+        case("", 3, 2, 4, traits="same_bits stopped tied llama estimated"),
+        shows=("Copy", "Sum"), traits="needs_gpt"),
+    row("pytorch_PP_by_hand", "PP", HOOD, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
+        case("", 4, 1, 2, 3, traits="sgd same_bits killed tied estimated"),
+        case("--pipeline-schedule gpipe", 2, 3), traits="needs_gpt", shows=("backward", "step")),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Fabric", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Trainer", "torchrun_DDP", LIBRARY, *both(lightning), case(),
         case("--strategy fsdp"), case("--strategy deepspeed_stage_2")),
     row("transformers_Trainer", "torchrun_DDP", LIBRARY, *DATA, case()),
-    row("accelerate_FSDP", "FSDP", LIBRARY, sharded,
-        lambda n, o: gathered(n, {**o, "blocks_only": True}), case()),
+    row("accelerate_FSDP", "FSDP", LIBRARY, sharded, partial(gathered, ends=0), case()),
     row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
 ]  # fmt: skip
 TECHNIQUES = [one for one in LESSONS if one.course in COURSE and "no_training" not in one.traits]

@@ -194,8 +194,7 @@ def cost_of(job: Job, way: Way, link: dict) -> tuple[float, float]:
     idle = (way.pp - 1) / way.microbatches * compute
     sent = {True: 0.0, False: 0.0}
     for size, among, overlaps in messages(job, way):
-        near = way.ranks > MACHINE >= among
-        one = network.link_of("nvlink4") if near else link
+        one = network.link_of("nvlink4") if way.ranks > MACHINE >= among else link
         sent[overlaps] += size / one["allreduce"].bandwidth
     copied = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
     waiting = sent[False] + max(0.0, sent[True] - compute)

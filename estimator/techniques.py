@@ -77,9 +77,9 @@ def make_technique(name: str, gpus: int) -> Technique:
         flags = ["--deepspeed_config", str(trial.ROOT / "config" / f"{flags[0]}_config.json")]
     given = dict(zip(flags, flags[1:], strict=False))  # with values
     launched = "one_process" not in technique(script).traits
+    kind = script.removesuffix("_by_hand").lower()
     split = {
-        name: int(given.get(f"--{name}", gpus if script == name.upper() else 1))
-        for name in ("tp", "pp", "cp", "ep")
+        k: int(given.get(f"--{k}", gpus if kind == k else 1)) for k in ("tp", "pp", "cp", "ep")
     }
     shares = gpus // split["tp"] // split["cp"] if launched or script == "DP" else 1
     return Technique(

@@ -159,13 +159,14 @@ class ShortRun:
         for name, tensors in self.held.items():
             self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
-        self.live.kind = "update"
-        self.live.begin_phase()
+        self.before, self.live.kind = self.live.kind, "update"
+        if self.before != "temporary":  # not in backward
+            self.live.begin_phase()
 
     def after_update(self, *_) -> None:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         self.live.mark(states, "optimizer")
-        self.live.kind = "activations"
+        self.live.kind = self.before
 
     def batches(self, loader: Loader, epoch: int, dtype: torch.dtype | None = None):
         while self.step < self.total_steps:

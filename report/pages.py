@@ -167,12 +167,13 @@ def fill_navigation(text: str) -> str:
     """mkdocs.yml with the pages of the techniques, between two comments."""
     before, begin, rest = text.partition("      # techniques, by benchmark.py --render\n")
     _, end, after = rest.partition("      # end\n")
-    lines, known = [], ["techniques/collectives.md"]  # a script without a page
+    lines = []
     for course in COURSE:
         lines.append(f"      - {course}:")
         lines += ["          - under_the_hood.md"] if course == HOOD else []
-        names = [f"techniques/{row.name}.md" for row in LESSONS if row.course == course]
-        lines += [f"          - {name}" for name in names if name not in known]
+        rows = [row for row in LESSONS if row.course == course]
+        rows = [row for row in rows if "no_training" not in row.traits]  # those have no page
+        lines += [f"          - techniques/{row.name}.md" for row in rows]
     return before + begin + "\n".join(lines) + "\n" + end + after
 
 

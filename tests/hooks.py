@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TESTS = Path(__file__).resolve().parent
@@ -297,6 +299,42 @@ def unfused():
 def muon():
     """PyTorch's own: see torch_muon.py."""
     import torch_muon  # noqa: F401
+
+
+class Adapted(nn.Module):
+    """A frozen matrix plus the product of two thin ones, the first drawn as by pytorch_LoRA.py."""
+
+    def __init__(self, name, weight):
+        super().__init__()
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{name}.lora_A".encode()))  # of --seed 0
+        a, bound = torch.empty(8, weight.shape[1]), weight.shape[1] ** -0.5
+        self.a = nn.Parameter(a.uniform_(-bound, bound, generator=draw))
+        self.b = nn.Parameter(torch.zeros(len(weight), 8))
+
+    def forward(self, weight):
+        return weight + 2 * self.b @ self.a
+
+
+def lora():
+    """The single process trains such matrices instead of those of queries and values, by PyTorch's
+    parametrization, and saves the sums."""
+    import common
+
+    make, save, models = common.make_model, common.save_model, []
+
+    def make_model(*args, **options):
+        models.append(model := make(*args, **options).requires_grad_(False))
+        for name, layer in list(model.named_modules()):
+            if name.endswith(("query", "value")):
+                parametrize.register_parametrization(layer, "weight", Adapted(name, layer.weight))
+        return model
+
+    def save_model(args, state):
+        for layer in list(filter(parametrize.is_parametrized, models[0].modules())):
+            parametrize.remove_parametrizations(layer, "weight")
+        save(args, models[0].state_dict())
+
+    common.make_model, common.save_model = make_model, save_model
 
 
 def route(step):

@@ -31,6 +31,8 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
         '"attention.key": ColwiseParallel(),': "",
         '"attention.value": ColwiseParallel(),': "",
     },
+    "input gradients not all-reduced": {"return all_reduce(gradient)": "return gradient"},
+    "softmax over local tokens only": {"Sum.apply(logits.exp().sum(1))": "logits.exp().sum(1)"},
     "clipped by the norm of each stage": {"dist.all_reduce(squares := own": "(squares := own"},
     "micro-batch losses summed instead of averaged": {"weight(labels) / parts": "weight(labels)"},
     "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},

@@ -132,7 +132,10 @@ def changes(checkout):
 
 def test_render_and_check(checkout):
     """Rendering twice is rendering once; one digit more or less is found, wherever it is."""
-    assert not changes(checkout), "python benchmark.py --render"
+    (checkout / "results/collectives.svg").write_text("")
+    assert changes(checkout) == {"results/collectives.svg"}, "python benchmark.py --render"
+    pages.render(*pages.find_changes(checkout))
+    assert not changes(checkout)
     blocks = {"README": "front-gpt", "docs/measuring": "cpu", "docs/proof": "bytes"}
     for name, block in blocks.items():
         for path in (checkout / f"{name}.md", checkout / f"{name}.zh-CN.md"):
@@ -255,8 +258,6 @@ def test_a_suite_of_text(checkout):
     finished = run(checkout, "--suite quick")
     assert "tokens/s (min–max)" in finished.stdout and "| loss |" in finished.stdout
     found = json.loads((checkout / "results/quick.json").read_text())
-    assert found["complete"] and not (checkout / "results/quick.partial.json").exists()
-    assert found["hardware"]["cores"] > 0 and found["versions"]["torch"]
     [row] = found["rows"]
     [measured] = row["runs"]
     assert measured["steps"] == 4 and measured["context"] == 8

@@ -41,7 +41,10 @@ def test_answers_have_labels(chat, capsys):
 SCRIPTS = [("pytorch_torchrun_DDP", 3), ("pytorch_gradient_accumulation --accumulate 3", 2)]
 SCRIPTS += [("pytorch_FSDP", 2), ("pytorch_TP --sequence-parallel", 2), ("lightning_Trainer", 2)]
 SCRIPTS += [("pytorch_PP --microbatches 3", 2), ("pytorch_ND_parallel --pp 2 --accumulate 2", 4)]
+SCRIPTS += [("pytorch_PP_by_hand --microbatches 3", 2)]
+SCRIPTS += [(f"pytorch_chunked_loss --chunks 5{how}", 2) for how in ("", " --fused")]
 SCRIPTS += [("transformers_Trainer", 2), ("accelerate_DDP", 2), ("pytorch_DDP_by_hand", 2)]
+SCRIPTS += [("pytorch_TP_by_hand", 2)]
 
 
 @cases("script, n", SCRIPTS, lambda *row: row in SCRIPTS[:2])

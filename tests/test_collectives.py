@@ -1,11 +1,12 @@
-"""pytorch_collectives.py: what every rank has, how it measures, and the mistakes that it shows."""
+"""pytorch_collectives.py: what every rank has, how it measures, and the mistakes that it shows. And
+pytorch_DTensor.py: placements, local shapes and what is sent."""
 
 import json
 import re
 
 import pytest
 import torch
-from conftest import cases, succeed
+from conftest import ROOT, cases, succeed
 
 import pytorch_collectives as script
 
@@ -100,3 +101,29 @@ def test_mistakes_end_by_themselves(mistake):
         assert re.search(rf"rank {rank}   {words}", finished.stdout)
     advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if mistake != "wait" else "No debug setting"
     assert finished.lines[-1].startswith(("With " * (mistake != "wait")) + advice)
+
+
+S0, S1, WHOLE, TERMS = "Shard(dim=0)", "Shard(dim=1)", "Replicate()", "Partial(sum)"
+GATHER, REDUCE = "all_gather_into_tensor of 384 bytes", "all_reduce of 384 bytes"
+DTENSORS = {  # placements of tensors, and what is sent, on four ranks
+    "replicate": [S0, WHOLE, GATHER],
+    "shard": [WHOLE, S0, "nothing"],
+    "transpose_shards": [S0, S1, GATHER],  # gloo has no all-to-all
+    "multiply_by_columns": [WHOLE, S1, S1, "nothing"],
+    "multiply_by_rows": [S1, S0, TERMS, "nothing"],
+    "sum_up": [TERMS, WHOLE, REDUCE],
+    "sum_and_shard": [TERMS, S0, "reduce_scatter_tensor of 384 bytes"],
+    "not_linear": [TERMS, WHOLE, REDUCE],
+}
+
+
+def test_dtensors():
+    """Their values are compared by the script itself. The page shows the last of its tables."""
+    finished = succeed("torchrun --standalone --nproc_per_node=4 pytorch_DTensor.py", forked=True)
+    shown = re.findall(r"^(\w+): .*\n((?:    .*\n)+)", finished.stdout, re.MULTILINE)
+    assert [name for name, _ in shown] == [*DTENSORS, "mlp"]
+    for name, lines in shown[:-1]:
+        assert re.findall(r"(?:sent +|\] +)(\S.*?)(?:  |$)", lines, re.MULTILINE) == DTENSORS[name]
+    page = (ROOT / "docs/under_the_hood.md").read_text()
+    assert re.search(r"^mlp: .*?\n(?=```)", page, re.MULTILINE | re.DOTALL)[0] in finished.stdout
+    assert finished.lines[-1].startswith("done: all")

@@ -50,33 +50,12 @@ def test_recorded_settings_repeat_the_run(free):
     assert dataclasses.asdict(again) == dataclasses.asdict(args)
 
 
-class Echo(nn.Module):
-    """Answers the class that the first pixel encodes."""
-
-    def forward(self, inputs):
-        mean, std = images.normalization(inputs.device, inputs.dtype)
-        pixel = (inputs * std + mean)[:, 0, 0, 0].round().long()
-        return torch.eye(10)[pixel % 10] * 5
-
-
-def test_evaluate_counts_what_is_right():
-    pixels = torch.zeros(103, 3, 8, 8, dtype=torch.uint8)
-    pixels[:, 0, 0, 0] = torch.arange(103) % 10
-    labels = torch.arange(103) % 10
-    labels[::4] = (labels[::4] + 1) % 10  # 26 of 103 are wrong
-    data = images.Images(pixels, labels, list("0123456789"), 8)
-    loader = common.make_loader(arguments(), data, 10)
-    metrics = common.evaluate(Echo(), loader, torch.device("cpu"))
-    assert metrics["samples"] == 103 and metrics["accuracy"] == 77 / 103
-    right, wrong, *_ = -torch.tensor([5.0, *[0.0] * 9]).double().log_softmax(0)
-    assert metrics["loss"] == pytest.approx(((77 * right + 26 * wrong) / 103).item())
-
-
 def test_evaluate_refuses_to_report_a_wrong_count():
     data = images.Images(torch.zeros(20, 3, 8, 8), torch.zeros(20).long(), list("0123456789"), 8)
     loader = common.make_loader(arguments(), data, 8, sampler=range(16))
     with pytest.raises(RuntimeError, match="16 of 20 samples"):
-        common.evaluate(Echo(), loader, torch.device("cpu"))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        common.evaluate(model, loader, torch.device("cpu"))
 
 
 def test_schedule():

@@ -4,11 +4,8 @@ Which mistakes in sharding are silent is in test_silent.py."""
 import json
 import re
 
-import pytest
 import torch
 from conftest import ROOT, cases, launcher, read_run, succeed
-
-from libraries import attention_kernels
 
 JOB = "--model gpt-2x12x48 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
@@ -84,22 +81,6 @@ def test_a_layer(n, tmp_path):
         assert peak < 20, "of what a shard has; scores alone would be 192 / n"
         # and sums of scores, one where a query has five numbers; of allgather, its mask
         assert kept[name] <= bytes_kept < kept[name] + 0.4 / n
-
-
-@pytest.mark.parametrize("causal, keys", [(True, 8), (False, 12)])
-def test_where_there_is_no_kernel(causal, keys, monkeypatch):
-    """Matrix products do the same: in float64 on a GPU."""
-    torch.manual_seed(0)
-    q, gradient = torch.randn(2, 2, 3, 8, 5, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 3, keys, 5, dtype=torch.float64)
-    found = []
-    for has_kernel in (True, False):
-        monkeypatch.setattr(attention_kernels, "has_kernel", lambda q, has=has_kernel: has)
-        out, sums = attention_kernels.forward(q, k, v, causal)
-        gradients = attention_kernels.backward(gradient, q, k, v, out, sums, causal)
-        found.append((out, sums, *gradients))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 PYTORCH = """

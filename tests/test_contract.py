@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import hooked, launch, read_run, relative_difference, same_bits, succeed, tensors_of
+from safetensors.torch import load_file
 
 from libraries.weights import load
 from techniques import TECHNIQUES, Case, Technique, decoder, technique
@@ -23,8 +24,9 @@ from techniques import TECHNIQUES, Case, Technique, decoder, technique
 WIDTH, CONTEXT, BATCH, STEPS = 24, 24, 24, 12
 DATA = f"--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size {BATCH} --epochs 9"
 DATA += " --print-freq 5"
-GPT = f"--context {CONTEXT} --clip-grad 0.5 --model gpt-{{}}x12x{{}}"
-LLAMA = f"--context {CONTEXT} --clip-grad 0.5 --model llama-{{}}x12x{{}} --kv-heads 6"
+CLIP = "--clip-grad 0.5 "
+GPT = f"--context {CONTEXT} {CLIP}--model gpt-{{}}x12x{{}}"
+LLAMA = f"--context {CONTEXT} {CLIP}--model llama-{{}}x12x{{}} --kv-heads 6"
 LLAMA += " --mlp-width 48"
 IMAGES = "--model small_resnet --norm group"
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
@@ -33,9 +35,11 @@ OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie")  # of the si
 # Where embedding and head are on different ranks, or sharded:
 TIED = ("pytorch_TP --sequence-parallel", "pytorch_PP --pipeline-schedule 1f1b")
 COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+FUSED = pytest.mark.skipif(torch.__version__ < "2.14", reason="needs PyTorch 2.14")
 # Another script has the same code for saving and resuming:
 SAVED_ALIKE = ("DP", "DDP", "gradient_accumulation", "activation_checkpointing", "comm_hooks")
 SAVED_ALIKE += ("HSDP", "FSDP_offload", "DDP_by_hand", "FSDP_TP", "DDP_AMP", "float8", "CP")
+SAVED_ALIKE += ("TP_by_hand",)
 ENDED_EARLY = ("SingleGPU", "FSDP", "TP", "PP", "EP", "FSDP_by_hand", "LocalSGD", "checkpoint")
 RESUMED_ELSEWHERE = ("DDP_ZeRO", "ZeRO_by_hand", "ND_parallel")
 LOADED_ALIKE = SAVED_ALIKE + ("SingleGPU", "auto_mixed_precision", "torchrun_DDP", "DDP_ZeRO")
@@ -75,7 +79,10 @@ class Try(NamedTuple):
     @property
     def dropping(self):
         """A job with dropout, and all bits alike in each run."""
-        return SAME.format(self.layers, self.width)
+        return self.allowed(SAME.format(self.layers, self.width))
+
+    def allowed(self, flags):
+        return flags.replace(CLIP, "") if "unclipped" in self.technique.traits else flags
 
     @property
     def slack(self):
@@ -92,12 +99,19 @@ class Try(NamedTuple):
         """All flags that the single process has, too."""
         own = {"gpt": GPT, "tied": f"{GPT} --tie", "llama": LLAMA, "images": IMAGES}[self.model]
         own = [own.format(self.layers, self.width), *OF_THE_MODEL.findall(self.case.flags)]
-        return " ".join([DATA, self.steps, "--optimizer", self.optimizer, *own])
+        own += ["--lr 0.02"] if self.technique.name == "LoRA" and not self.rounds else []
+        return self.allowed(" ".join([DATA, self.steps, "--optimizer", self.optimizer, *own]))
 
     @property
     def steps(self):
         """Those that round train for longer, to be told apart by their loss."""
         return "--max-steps 30 --lr 0.003" if self.rounds else f"--max-steps {STEPS} --double"
+
+
+def merged(row):
+    """LoRA writes a whole model only if it is asked to."""
+    more = " --merge" * (row.name == "LoRA")
+    return row._replace(cases=tuple(c._replace(flags=(c.flags + more).strip()) for c in row.cases))
 
 
 def tries(usual, optimizers=("adamw",), models=("gpt",), but=()):
@@ -108,18 +122,21 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=()):
         but: traits or names of techniques that are left out.
     """
     found = []
-    rows = [(t, c) for t in TECHNIQUES for c in t.cases if t.name != "DeepSpeed"] + FLOAT16
+    rows = [(t, c) for t in map(merged, TECHNIQUES) for c in t.cases if t.name != "DeepSpeed"]
+    rows += FLOAT16
     rows = [(t, c, n, o, m) for t, c in rows for n in c.ranks for o in optimizers for m in models]
     for one in map(Try._make, rows):
         traits = {one.technique.name} | one.technique.traits | one.case.traits
         of_images = one.model == "images" and "needs_gpt" in traits
         unknown = one.model in ("tied", "llama") and one.model not in traits
-        undivided = "ulysses" in one.script and one.model == "llama" and one.n == 4  # six heads
+        by_heads = "ulysses" in one.script or one.technique.name in ("TP", "TP_by_hand")
+        undivided = by_heads and one.model == "llama" and one.n == 4  # six heads
         no_muon = "Muon" in traits and one.optimizer == "sgd"
         if of_images or unknown or undivided or no_muon or one.n > 4 or traits & set(but):
             continue
         marks = [] if "full" not in one.case.traits and usual(one) else [pytest.mark.full]
         marks += [COMPILER, pytest.mark.full] if one.technique.name == "compile" else []
+        marks += [FUSED] if "--fused" in one.case.flags else []
         found.append(pytest.param(one, id=str(one), marks=marks))
     return found
 
@@ -130,7 +147,7 @@ def is_first(one):
 
 def single(one, run_once):
     """The same job in the single process: what it left behind, and its folder."""
-    hooks = "muon" if one.technique.name == "Muon" else ""
+    hooks = {"Muon": "muon", "LoRA": "lora"}.get(one.technique.name, "")
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every 10", hooks)[1]
 
 
@@ -169,6 +186,8 @@ def check_files(one, folder, weights, result):
     events = {name for name in names if name.startswith("events.")}
     waits = {f"waits-{rank}.json" for rank in range(one.n)}
     weights_too = {"model.safetensors", "config.json"} if one.model == "llama" else set()
+    adapters = one.technique.name == "LoRA"
+    weights_too |= {"adapter_config.json", "adapter_model.safetensors"} if adapters else set()
     assert names - events - waits - weights_too == {"model.pt", "result.json", "snapshots"}
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
     optimizer = "muon" if one.technique.name == "Muon" else one.optimizer
@@ -176,8 +195,14 @@ def check_files(one, folder, weights, result):
     assert {name: result[name] for name in expected} == expected
     dtype = torch.float32 if one.rounds else torch.float64
     assert {t.dtype for t in weights.values() if t.is_floating_point()} == {dtype}
-    saved = load(max(folder.glob("snapshots/step-*"))).items()  # without the ranks that wrote them
-    assert same_bits({name: tensor.to(weights[name].dtype) for name, tensor in saved}, weights)
+    saved = load(max(folder.glob("snapshots/step-*")))  # without the ranks that wrote them
+    if adapters:  # alone, as in their file
+        file = load_file(folder / "adapter_model.safetensors")
+        bits = [sorted(t.numpy().tobytes() for t in found.values()) for found in (saved, file)]
+        assert bits[0] == bits[1] and len(saved) == 4 * one.layers
+        return
+    saved = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+    assert same_bits(saved, weights)
 
 
 def check_waits(one, folder):
@@ -201,13 +226,14 @@ def check_parity(one, run_once, folder, weights, result, measured):
     table = "parity_shared" if "needs_gpt" in one.technique.traits else "parity_gpt"
     table = "parity" if one.model == "images" else table
     model = {"tied": " --tie", "llama": " --model llama-4x12x24 --kv-heads 6"}.get(one.model, "")
-    about = {"script": one.script + model, "ranks": one.n, "optimizer": one.optimizer}
+    script = one.script.removesuffix(" --merge") + model
+    about = {"script": script, "ranks": one.n, "optimizer": one.optimizer}
     measured(table, **about, value=difference)
     assert difference < TOLERANCE[one.optimizer] * one.slack
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
     assert result["steps"] == STEPS
-    if one.technique.name in ("Muon", "checkpoint"):  # with a momentum or files of their own
+    if one.technique.name in ("Muon", "checkpoint", "LoRA"):  # whose snapshots have other tensors
         return
     ours, theirs = (tensors_of(run / "snapshots/step-00000010") for run in (folder, reference))
     assert relative_difference(ours, theirs) < 1e-9
@@ -234,8 +260,10 @@ def check_theory(one, weights, result, measured):
     if one.model != "images":
         options["decoder"] = model = decoder_of(one, weights)
         numbers = model.whole
-    uneven = one.technique.name == "PP" and one.layers % one.n
-    uneven |= "--sequence-parallel" in one.script and len(weights["vocabulary"]) % one.n > 1
+    uneven = one.technique.name.startswith("PP") and one.layers % one.n
+    split = "--sequence-parallel" in one.script or one.technique.name == "TP_by_hand"
+    uneven |= split and len(weights["vocabulary"]) % one.n > 1
+    uneven |= one.technique.name == "LoRA" and one.n == 3  # its rank is 8
     if uneven:  # some ranks have more
         return
     kept = {kind: size / numbers / unit for kind, size in result["state_bytes"].items()}
@@ -246,7 +274,8 @@ def check_theory(one, weights, result, measured):
     close = 0.02 if one.technique.name == "ND_parallel" else 0.05
     assert kept == pytest.approx(kept_theory, rel=0.5 if tensors else close, abs=0.01)
     if "needs_gpt" in one.technique.traits and one.optimizer == "adamw" and not one.rounds:
-        about = {"script": one.script, "ranks": one.n, "how": list(sent)}
+        script = one.script.removesuffix(" --merge")
+        about = {"script": script, "ranks": one.n, "how": list(sent)}
         about |= {"kept": sum(kept.values()), "kept_theory": sum(kept_theory.values())}
         sizes = {"sent": sum(sent.values()), "sent_theory": sum(sent_theory.values())}
         measured("shared", **about, **{name: size * numbers for name, size in sizes.items()})
@@ -280,8 +309,8 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
     job += f" --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
     succeed(hooked(one.script, one.n, job), forked=True)
     expected, weights = torch.load(path, weights_only=True), read_run(tmp_path)[0]
-    if one.technique.name == "half_precision" and "--master-weights" not in one.script:
-        dtype = getattr(torch, one.case.flags.split()[1])
+    if one.technique.name in ("half_precision", "LoRA") and "--dtype" in one.script:
+        dtype = torch.float32 if "--master-weights" in one.script else torch.bfloat16
         expected = {name: t.to(dtype).to(t.dtype) for name, t in expected.items()}
     assert weights.keys() == expected.keys()
     for name in expected:  # what was exactly 0 is now a rate of 1e-30 away from it, or a bias' step
@@ -302,7 +331,7 @@ def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
     """Within an epoch, at another number of ranks, in another script: as if all were one run. Files
     of its own are those of another number of ranks."""
     reference = folder = single(one, run_once)
-    if one.technique.name == "checkpoint":
+    if one.technique.name in ("checkpoint", "LoRA"):
         flags = f"{one.case.flags} {one.job} --snapshot-every 10"
         _, folder = run_once(one.technique.script, 5 - one.n, flags)
     [snapshot] = folder.glob("snapshots/step-00000010")

@@ -1,6 +1,5 @@
 """Code paths for GPUs, run without a GPU: fake_gpu.py lists what is simulated."""
 
-import argparse
 import json
 import re
 from types import SimpleNamespace
@@ -105,7 +104,8 @@ def check_tensors(seen, script, dtype, gpu):
     loss = dtype if autocast else FP32
     assert of["_log_softmax"] == {(gpu, loss), (gpu, FP32)}  # in training, in evaluation
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
-    of_dtensors = script.split()[0] in ("pytorch_FSDP", "pytorch_HSDP")  # which have none
+    name, of_dtensors = script.split()[0], ("FSDP", "HSDP", "optimizer_in_backward")
+    of_dtensors = name.removeprefix("pytorch_") in of_dtensors  # which have none
     assert steps == ({} if of_dtensors else {"_fused_sgd_": {(gpu, weights)}})
 
 
@@ -144,7 +144,8 @@ def check_phases(log, script):
     inner = f"rest {times * 'forward backward '}" if apart else "forward and backward "
     phases = " ".join(entry[1] for entry in log if entry[0] == "phase")
     steps = [step.strip() for step in phases.split("data")]
-    assert steps.count(f"{inner}optimizer rest end") == 15 + apart
+    update = "" if "in_backward" in script else "optimizer rest "
+    assert steps.count(f"{inner}{update}end") == 15 + apart
 
 
 def check_result(result, dtype, world_size, gpu):
@@ -188,53 +189,35 @@ def cuda(monkeypatch):
     return fake
 
 
-def run_clock(clock_, steps):
-    """An epoch, as Run does it."""
-    clock_.start()
-    for _ in range(steps):
-        clock_.tick()
-    clock_.end_epoch()
-
-
-def test_what_the_warm_up_took_is_forgotten(cuda, monkeypatch):
-    ours = clock.StepClock([torch.device("cuda:1")])
-    run_clock(ours, 10)
-    assert ours.peak_memory["allocated"] == 3
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: GIB)
-    run_clock(ours, 2)
-    assert ours.peak_memory["allocated"] == 1
-
-
 def test_the_clock_of_a_process_that_goes_on(cuda):
     """It has a warm-up of its own, and the steps of the process before."""
     ours = clock.StepClock([torch.device("cuda:1")])
     ours.before = [0.05] * 3
-    run_clock(ours, 12)
+    ours.start()
+    for _ in range(12):
+        ours.tick()
+    ours.end_epoch()
     assert ours.settled() == [0.05] * 3 + [0.1] * 6
-
-
-def arguments(**changes):
-    args = common.argument_parser("").parse_args([])
-    return argparse.Namespace(**vars(args) | {"device": "cuda"} | changes)
 
 
 def test_get_device(cuda, become, monkeypatch):
     """Four ranks, and as many GPUs or one that each of them sees."""
     become(size=4)
+    args = common.argument_parser("").parse_args(["--device", "cuda"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(common.os, "sched_getaffinity", lambda _: range(10), raising=False)
     called = []
     monkeypatch.setattr(torch, "set_num_threads", called.append)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
-    assert common.get_device(arguments(), 3) == torch.device("cuda:3")
+    assert common.get_device(args, 3) == torch.device("cuda:3")
     assert called == [2, "high"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     words = ["torchrun", "--virtual-local-rank"]
     monkeypatch.setattr(harness.world, "launcher_words", lambda: words)
-    assert common.get_device(arguments(), 0) == torch.device("cuda:0")
+    assert common.get_device(args, 0) == torch.device("cuda:0")
     words.remove("--virtual-local-rank")
     with refused("4 ranks need as many GPUs, and this machine has 1; use --nproc_per_node=1"):
-        common.get_device(arguments(), 0)
+        common.get_device(args, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

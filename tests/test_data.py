@@ -1,4 +1,4 @@
-"""Datasets, order, augmentation, and a global batch that is identical at every world size."""
+"""Datasets, order, augmentation. That ranks have the batches of one process: test_contract.py."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import HOOKED, ROOT, cases, refused, succeed
+from conftest import HOOKED, ROOT, refused, succeed
 from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
@@ -33,43 +33,16 @@ def arguments(**changes):
     return Settings(**{"device": "cpu", "model": "resnet18", "image_size": 32} | changes)
 
 
-def record(command, folder):
-    """Run a script through hooks.py; the global batches, step by step."""
-    folder.mkdir()
-    command = f"{command} {JOB} --output-dir {folder}/run"
-    succeed(command, forked=True, HOOKS=f"batches:{folder}")
-    global_batches = []
-    for step in range(1, 9):
-        ranks = sorted(folder.glob(f"step{step}-rank*.pt"))
-        shards = [torch.load(path, weights_only=True) for path in ranks]
-        parts = zip(*shards, strict=True)  # images, labels
-        global_batches.append([torch.stack(part, dim=1).flatten(0, 1) for part in parts])
-    return global_batches
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("record") / "single"
-    return record(f"python {HOOKED} pytorch_SingleGPU.py", folder)
-
-
-@cases("world_size", [2, 3], lambda n: n == 3)
-def test_same_global_batches_at_every_world_size(world_size, single, tmp_path):
-    """Image for image and crop for crop: bit by bit what the model is given."""
-    launch = f"torchrun --standalone --nproc_per_node={world_size}"
-    batches = record(f"{launch} {HOOKED} pytorch_torchrun_DDP.py", tmp_path / "ranks")
-    for (images, labels), (their_images, their_labels) in zip(batches, single, strict=True):
-        assert len(images) == 24 and torch.equal(labels, their_labels)
-        assert torch.equal(images, their_images)
-
-
-def test_epochs_differ_in_order_and_repeat_nothing(single):
+def test_epochs_differ_in_order_and_repeat_nothing(tmp_path):
     """Found by their labels and, within an epoch, by their pixels."""
-    labels = torch.stack([labels for _, labels in single])
-    assert not torch.equal(labels[:4], labels[4:])
-    for epoch in (single[:4], single[4:]):
-        images = torch.cat([images for images, _ in epoch]).flatten(1)
-        assert len(images.unique(dim=0)) == len(images) == 96
+    command = f"python {HOOKED} pytorch_SingleGPU.py {JOB} --output-dir {tmp_path}/run"
+    succeed(command, forked=True, HOOKS=f"batches:{tmp_path}")
+    files = [tmp_path / f"step{step}-rank0.pt" for step in range(1, 9)]
+    images, labels = zip(*(torch.load(file, weights_only=True) for file in files), strict=True)
+    assert not all(map(torch.equal, labels[:4], labels[4:]))
+    for epoch in (images[:4], images[4:]):
+        pixels = torch.cat(epoch).flatten(1)
+        assert len(pixels.unique(dim=0)) == len(pixels) == 96
 
 
 def test_synthetic_images_do_not_depend_on_their_number():

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import common
 from harness import cli
 from report.pages import list_pages
+from techniques import LESSONS as ROWS
 from techniques import TECHNIQUES
 
 ENGLISH, CHINESE = list_pages(ROOT, chinese=False), list_pages(ROOT, chinese=True)
@@ -34,6 +35,7 @@ FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
 QUICK = "--epochs 1 --train-samples 1024 --batch-size 64 --eval-samples 200 --lr 0.02"
 SMALL = "--model squeezenet1_1"  # a sixteenth of ResNet-18's parameters
+NO_TRAINING = [row.script for row in ROWS if "no_training" in row.traits]
 FIRST = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
 
 
@@ -66,7 +68,7 @@ LESSONS = [  # the commands of docs/techniques/
     for page in ENGLISH
     if page.parent.name == "techniques"
     for line in shell_lines(page)
-    if (script_in(line)[0] or "").startswith("pytorch_") and "collectives" not in line
+    if (script_in(line)[0] or "").startswith("pytorch_")
 ]
 LAUNCHED = {line.split(" pytorch_")[0].split(" --")[0]: line for line in reversed(LESSONS)}
 # One of each launcher is typed; the others are in test_first_command and test_scripts.py
@@ -127,7 +129,7 @@ def parse(monkeypatch):
         return parse_and_stop
 
     def run(script, words):
-        trains = script.startswith("pytorch_") and "collectives" not in script
+        trains = script.startswith("pytorch_") and script.removesuffix(".py") not in NO_TRAINING
         where = common if trains else argparse.ArgumentParser
         with monkeypatch.context() as patch, pytest.raises(Parsed):
             patch.setattr(where, "parse_args", then_stop(where.parse_args))
@@ -170,7 +172,7 @@ SCRIPTS = [
     path.stem
     for kind in ("pytorch", "accelerate", "lightning", "transformers")
     for path in sorted(ROOT.glob(f"{kind}_*.py"))
-    if path.stem != "pytorch_collectives"  # which trains nothing
+    if path.stem not in NO_TRAINING
 ]
 
 

@@ -27,6 +27,9 @@ RUNS = [
     if n in (1, 2, 4)
     for job in (IMAGES, TEXT)
 ]
+RUNS += [("pytorch_TP_by_hand", n, TEXT) for n in (2, 4)]
+RUNS += [(f"pytorch_LoRA{flags}", n, TEXT) for flags in ("", " --dtype bfloat16") for n in (2, 4)]
+RUNS += [("pytorch_chunked_loss", 2, TEXT)]
 USUAL = [  # DDP of images; others of the text
     ("pytorch_torchrun_DDP", 2, IMAGES),
     ("pytorch_FSDP", 2, TEXT),

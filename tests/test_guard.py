@@ -15,6 +15,7 @@ JOB += " --model small_resnet --print-freq 5 --snapshot-every 3"
 GRADIENT = "the gradient of conv1.weight is NaN or Inf"
 STAGE = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
 UNWATCHED = ("compile", "checkpoint", "DDP_by_hand", "ZeRO_by_hand")  # no more to see
+UNWATCHED += ("optimizer_in_backward",)  # refuses stop and skip
 NAMED = {  # what --on-nan stop names when a gradient is infinite, where it is another thing
     "pytorch_half_precision --dtype bfloat16": "the gradient of the loss is NaN or Inf",
     "pytorch_FSDP_by_hand": "a gradient is NaN or Inf",  # its weights are freed by then

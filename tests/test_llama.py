@@ -11,7 +11,17 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import cases, launcher, read_run, refused, relative_difference, snapshots, succeed
+from conftest import (
+    cases,
+    launch,
+    launcher,
+    read_run,
+    refused,
+    relative_difference,
+    snapshots,
+    succeed,
+)  # fmt: skip
+from safetensors.torch import load_file
 from test_inference import infer
 
 import common
@@ -207,6 +217,45 @@ def test_a_snapshot_is_read_in_shards(whole, tmp_path):
     finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-15
     assert f"--weights {snapshot}: a snapshot of pytorch_SingleGPU.py at step 3" in finished.stderr
+
+
+ADAPTED = [("llama", "query,value"), ("qwen2", "key,out,gate"), ("qwen3", "up,down,head")]
+
+
+@cases("kind, targets", ADAPTED, lambda kind, _: kind == "qwen2")
+@torch.no_grad()
+def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64):
+    """By the documented names, W + B @ A * alpha / rank of transformers' layers is what the script
+    merges. A run that goes on with them begins there; other weights, another alpha are refused."""
+    base, first, again = (tmp_path / name for name in ("base", "first", "again"))
+    model, start = make_folder(base, kind, shards="40KB"), launcher("pytorch_LoRA", 2)
+    command = f"{start} {JOB} --merge --lr 0.1 --weights {base} --output-dir {tmp_path}/none"
+    flags = f"--rank 3 --alpha 5 --targets {targets}"
+    succeed(f"{command} {flags} --output-dir {first}", forked=True)
+    config = json.loads((first / "adapter_config.json").read_text())
+    tensors = load_file(first / "adapter_model.safetensors")
+    assert len(tensors) == sum(2 if t == "head" else 8 for t in targets.split(","))
+    for name, a in tensors.items():
+        layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        assert layer.rpartition(".")[2] in config["target_modules"]
+        if part == "A.weight":
+            b = tensors[name.replace("lora_A", "lora_B")]
+            model.get_submodule(layer).weight += config["lora_alpha"] / config["r"] * b @ a
+    merged = logits_of(read_in_float64(kind, first))
+    torch.testing.assert_close(merged, logits_of(model), rtol=1e-10, atol=1e-12)
+    assert (merged - logits_of(read_in_float64(kind, base))).abs().max() > 1e-3
+    no_step = command.replace("--lr 0.1", "--lr 1e-30")
+    succeed(f"{no_step} --adapter {first} --output-dir {again}", forked=True)
+    assert relative_difference(read_run(again)[0], read_run(first)[0]) < 1e-15
+    resume = f"{flags} --resume {snapshots(first)[0]} --max-steps 5"
+    for wrong, words in {
+        f"{resume} --weights {first}": "was written with other frozen weights; give its --weights",
+        f"{resume} --alpha 7": "is from a run with --alpha 5; use it",
+        f"--adapter {first} --rank 4": "--rank 4: the adapter in",
+        f"--adapter {first} --targets key": "has its own; leave it out",
+        f"--adapter {base}": "adapter_config.json cannot be used",
+    }.items():
+        assert words in launch(f"{command} {wrong}", forked=True).refusal
 
 
 def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from techniques import LIBRARIES
 
 LAST = "step-00000002-evaluated"
 ONLY_GPT = ("pytorch_TP", "pytorch_FSDP_TP", "pytorch_CP", "pytorch_EP", "pytorch_PP")
+ONLY_GPT += ("pytorch_PP_by_hand",)
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 A_GPT = f"{SMALL} --model gpt-4x2x16 --context 16"
 LIBRARY = {t.script: t.script.partition("_")[0] for t in LIBRARIES}
@@ -170,7 +171,7 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
     files = {name: request.getfixturevalue(name) for name in files}
     for number, (flags, words) in enumerate(MISTAKES[head]):
         output = tmp_path / str(number)
-        if script not in ("benchmark", "timeline", "model_inference"):
+        if script not in ("benchmark", "timeline", "model_inference", "pytorch_DTensor"):
             flags = " ".join([job, f"--output-dir {output}", *flags_of_all, flags])
         flags, words = flags.format(**files), words.format(**files).split(" | ")
         if script in LIBRARY:

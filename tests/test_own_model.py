@@ -41,20 +41,23 @@ def mine(tmp_path_factory):
 
 
 ACCUMULATE, USUAL = "pytorch_gradient_accumulation --accumulate 3", "make_model"
+ADAPTERS = "pytorch_LoRA --merge --targets"  # against those of one rank
 AGREE = """pytorch_torchrun_DDP, pytorch_DDP_ZeRO --use_zero, pytorch_FSDP_by_hand,
 pytorch_ZeRO_by_hand --stage 2, pytorch_DDP_by_hand, pytorch_FSDP_offload, pytorch_HSDP --shard 2,
 pytorch_checkpoint, pytorch_activation_checkpointing, lightning_Trainer --strategy fsdp"""
 AGREE = [("pytorch_FSDP", USUAL), (ACCUMULATE, "own_loss"), ("pytorch_FSDP", "llama")] + [
     (script, USUAL) for script in re.split(r",\s", AGREE)
 ]
+LORA = [(f"{ADAPTERS} q_proj,v_proj", "llama"), (f"{ADAPTERS} 0,1", USUAL)]
 
 
-@cases("script, name", AGREE, lambda *row: row in AGREE[:2])
+@cases("script, name", AGREE + LORA, lambda *row: row in AGREE[:2] + LORA[:1])
 def test_techniques_agree(script, name, mine, train):
     """However the labels are distributed over ranks and micro-batches; evaluation, too, although
     two ranks do not divide 15 samples."""
     flags = f"--module {mine}:{name}"
-    (expected, one), (weights, two) = train("pytorch_SingleGPU", 1, flags), train(script, 2, flags)
+    single = script if script.startswith(ADAPTERS) else "pytorch_SingleGPU"
+    (expected, one), (weights, two) = train(single, 1, flags), train(script, 2, flags)
     # transformers computes norms and the loss in float32
     assert distance(weights, expected) < (1e-5 if name == "llama" else 1e-11)
     for figure in ("train_loss", "eval_loss", "eval_samples"):

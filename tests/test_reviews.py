@@ -24,14 +24,6 @@ def trained(review_folder, tmp_path_factory):
     return folder
 
 
-def test_it_learns(trained):
-    _, result = read_run(trained / "runs/pytorch_SingleGPU")
-    assert result["eval_accuracy"][-1] > 0.9
-    assert result["eval_samples"] == 30 and result["train_samples"] == 120
-    assert result["classes"] == ["negative", "positive"]
-    assert result["reviews_per_second"] > 0
-
-
 USUAL = ["pytorch_FSDP", "pytorch_gradient_accumulation --accumulate 2"]
 
 
@@ -49,6 +41,7 @@ def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch
     """Stock transformers and tokenizers make of model.pt what the run reported, by the lines that
     docs/ecosystem.md gives."""
     _, result = read_run(trained / "runs/pytorch_SingleGPU")
+    assert result["eval_accuracy"][-1] > 0.9 and result["classes"] == ["negative", "positive"]
     monkeypatch.chdir(trained)
     [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ecosystem.md").read_text(), re.S)
     found = {}

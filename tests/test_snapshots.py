@@ -241,17 +241,21 @@ def test_nobody_reads(tmp_path):
         assert ended.returncode == code and b"Traceback" not in ended.stderr
 
 
-def test_ctrl_c_for_torchrun(tmp_path):
-    """Whose ranks listen on the loopback interface alone."""
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(signum, tmp_path):
+    """By Ctrl-C or killed. They listen on the loopback interface alone."""
     command = start("pytorch_torchrun_DDP", 2, f"--epochs 500 --output-dir {tmp_path}")
     with started(command) as process:
         wait_for(lambda: snapshots(tmp_path))
         first, second = ranks_of(tmp_path)
         assert set(listening(first) + listening(second)) == {"127.0.0.1"}
-        process.send(signal.SIGINT, group=True)
+        process.send(signum, group=signum == signal.SIGINT)
+        wait_for(lambda: not ranks_of(tmp_path), 15)
         finished = process.end()
-    assert finished.code and finished.stdout.count("stopped by SIGINT after step") == 1
-    assert f"{snapshots(tmp_path)[0]}; resume" in finished.stdout
+    assert finished.code
+    if signum == signal.SIGINT:
+        assert finished.stdout.count("stopped by SIGINT after step") == 1
+        assert f"{snapshots(tmp_path)[0]}; resume" in finished.stdout
 
 
 def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
@@ -262,15 +266,6 @@ def test_a_rank_with_loaders_ends_after_an_exception(tmp_path):
     command += f" {SMALL} --epochs 4 --workers 1 --output-dir {tmp_path}/run"
     finished = launch(command, timeout=60, forked=True, FAULT=fault)
     assert finished.code == 1 and "InjectedFault" in finished.stderr
-
-
-def test_ranks_end_with_their_launcher(tmp_path):
-    command = start("pytorch_torchrun_DDP", 2, f"--epochs 500 --output-dir {tmp_path}")
-    with started(command) as process:
-        wait_for(lambda: snapshots(tmp_path))
-        assert len(ranks_of(tmp_path)) == 2
-        process.send(signal.SIGKILL)
-        wait_for(lambda: not ranks_of(tmp_path), 15)
 
 
 @pytest.fixture
