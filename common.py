@@ -299,8 +299,8 @@ def evaluate(
     """Loss and accuracy over the whole set, every sample counted once at any world size.
 
     For equally many forwards on all ranks, ``DistributedSampler`` repeats samples. The k-th of part
-    s of n has index ``s + k * n``: it does not count beyond the end of the set. Returns the mean
-    cross-entropy ``loss``, ``accuracy`` (0 to 1) and number of ``samples``, or of predicted tokens.
+    s of n has index ``s + k * n`` and counts up to the end of the set. Returns on every rank: mean
+    cross-entropy ``loss``, ``accuracy`` (0 to 1), number of ``samples``, or of predicted tokens.
 
     Args:
         model: plain or wrapped. Returns ``None`` on ranks of a pipeline that have no logits.

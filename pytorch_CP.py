@@ -149,8 +149,8 @@ def main():
     parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
     about = "how ranks exchange keys and values (default: ring)"
     parser.add_argument("--attention", choices=ATTENTIONS, default="ring", help=about)
-    about = {"default": "float32", "help": "dtype of matrix products (default: float32)"}
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], **about)
+    about = "dtype of matrix products (default: float32)"
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help=about)
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process

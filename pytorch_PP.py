@@ -112,8 +112,8 @@ def main():
     flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
-    about = {"default": "float32", "help": "dtype of matrix products (default: float32)"}
-    flag("--dtype", choices=["float32", "bfloat16"], **about)
+    about = "dtype of matrix products (default: float32)"
+    flag("--dtype", choices=["float32", "bfloat16"], default="float32", help=about)
     args = common.parse_args(parser)
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
