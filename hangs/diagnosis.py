@@ -28,11 +28,12 @@ def diagnose(answers: dict[int, dict | str]) -> list[str]:
     for rank, call in sorted(calls, key=lambda row: row[1]["time"]):
         if not call["alone"]:
             table[call["group"], call["number"]][rank] = call
+    idle = [rank for rank, found in answers.items() if not (rank in accounts and found["waits"])]
     return (
         find_difference(table, of_group)
         or find_message(accounts, answers)
         or find_absence(table, groups, of_group, accounts, answers)
-        or ["ranks wait for each other", *places(answers)]
+        or [f"waiting for {names(idle)}" if idle else "ranks wait for each other", *places(answers)]
     )
 
 
@@ -53,7 +54,8 @@ def find_difference(table: dict, of_group: dict) -> list[str]:
 def find_message(accounts: dict, answers: dict) -> list[str]:
     """A send or receive between two ranks that does not complete."""
     for rank, account in sorted(accounts.items()):
-        if message := account["message"]:
+        message = account["message"]
+        if message and message["peer"] is not None:
             peer = accounts.get(message["peer"])
             if not (peer and (peer["message"] or peer["waits"])):
                 return [f"rank {rank} waits for a message: {message['what']}", *places(answers)]

@@ -23,7 +23,9 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the timeout of all groups, as those of a device mesh or a library have their own."""
+    """Set the timeout of all groups, as those of a device mesh or a library have their own; and the
+    default of later ones, as gloo's sends and receives keep the one that their group began with."""
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=seconds)
     set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # 2.11
     for group in c10d._world.pg_map:
         set_timeout(timedelta(seconds=seconds), group)
@@ -49,14 +51,14 @@ def read_file(path: Path) -> dict:
 
 
 def account_of(
-    recorded: dict, script: Path, at: tuple = ("", None), why: str = "", stopped: bool = False
+    recorded: dict, script: Path, at=("", None), failed: bool = False, stopped: bool = False
 ) -> dict:
     """What :func:`diagnose` has to know of a rank.
 
     Args:
         script: the file whose lines are named first.
         at: from :func:`locate`; default: at its last collective.
-        why: the collective failed on this rank; "": it was asked.
+        failed: the collective failed on this rank; otherwise it was asked.
         stopped: it was stopped by a signal, so it does not wait.
     """
     place, message = at
@@ -72,11 +74,11 @@ def account_of(
             line = name_places(script, frames)
             place = place or line
             call = call_of(entry, line, place) | {"group": key.get(name, name)}
-            if why and line == place and not any(call["open"] for call in calls):
+            if failed and line == place and not any(call["open"] for call in calls):
                 call["open"] = True  # it has failed, which gloo records as completed
             calls.append(call)
         message = message_of(entry, groups.get(key.get(name))) or message  # the earliest
-    waits = not stopped and bool(why or message or any(call["open"] for call in calls))
+    waits = not stopped and bool(failed or message or any(call["open"] for call in calls))
     about = {"place": place, "message": message, "waits": waits, "stopped": stopped}
     return about | {"calls": calls, "groups": groups}
 
@@ -112,8 +114,9 @@ def call_of(entry: dict, line: str, place: str) -> dict:
 
 
 def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
-    """The send or receive that waits at these lines: gloo does not record it."""
-    if "torch/distributed" not in frames[0][0].f_code.co_filename:
+    """The send, the receive or a script's own work that waits here: gloo does not record it."""
+    waits = any(isinstance(value, dist.Work) for value in frames[0][0].f_locals.values())
+    if not waits and "torch/distributed" not in frames[0][0].f_code.co_filename:
         return None  # it is computing
     for frame, _ in frames:
         kind, given = frame.f_code.co_name, frame.f_locals
@@ -127,7 +130,7 @@ def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
         for op in sorted(ops, key=lambda op: op.op is dist.isend):
             kind = "send" if op.op is dist.isend else "recv"
             return message(kind, op.tensor.shape, op.tensor.dtype, op.peer)
-    return None
+    return {"peer": None} if waits else None
 
 
 def message_of(entry: dict, ranks: list[int]) -> dict | None:

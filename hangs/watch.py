@@ -39,7 +39,7 @@ class Watch:
     def __init__(self, script: Path, folder: Path, rank: int, one_machine: bool):
         self.script, self.folder, self.rank, self.one_machine = script, folder, rank, one_machine
         self.process, self.began, self.peers = os.getpid(), time.time(), []
-        self.account, self.describing = None, threading.RLock()
+        self.account, self.raised, self.describing = None, [], threading.RLock()
         self.stopped_at, self.continued = None, 0.0  # what locate() returns, and when
         self.claimed, self.over = threading.Lock(), threading.Event()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
@@ -89,7 +89,8 @@ class Watch:
             frames += traceback.walk_tb(cause.__traceback__) if cause else []
         hung = cause and dist.is_initialized()
         if hung:
-            self.describe("waits", frames[::-1])  # before another rank asks
+            self.raised = frames[::-1]  # the innermost first; also if another rank asks already
+            self.describe()
         sys.__excepthook__(kind, error, trace)
         if hung:
             self.report()
@@ -97,7 +98,7 @@ class Watch:
     def before_abort(self, signum: int) -> None:
         """Called by the thread that aborts the process, which ends when this returns."""
         if os.getpid() == self.process and dist.is_initialized():
-            self.describe("aborts")
+            self.describe(failed=True)
             self.report()
 
     def after_stop(self, signum: int, frame: FrameType) -> None:
@@ -128,9 +129,8 @@ class Watch:
             time.sleep(LINGER)
             os._exit(1)
 
-    def describe(self, why: str = "", frames: list | None = None) -> dict:
-        """Write this rank's record; its account of ``why`` and ``frames`` (default: those of the
-        main thread), see :func:`account_of`. The first call counts."""
+    def describe(self, failed: bool = False) -> dict:
+        """Write this rank's record; its account, see :func:`account_of`. The first call counts."""
         with self.describing:
             if self.account:
                 return self.account
@@ -144,8 +144,8 @@ class Watch:
                 record["entries"] = [e for e in record["entries"] if e["time_created_ns"] < until]
             else:
                 main = sys._current_frames()[threading.main_thread().ident]
-                at = locate(self.script, frames or list(traceback.walk_stack(main)))
-            self.account = account_of(record, self.script, at, why, stopped)
+                at = locate(self.script, self.raised or list(traceback.walk_stack(main)))
+            self.account = account_of(record, self.script, at, failed or bool(self.raised), stopped)
             return self.account
 
     def write_report(self, answers: dict) -> str:

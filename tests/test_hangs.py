@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import hang  # noqa: E402
 
 HANGS = [(script, fault) for script in hang.SCRIPTS for fault in hang.FAULTS]
-USUAL = [("pytorch_TP", "shape"), ("pytorch_ND_parallel", "loop")]
+USUAL = [("pytorch_TP", "shape"), ("pytorch_ND_parallel", "loop"), ("pytorch_PP", "stop")]
 SCRIPT = "pytorch_torchrun_DDP.py"
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
 

@@ -1,12 +1,11 @@
 """Make runs hang or abort, and see whether their last lines name the rank, the collective and the
 line.
 
-    python measure/faults/hang.py --output results/hangs.json
-    python measure/faults/hang.py --scripts pytorch_FSDP --faults skip stop
+    python measure/faults/hang.py
 
 Each is a small run on four ranks, of which one, rank 1, does what FAULTS says in the third step
-(see victim.py). PyTorch's own tool has to read what the ranks have recorded. Exit code: 0 if all
-that could be named was.
+(see victim.py). PyTorch's own tool has to read what the ranks have recorded. Writes
+results/hangs.json. Exit code: 0 if all that could be named was.
 """
 
 import json
@@ -17,31 +16,24 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from fork_server import Server  # noqa: E402
+from inject import ENVIRONMENT, GPT, ROOT, Server  # and finds our rooms
 
 from harness.measure import git_commit  # noqa: E402
 from report import fresh  # noqa: E402
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 1"
 JOB += " --device cpu --timeout 5"
-GPT = "--model gpt-4x4x16 --context 16"
 SCRIPTS = {
     "pytorch_torchrun_DDP": "--model small_resnet",
-    "pytorch_FSDP": GPT,
-    "pytorch_TP": GPT,
-    "pytorch_PP": GPT,
+    **{f"pytorch_{name}": GPT for name in ("FSDP", "TP", "PP", "PP_by_hand", "CP")},
     "pytorch_FSDP_TP": f"{GPT} --tp 2",  # groups of two ranks each
     "pytorch_ND_parallel": f"{GPT} --tp 2 --pp 2",
 }
 OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
 SEVEN = r"(?=.*differs: .*all_reduce of float32 \[7\] on ranks 0, 2, 3[,;]).*"  # first or last
-FORWARD = r"pytorch_\w+\.py:\d+ (logits = model\(|schedule\.step\()"
+FORWARD = r"pytorch_\w+\.py:\d+ (logits = model\(|schedule\.step\(|output = self\.stage\()"
 FAULTS = {  # the collective, and the line of rank 1, as regular expressions
     "skip": (SEVEN + r"\w+ of .* on rank 1[,;]", r"rank 1: .*pytorch_\w+\.py:\d+ (?!optimizer)"),
     "order": (SEVEN + r"broadcast of float32 \[3\] on rank 1[,;]", rf"rank 1: .*{NEXT}"),
@@ -54,26 +46,20 @@ FAULTS = {  # the collective, and the line of rank 1, as regular expressions
 }
 WAITED = r"rank 1 did not join collective \d+, \w+ of \w+ \[[\d, ]*\]"
 WAITED += r"|ranks? [\d, ]+ waits? for a message: (send|recv) of \w+ \[[\d, ]+\] (to|from) rank 1;"
+WAITED += r"|waiting for rank 1;"  # of works that the script waits for itself
 
 
 def main():
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--output", type=Path, help="a JSON file")
-    args = parser.parse_args()
-    bin = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory(prefix="hang-") as folder:
-        server = Server(os.environ | {"OMP_NUM_THREADS": "1", "PATH": bin, "TMPDIR": folder})
+        server = Server(os.environ | ENVIRONMENT | {"TMPDIR": folder})
         try:
-            rows = [try_one(server, s, fault) for fault in args.faults for s in args.scripts]
+            rows = [try_one(server, script, fault) for fault in FAULTS for script in SCRIPTS]
         finally:
             server.close()
-    if args.output:
-        about = {"git_commit": git_commit(), "versions": {"torch": torch.__version__}, "rows": rows}
-        scripts = [f"{script}.py" for script in args.scripts]
-        about["files"] = fresh.files_of(ROOT, scripts, (*fresh.BELOW, "hangs"))
-        args.output.write_text(json.dumps(about, indent=1) + "\n")
+    about = {"git_commit": git_commit(), "versions": {"torch": torch.__version__}, "rows": rows}
+    about["files"] = fresh.files_of(ROOT, [f"{s}.py" for s in SCRIPTS], (*fresh.BELOW, "hangs"))
+    (ROOT / "results" / "hangs.json").write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(any(row["missed"] for row in rows))
 
 
@@ -84,7 +70,7 @@ def try_one(server, script, fault):
         order = {"kind": fault, "rank": 1, "step": 3, "phase": phase, "events": f"{folder}/events"}
         command = f"torchrun --nproc_per_node=4 measure/faults/victim.py {script}.py"
         command += f" {JOB} {SCRIPTS[script]} --output-dir {folder}/run"
-        env = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": json.dumps(order)}
+        env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(order)}
         with open(f"{folder}/log", "w+") as log:
             run = server.start(shlex.split(command), stdout=log, stderr=log, cwd=ROOT, env=env)
             run.wait(90)
