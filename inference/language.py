@@ -172,7 +172,8 @@ def write_onnx(args: Trained, path: Path) -> None:
         fail(f"--weights {args.weights}: ONNX has no mixture of experts; use --runtime torch")
     tokens, dim = torch.zeros(2, args.context, dtype=torch.int64), torch.export.Dim
     shape = {"tokens": {0: dim("batch"), 1: dim("time", max=args.context)}}
-    export.save(load_gpt(args), tokens, shape, path, make_metadata(args, "fp32", INPUT))
+    unpacked = replace(args, packed=None)  # it takes one document, or window, per row
+    export.save(load_gpt(args), tokens, shape, path, make_metadata(unpacked, "fp32", INPUT))
 
 
 def compare(args: Trained, path: Path) -> None:
@@ -183,7 +184,7 @@ def compare(args: Trained, path: Path) -> None:
     tokens = (torch.randint(len(args.classes), shape) for shape in shapes)
     difference = export.differ(*runners, tokens)
     line = f"compared with PyTorch: logits within {difference:.1e}"
-    if args.dataset != "auto":
+    if args.dataset != "auto" and not args.packed:
         loss, other = (measure(args, runner)["loss"] for runner in runners)
         line += f", loss {loss:.4f} -> {other:.4f}"
     print(line)

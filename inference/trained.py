@@ -14,7 +14,7 @@ from libraries import hub, weights
 
 # Settings of the run that define the weights and the test data
 NAMES = ["model", "norm", "image_size", "context", "tokenizer", "tie", "dataset", "data_dir"]
-NAMES += ["eval_samples", "kv_heads", "mlp_width", "experts", "top_k", "balance"]
+NAMES += ["eval_samples", "kv_heads", "mlp_width", "experts", "top_k", "balance", "packed"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,18 @@
-"""Chat: conversations from a .jsonl file, in the chat template of the folder ``--weights``. Labels
-are the assistant's answers."""
+"""Chat: conversations of a .jsonl file in a model's chat template; labels are the answers."""
 
 import json
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import jinja2
 import numpy as np
-import torch
 from torch import Tensor
 
 from harness.cli import fail, fetch_input
 from harness.data import how_many
-from harness.world import print0, this_script
+from harness.world import print0
 from jobs import decoder, text, token_files
 from libraries import hub
 
@@ -32,82 +30,20 @@ def resolve(args):
     return args
 
 
-class Chat(text.Text):
-    """Conversations, one per window of ``context`` tokens. A longer one is cut, a shorter one is
-    padded at its end, which causal attention keeps from it. Labels are -100 except for answers.
-
-    Args:
-        tokens: int32, all conversations, each with :data:`END` after it. A token that is not part
-            of an answer is stored as its bitwise complement, which is negative.
-        vocabulary: the tokens' names.
-        context: tokens per window.
-        places: int64 ``[n, 3]``: where each conversation begins, and its numbers of tokens and of
-            labels.
-    """
+class Chat(text.Documents):
+    """Conversations. Labels are the answers."""
 
     unit, units, name = "conv", "conversations", "chat"
 
-    def __init__(self, tokens: Tensor, vocabulary: list[str], context: int, places: Tensor):
-        super().__init__(tokens, vocabulary, context)
-        self.starts, self.lengths, self.counts = places.T
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def count_labels(self) -> int:
-        return int(self.counts.sum())
-
-    def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
-        """Tokens and labels, int64 ``[n, context]``. Every rank also counts the labels of the
-        global batch, for :meth:`weight`."""
-        [index], (rank, of) = batch, share
-        n = len(index) * of
-        order = in_order(len(self), seed + epoch)[step * n : (step + 1) * n]
-        if not torch.equal(order[rank::of], index):
-            raise RuntimeError("the sampler has another order of conversations")
-        self.density = self.counts[order].sum().item() / (n * self.context)
-        return self.prepare_evaluation(batch, device)
-
-    def weight(self, labels: Tensor) -> Tensor:
-        """The share of positions with a label, relative to that of the global batch, a scalar: a
-        mean over few labels counts less."""
-        if labels.shape[1] != self.context:
-            why = f"{this_script()}.py splits sequences, and some parts would have no answer"
-            fail(f"--dataset chat: {why}; do not shard the context")
-        return (labels >= 0).to(torch.get_default_dtype()).mean() / self.density
-
-    def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
-        """The same, without counting."""
-        [index] = batch
-        places = torch.arange(self.context + 1)
-        inside = (places < self.lengths[index, None]).to(self.tokens.device)
-        places = (self.starts[index, None] + places).clamp(max=len(self.tokens) - 1)
-        found = self.tokens[places.to(self.tokens.device)].long()
-        tokens = torch.where(found < 0, ~found, found).masked_fill(~inside, 0)
-        labels = found.masked_fill(~inside | (found < 0), -100)[:, 1:]
-        return tokens[:, :-1].contiguous().to(device), labels.contiguous().to(device)
-
-    def rates(self, samples_per_second: float) -> dict[str, float]:
-        tokens = samples_per_second * self.lengths.clamp(max=self.context).double().mean().item()
-        return {"samples_per_second": samples_per_second, "tokens_per_second": tokens}
-
     def describe(self) -> dict:
-        checksum = zlib.crc32(self.tokens.cpu().numpy())
-        found = {"train_tokens": int(self.lengths.sum()), "train_labels": self.count_labels()}
-        return super().describe() | found | {"context": self.context, "checksum": checksum}
-
-
-@lru_cache(maxsize=1)
-def in_order(n: int, seed: int) -> Tensor:
-    """The order of an epoch, as RandomSampler and DistributedSampler have it."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+        return super().describe() | {"checksum": zlib.crc32(self.tokens.cpu().numpy())}
 
 
 # ---------------------------------------------------------------------------------------- files
 def make_datasets(args) -> tuple[Chat, Chat]:
     """The training set, and the last tenth of the conversations for evaluation."""
     train_set, eval_set, words = load(args)
-    print0(f"data: chat, {words}; windows of {args.context} tokens")
+    print0(f"data: chat, {words}; rows of {args.context} tokens")
     return train_set, eval_set
 
 
@@ -141,12 +77,14 @@ def choose(args, split: str, tokens: Tensor, vocabulary: list[str]) -> tuple[Cha
         why = f"no conversation of the {of} has an answer within --context {args.context}"
         fail(f"--data-dir {args.data_dir}: {why}; use more of them, or a larger --context")
     skipped, kept = len(ends) - len(kept), kept[: how_many(args, split, len(kept))]
-    places = torch.from_numpy(np.stack([starts, ends - starts, counts], 1)[kept])
-    chosen = Chat(tokens, vocabulary, args.context, places)
-    long = (chosen.lengths > args.context + 1).sum()
+    inputs = ends - starts - 1
+    long = (inputs[kept] > args.context).sum()
+    places = np.stack([starts, np.minimum(inputs, args.context), counts], 1)
+    chosen = Chat(tokens, vocabulary, args.context, places[kept], args.packed)
     kind = "training" if split == "train" else "evaluation"
     words = f"{len(kept):,} {kind} conversations with {chosen.count_labels():,} labels "
-    return chosen, f"{words}({long:,} cut, {skipped:,} others without an answer skipped)"
+    words += f"({long:,} cut, {skipped:,} others without an answer skipped)"
+    return chosen, words + chosen.describe_rows()
 
 
 def encode(

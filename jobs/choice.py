@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
 from harness.world import this_script, world
+from jobs.decoder import size_of
 from jobs.experts import loss_or_bias
 from libraries import hub, weights
 from remote.storage import trim_url
@@ -27,7 +28,7 @@ ONLY_GPT = {  # help texts of a script that trains nothing else
     "model": f"{GPTS} (default: gpt-mini on a GPU, gpt-nano on a CPU)",
     "dataset": "auto (default): Shakespeare, if present or downloadable, else synthetic; "
     "or shakespeare, text, chat, synthetic",
-    "data_dir": "folder, or file of text; chat: a .jsonl file (default: data)",
+    "data_dir": "folder or text file; chat: .jsonl file (default: data)",
     "weights": "initial weights: a model.pt, the folder of a run or a snapshot; for a Llama, "
     "Mistral or Qwen also a folder or a name of huggingface.co (default: none)",
 }
@@ -85,6 +86,8 @@ class TextOptions:
     tokenizer: str | None = flag(None, choices=["chars", "bytes", "hub"], identity=True,
         help="characters, bytes, or hub: tokens of the tokenizer in the folder --weights "
         "(default: hub if it has one, else chars)")
+    packed: bool | None = flag(None, action="store_true", identity=True,
+        help="pack several documents into each sequence")
     kv_heads: int | None = flag(None, type=positive, metavar="N", identity=True,
         help="llama-LxHxD: heads of keys and values (default: H)")
     mlp_width: int | None = flag(None, type=positive, metavar="N", identity=True,
@@ -161,6 +164,11 @@ class Settings(
         return texts if is_decoder(model) else IMAGES
 
     @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of a row of tokens: packed ones have positions beside them."""
+        return (2, self.context) if self.packed else (self.context,)
+
+    @property
     def source(self) -> str | None:
         """For snapshots: the folder with a Llama's configuration and tokenizer, if it has one."""
         own = self.task in (TEXT, CHAT) and hub.is_folder(self.weights)
@@ -193,15 +201,9 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
     set_model_state_dict(model, weights, options=options)
 
 
-def size_of(args):
-    """The shape of a decoder: see :func:`jobs.decoder.size_of`."""
-    return args.task.models.size_of(args)
-
-
 def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) -> None:
-    """Check that the ranks, which ``flag`` sets, divide the heads, the MLP, and with
-    ``--sequence-parallel`` the positions, and leave none of them an empty shard of the
-    vocabulary."""
+    """Check that the ranks, which ``flag`` sets, can split the model: heads, MLP, vocabulary and,
+    with ``--sequence-parallel``, positions."""
     size, tokens = size_of(args), len(vocabulary)
     sequence = getattr(args, "sequence_parallel", None)  # None: by hand, always the vocabulary
     if size.kv_heads % ranks:
@@ -229,8 +231,7 @@ def check_is_gpt(args) -> None:
 
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    others = args.module or args.dataset == "reviews"
-    if not others and args.model in (None, "gpt", "llama"):
+    if not (args.module or args.dataset == "reviews") and args.model in (None, "gpt", "llama"):
         path = Path(args.weights)
         if path.name == "model.pt" and path.with_name("config.json").is_file():  # of a Llama's run
             args = replace(args, weights=str(path.parent))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.cli import fail
 from jobs.experts import MixtureOfExperts
-from libraries.attention_kernels import repeat, shares_heads
+from libraries.attention_kernels import attend_to, repeat, see_documents, shares_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Size:
         return dataclasses.replace(self, kv_heads=self.heads, mlp_width=4 * self.width)
 
     def make_model(self, vocabulary: list[int], args, **options) -> "Decoder":
-        """A model of this shape; ``options``: ``tie``, and for experts instead of MLPs those of
-        :class:`MixtureOfExperts`."""
+        """``options``: ``tie``, and for experts those of :class:`MixtureOfExperts`."""
         return GPT(vocabulary, self, args.context, args.dropout, **options)
 
     def count_parameters(self, vocabulary: int) -> int:
@@ -64,10 +63,12 @@ SIZES = {
 }
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, seen=None) -> Tensor:
     """Causal attention of ``[batch, heads, time, head_width]``. Keys and values may have fewer
     heads, each of which is used by several heads of queries (Ainslie et al. 2023,
-    arXiv:2305.13245)."""
+    arXiv:2305.13245). ``seen``: of packed rows, from :func:`see_documents`."""
+    if seen is not None:
+        return attend_to(seen, q, *repeat(q, k, v))
     if shares_heads(q):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return F.scaled_dot_product_attention(q, *repeat(q, k, v), is_causal=True)
@@ -102,12 +103,13 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = make_norm(size.head_width), make_norm(size.head_width)
 
     def forward(self, x: Tensor, places) -> Tensor:
+        angles, documents = places
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
         if self.normalizes:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotate:
-            q, k = self.rotate(q, *places), self.rotate(k, *places)
-        heads = self.attend(q, k, v)
+            q, k = self.rotate(q, *angles), self.rotate(k, *angles)
+        heads = self.attend(q, k, v, *documents)
         return self.dropout(self.out(heads.transpose(1, 2).flatten(2)))
 
     def split(self, x: Tensor) -> Tensor:
@@ -116,19 +118,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int, dropout: float):
+    """With GELU; ``gated``: SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, width: int, inner: int, dropout=0.0, gated=False):
         super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        if gated:
+            self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.dropout, self.gated = nn.Dropout(dropout), gated
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(F.gelu(self.up(x))))
+        hidden = F.silu(self.gate(x)) * self.up(x) if self.gated else F.gelu(self.up(x))
+        return self.dropout(self.down(hidden))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm (Radford et al. 2019, section 2.3), which
-    ``make_norm`` makes for a width."""
+    """Attention and MLP, each after a norm (Radford et al. 2019, section 2.3)."""
 
     def __init__(self, width: int, make_norm: Callable, attention: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -138,7 +144,7 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, places) -> Tensor:
-        """``places``: from :meth:`Decoder.places`; rotary attention needs them in every block."""
+        """``places``: from :meth:`Decoder.locate`; attention needs them in every block."""
         x = x + self.attention(self.attention_norm(x), places=places)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -148,13 +154,8 @@ class Decoder(nn.Module):
     that ``F.cross_entropy`` takes with labels ``[batch, time]``.
 
     Linear layers have no bias; a key's bias, for example, would cancel in the softmax. Weights are
-    initialized by :func:`jobs.decoder.init_weights`.
-
-    Args:
-        vocabulary: code points of the characters of the tokens, part of the state dict.
-        make_mlp: makes the MLP of a block.
-        tie: share one matrix between embedding and head.
-    """
+    initialized by :func:`jobs.decoder.init_weights`. ``vocabulary``: code points of the tokens'
+    characters, part of the state dict."""
 
     before, after = ("token",), ("norm", "head")  # modules, before the blocks and after them
 
@@ -178,9 +179,20 @@ class Decoder(nn.Module):
         """The input of the first block, ``[batch, time, width]``."""
         return self.token(tokens)
 
-    def places(self, positions: Tensor):
-        """What all blocks need of the positions: with rotary attention, the angles."""
-        return positions
+    def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """What rotary attention needs of the positions."""
+        return ()
+
+    def locate(self, rows: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor, tuple]:
+        """The tokens of :meth:`forward`'s arguments, their positions, and what all blocks need of
+        the positions: angles, and of packed rows which tokens are in one document."""
+        positions = torch.arange(rows.shape[-1], device=rows.device) if order is None else order
+        if rows.ndim == 2:
+            return rows, positions, (self.angles(positions), ())
+        tokens, in_document = rows.unbind(1)
+        begins = positions - in_document  # where the document of each token begins, in its row
+        documents = begins if order is not None else see_documents(begins)
+        return tokens, in_document, (self.angles(in_document), (documents,))
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits from the output of the last block."""
@@ -188,10 +200,10 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)).transpose(1, 2).contiguous()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """``positions``: ``[time]``, of this rank's tokens, if sequences are sharded."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x, places = self.embed(tokens, positions), self.places(positions)
+        """``tokens`` are packed if they are ``[batch, 2, time]``, with the position of each in its
+        document. ``positions``: ``[time]``, of this rank's tokens, if sequences are sharded."""
+        tokens, positions, places = self.locate(tokens, positions)
+        x = self.embed(tokens, positions)
         for block in self.blocks:
             x = block(x, places)
         return self.unembed(x)
@@ -206,10 +218,8 @@ class GPT(Decoder):
         self, vocabulary: list[int], size: Size, context: int, dropout=0.0, tie=False, **experts
     ):
         make_attention = partial(Attention, size, dropout)
-        make_mlp = partial(MLP, size.width, dropout)
-        if experts:
-            sizes = size.width, 4 * size.width
-            make_mlp = partial(MixtureOfExperts, *sizes, dropout=dropout, **experts)
+        kind, inner = MixtureOfExperts if experts else MLP, size.mlp_width or 4 * size.width
+        make_mlp = partial(kind, size.width, inner, dropout=dropout, **experts)
         super().__init__(vocabulary, size, nn.LayerNorm, make_attention, make_mlp, tie)
         self.position = nn.Embedding(context, size.width)
         self.dropout = nn.Dropout(dropout)

@@ -7,12 +7,11 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.cli import fail
 from jobs.experts import MixtureOfExperts
-from jobs.gpt import Attention, Decoder, Size
+from jobs.gpt import MLP, Attention, Decoder, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,21 +123,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``[batch, heads, time, head_width]``, so that the product of a query and a key depends
     on their distance. The first half of a head's elements is paired with the second half."""
     first, second = x.chunk(2, 3)
-    turned = torch.cat([-second, first], 3)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
-
-
-class SwiGLU(nn.Module):
-    """Shazeer 2020, arXiv:2002.05202."""
-
-    def __init__(self, size: LlamaSize):
-        super().__init__()
-        self.gate = nn.Linear(size.width, size.mlp_width, bias=False)
-        self.up = nn.Linear(size.width, size.mlp_width, bias=False)
-        self.down = nn.Linear(size.mlp_width, size.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    return x * cos.to(x.dtype) + torch.cat([-second, first], 3) * sin.to(x.dtype)
 
 
 class Llama(Decoder):
@@ -149,16 +134,15 @@ class Llama(Decoder):
         norms = make_norm if size.kind in ("qwen3", "qwen3_moe") else None
         options = {"rotate": rotate, "bias": size.kind == "qwen2", "make_norm": norms}
         make_attention = partial(Attention, size, **options)
-        make_mlp = partial(SwiGLU, size)
-        if experts:
-            experts |= {"gated": True, "normalize": size.normalize}
-            make_mlp = partial(MixtureOfExperts, size.width, size.mlp_width, **experts)
+        experts |= {"normalize": size.normalize} if experts else {}
+        kind = MixtureOfExperts if experts else MLP
+        make_mlp = partial(kind, size.width, size.mlp_width, gated=True, **experts)
         super().__init__(vocabulary, size, make_norm, make_attention, make_mlp, tie)
         self.size = size
 
-    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of all angles, once for all blocks, in fp32 for any dtype of weights."""
-        angles = positions.float()[:, None] * frequencies(self.size, positions.device)
-        angles = torch.cat([angles, angles], 1)
+        angles = positions.float()[..., None] * frequencies(self.size, positions.device)
+        angles = torch.cat([angles, angles], -1).unsqueeze(-3)  # the same for all heads
         factor = attention_factor(self.size)
         return factor * angles.cos(), factor * angles.sin()

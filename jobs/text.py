@@ -3,16 +3,15 @@
 import codecs
 import hashlib
 import os
-import urllib.request
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.cli import fail, fetch_input
+from harness.cli import fail, fetch_input, need_compiler
 from harness.data import TaskData, how_many
 from harness.settings import fill, replace
 from harness.world import print0
@@ -54,6 +53,11 @@ def resolve(args):
         fail(f"--context {args.context}: {why}; {use}")
     if args.dropout and size.on_the_hub:
         fail(f"--dropout {args.dropout:g}: a Llama has none; leave it out")
+    attention = getattr(args, "attention", "allgather")
+    if args.packed and attention != "allgather" and getattr(args, "cp", 2) > 1:
+        fail(f"--packed: --attention {attention} would cross documents; use --attention allgather")
+    if args.packed and args.device == "cuda" and not args.double:
+        need_compiler("cuda")  # of FlexAttention
     if args.tokenizer == "hub" and not has_tokenizer:
         fail("--tokenizer hub reads the one in the folder --weights; use a folder that has one")
     if own and not size.on_the_hub:
@@ -80,13 +84,15 @@ class Text(TaskData):
     Args:
         tokens: ``[n]``, of a small integer type.
         vocabulary: the character of each token; for bytes U+0000 to U+00FF.
-        context: tokens per window.
     """
 
     unit, units, tensors = "win", "windows", ("tokens",)
+    density = 1.0  # share of positions with a label, in the global batch
+    about = ""  # how documents were packed, to print
 
     def __init__(self, tokens: Tensor, vocabulary: list[str], context: int):
         self.tokens, self.classes, self.context = tokens, vocabulary, context
+        self.length = context  # tokens of a sample, on average
 
     def __len__(self) -> int:
         return -(-self.count_labels() // self.context)
@@ -103,8 +109,7 @@ class Text(TaskData):
         rng = np.random.default_rng((seed, epoch, step))
         later = torch.from_numpy(rng.integers(self.context, size=len(index) * of))
         starts = index * self.context + later[rank::of]
-        last = self.count_labels() - self.context
-        return self.windows(starts.clamp(max=last), device)
+        return self.windows(starts.clamp(max=self.count_labels() - self.context), device)
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
         """Adjacent windows, so that each position counts once. Beyond the end of the text, the
@@ -127,11 +132,104 @@ class Text(TaskData):
         return torch.zeros(n, self.context, dtype=torch.int64)
 
     def rates(self, samples_per_second: float) -> dict[str, float]:
-        tokens = samples_per_second * self.context
+        tokens = samples_per_second * self.length
         return {"samples_per_second": samples_per_second, "tokens_per_second": tokens}
 
     def describe(self) -> dict:
         return super().describe() | {"train_tokens": len(self.tokens), "context": self.context}
+
+
+class Documents(Text):
+    """Rows of ``context`` tokens, each with one document, or ``packed`` with as many as fit, one
+    after the other; and with padding at its end.
+
+    Args:
+        tokens: one that is no label is stored as its bitwise complement, which is negative.
+        places: ``[n, 3]``: where each document begins, its number of inputs, which is at most
+            ``context``, and of labels.
+    """
+
+    unit, units = "row", "rows"
+
+    def __init__(self, tokens: Tensor, vocabulary: list[str], context: int, places, packed: bool):
+        super().__init__(tokens, vocabulary, context)
+        self.packed, (self.starts, self.lengths, counts) = packed, places.T
+        self.rows = np.arange(len(places) + 1)  # the first document of each, and all documents
+        if packed:
+            self.rows, self.unit, self.units = next_fit(self.lengths, context), "row", "rows"
+        self.counts = np.add.reduceat(counts, self.rows[:-1])  # labels of each row
+        self.length = self.lengths.sum() / len(self)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def count_labels(self) -> int:
+        return int(self.counts.sum())
+
+    def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
+        """See :meth:`prepare_evaluation`. Also counts the global batch's labels for the weight."""
+        [index], (rank, of) = batch, share
+        n = len(index) * of
+        order = in_order(len(self), seed + epoch)[step * n : (step + 1) * n]
+        if not np.array_equal(order[rank::of], index):
+            raise RuntimeError("the sampler has another order of rows")
+        self.density = self.counts[order].mean() / self.context
+        return self.prepare_evaluation(batch, device)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        """The share of positions with a label, relative to that of the global batch, a scalar: a
+        mean over few labels counts less."""
+        return (labels >= 0).to(torch.get_default_dtype()).mean() / self.density
+
+    def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
+        """Labels int64 ``[n, context]``, -100 where there is none, and tokens of the same shape. If
+        packed, these are ``[n, 2, context]``, with the position of each in its document."""
+        rows = torch.from_numpy(np.stack([self.row(i) for i in batch[0].numpy()]))
+        where = self.tokens.device
+        if where.type == "cuda":  # a copy that the CPU need not wait for
+            rows = rows.pin_memory().to(where, non_blocking=True)
+        places, positions = rows.unbind(1)
+        tokens, labels = self.tokens[places].long(), self.tokens[places + 1].long()
+        tokens = torch.where(tokens < 0, ~tokens, tokens).masked_fill(places < 0, 0)
+        labels = labels.masked_fill((places < 0) | (labels < 0), -100)
+        tokens = torch.stack([tokens, positions], 1) if self.packed else tokens
+        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    def row(self, i: int) -> np.ndarray:
+        """Where the tokens of a row are, and their positions in their documents. Padding is at -1,
+        and a document of its own, which has no labels."""
+        documents = slice(self.rows[i], self.rows[i + 1])
+        lengths = self.lengths[documents]
+        begins = np.repeat(lengths.cumsum() - lengths, lengths)
+        positions = np.arange(len(begins)) - begins
+        places = np.repeat(self.starts[documents], lengths) + positions
+        padding = np.arange(self.context - len(begins))
+        both = [places, np.full_like(padding, -1)], [positions, padding]
+        return np.stack([np.concatenate(parts) for parts in both])
+
+    def describe(self) -> dict:
+        found = {"train_tokens": int(self.lengths.sum()), "train_labels": self.count_labels()}
+        return super().describe() | found
+
+    def describe_rows(self) -> str:
+        padding = 1 - self.length / self.context
+        return f" in {len(self):,} rows, {padding:.0%} padding" if self.packed else ""
+
+
+def next_fit(lengths: np.ndarray, context: int) -> np.ndarray:
+    """The first document of each row, and at the end the number of documents. A row ends before
+    the first document that does not fit, so documents keep their order."""
+    ends, rows, used = lengths.cumsum(), [0], 0
+    while rows[-1] < len(ends):
+        rows.append(int(np.searchsorted(ends, used + context, "right")))
+        used = ends[rows[-1] - 1]
+    return np.array(rows)
+
+
+@lru_cache(maxsize=1)
+def in_order(n: int, seed: int) -> np.ndarray:
+    """The order of an epoch, as RandomSampler and DistributedSampler have it."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 # ---------------------------------------------------------------------------------------- texts
@@ -141,8 +239,8 @@ def make_datasets(args) -> tuple[Text, Text]:
     because = f" ({SHAKESPEARE} is not in {args.data_dir} and could not be downloaded: {why})"
     print0(
         f"data: {train_set.name}{because if why else ''}, {len(train_set.tokens):,} training and "
-        f"{len(eval_set.tokens):,} evaluation tokens in windows of {args.context}, "
-        f"{len(train_set.classes)} different ones"
+        f"{len(eval_set.tokens):,} evaluation tokens in {train_set.units} of {args.context}, "
+        f"{len(train_set.classes)} different ones{train_set.about}{eval_set.about}"
     )
     return train_set, eval_set
 
@@ -160,41 +258,36 @@ def load(args) -> tuple[Text, Text, str | None]:
     if name == "text" and args.tokenizer == "hub":
         (first, last), vocabulary = load_tokens(args)
     elif name == "synthetic":
-        texts = (made_up(args.seed, split).encode() for split in ("train", "eval"))
+        texts = (made_up(args.seed, split, args.packed).encode() for split in ("train", "eval"))
         (first, last), vocabulary = encode(args, *texts)
     else:
         text = read_shakespeare(args) if name == "shakespeare" else read(args)
-        (first, last), vocabulary = encode(args, *split_text(text))
+        middle = token_files.character(text, len(text) * 9 // 10)  # the last tenth: evaluation
+        (first, last), vocabulary = encode(args, text[:middle], text[middle:])
     train_set = cut(args, name, first, vocabulary, "train")
     return train_set, cut(args, name, last, vocabulary, "eval"), why
 
 
 def fetch_shakespeare(data_dir: Path) -> str | None:
-    """Download a million characters of Shakespeare (Karpathy 2015) if they are missing; see
-    :func:`libraries.download.fetch`."""
+    """Download tiny Shakespeare (Karpathy 2015) if it is missing; see :func:`fetch`."""
     path = data_dir / SHAKESPEARE
 
     def download():
         data_dir.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        with urllib.request.urlopen(URL, timeout=10) as answer:
-            part.write_bytes(answer.read())
-        part.replace(path)
+        torch.hub.download_url_to_file(URL, path, SHA256, progress=False)
 
     return fetch(URL, path.is_file, download)
 
 
 def read_shakespeare(args) -> bytes:
     path = fetch_input(args.data_dir, "--data-dir") / SHAKESPEARE
-    text = path.read_bytes()
-    if hashlib.sha256(text).hexdigest() != SHA256:
+    if hashlib.sha256(text := path.read_bytes()).hexdigest() != SHA256:
         fail(f"{path} is damaged; remove it and start again")
     return text
 
 
 def find_files(args) -> list[Path]:
-    """The file ``--data-dir``, or all files in and below that folder, in the order of their names,
-    without hidden ones."""
+    """The file ``--data-dir``, or all files below that folder, sorted, without hidden ones."""
     folder = fetch_input(args.data_dir, "--data-dir")
     paths = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
     paths = [path for path in paths if not path.name.startswith(".")]
@@ -220,13 +313,7 @@ def read(args) -> bytes:
         except UnicodeDecodeError as error:
             why = f"{path} is not UTF-8 ({error.reason} at byte {error.start})"
             fail(f"--data-dir: {why}; convert or remove it, or use --tokenizer bytes")
-    return b"\n".join(texts)
-
-
-def split_text(text: bytes) -> list[bytes]:
-    """Split off the last tenth for evaluation, without splitting a character."""
-    middle = token_files.character(text, len(text) * 9 // 10)
-    return [text[:middle], text[middle:]]
+    return (b"\n\n" if args.packed else b"\n").join(texts)
 
 
 def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
@@ -252,8 +339,7 @@ def load_tokens(args) -> tuple[list[Tensor], list[str]]:
     :func:`jobs.token_files.load`. Every file ends with the token for the end of a sequence."""
     paths, tokenizer = find_files(args), hub.load_tokenizer(args.weights)
     total = sum(path.stat().st_size for path in paths)
-    encode = partial(tokenize, tokenizer, paths, args.context)
-    tokens = token_files.load(args, paths, total, encode)
+    tokens = token_files.load(args, paths, total, partial(tokenize, tokenizer, paths, args.context))
     return tokens, hub.token_names(args.weights, decoder.size_of(args))
 
 
@@ -285,20 +371,48 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
     first = tokens[: wanted * args.context + 1]
     mapped = args.tokenizer == "hub"  # a copy would be in memory
     chosen = Text(first if mapped else first.clone(), vocabulary, args.context)
+    chosen = pack(args, chosen, split) if args.packed else chosen
     chosen.name = name
     return chosen
 
 
-def made_up(seed: int, split: str) -> str:
+def pack(args, text: Text, split: str) -> Documents:
+    """The documents of a text, which end with the tokenizer's token for the end of a sequence; of
+    characters or bytes, with an empty line. Those that are too long are split into several."""
+    tokens, context = text.tokens.numpy(), args.context
+    if args.tokenizer == "hub":
+        ends = np.flatnonzero(tokens == hub.load_tokenizer(args.weights).eos_token_id) + 1
+    else:
+        line = tokens == (text.classes.index("\n") if "\n" in text.classes else -1)
+        ends = np.flatnonzero(line[1:] & line[:-1]) + 2
+    if split == "train" and not len(ends):
+        end = "token for the end of a sequence" if args.tokenizer == "hub" else "empty line"
+        fail(f"--packed: the text has no {end}, which separates documents; add it after each")
+    starts = np.concatenate([[0], ends])
+    inputs = np.maximum(np.diff(starts, append=len(tokens)) - 1, 0)
+    parts = -(-inputs // context)
+    number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
+    lengths = np.minimum(np.repeat(inputs, parts) - number * context, context)
+    places = np.stack([np.repeat(starts, parts) + number * context, lengths, lengths], 1)
+    packed = Documents(text.tokens, text.classes, context, places, True)
+    kind, long = {"train": "training", "eval": "evaluation"}[split], (parts > 1).sum()
+    split_up = f"{(parts > 0).sum():,} {kind} documents ({long:,} longer than --context, split)"
+    packed.about = f"\npacked: {split_up}{packed.describe_rows()}"
+    return packed
+
+
+def made_up(seed: int, split: str, documents: bool | None = False) -> str:
     """Synthetic text from the seed: a hundred words, each with eight possible successors. It needs
-    no files and no network, and a small model learns it."""
+    no files and no network, and a small model learns it. ``documents``: with empty lines."""
     rng = np.random.default_rng((seed, 0))
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(rng.choice(letters, size=rng.integers(2, 8))) for _ in range(100)]
     follow = rng.integers(100, size=(100, 8)).tolist()
     rng = np.random.default_rng((seed, {"train": 1, "eval": 2}[split]))
     word, said = 0, []
-    for choice in rng.integers(8, size={"train": 200_000, "eval": 20_000}[split]).tolist():
+    choices = rng.integers(8, size={"train": 200_000, "eval": 20_000}[split]).tolist()
+    ends = (rng.random(len(choices)) < (0.5 if documents else 0)).tolist()
+    for choice, end in zip(choices, ends, strict=True):
         word = follow[word][choice]
-        said.append(words[word])
+        said.append(words[word] + "\n\n" * end)
     return " ".join(said)

@@ -25,7 +25,6 @@ from libraries import hub
 
 TOGETHER = 32  # parts that a tokenizer gets in one call, and encodes in parallel
 PART = 2**14  # bytes of text in a part
-OF_TOKENIZER = "*token*", "chat_template*", "vocab*", "merges.txt"  # files that tokens depend on
 
 
 def load(args, paths: list[Path], total: int, encode: Callable) -> list[Tensor]:
@@ -46,9 +45,8 @@ def load(args, paths: list[Path], total: int, encode: Callable) -> list[Tensor]:
 
 
 def load_split(args, paths: list[Path], about: tuple, encode: Callable[[], Iterator]) -> Tensor:
-    """The tokens that ``encode`` yields, from the file of an earlier run or of this one. It is next
-    to the data, or if that cannot be written, in a cache folder. ``about``: what the tokens depend
-    on, besides the data and the tokenizer."""
+    """The tokens that ``encode`` yields, from the file of an earlier run or of this one: next to
+    the data, or else in a cache folder. ``about``: what tokens also depend on."""
     name = f".tokens-{identify(hub.folder_of(args.weights), paths, about)}.int32"
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "distributed-tokens"
     places = [folder / name for folder in (paths[0].parent, cache, Path(tempfile.gettempdir()))]
@@ -69,8 +67,8 @@ def load_split(args, paths: list[Path], about: tuple, encode: Callable[[], Itera
 def identify(tokenizer: Path, paths: list[Path], about: tuple) -> str:
     """A short hash of everything that the tokens depend on."""
     found = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    files = sorted(file for kind in OF_TOKENIZER for file in tokenizer.glob(kind))
-    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    files = sorted(file for kind in hub.BESIDE for file in tokenizer.glob(kind))
+    hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
     return hashlib.sha256(json.dumps([found, hashes, about]).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from libraries.attention_kernels import repeat
+from libraries.attention_kernels import mask, repeat
 
 all_gather = getattr(functional, "all_gather_single_autograd", None)  # since PyTorch 2.14
 all_gather = all_gather or functional.all_gather_tensor_autograd
@@ -37,22 +37,28 @@ def in_order(shards: Tensor, dim: int, group=None) -> Tensor:
     return torch.cat([*chunks[::2], *chunks[::-2]], dim)
 
 
-def shard(whole: Tensor, dim: int = 1, group=None) -> Tensor:
+def shard(whole: Tensor, dim: int = -1, group=None) -> Tensor:
     """This rank's positions of a tensor."""
     shards = in_rank_order(whole, dim, group).chunk(dist.get_world_size(group), dim)
     return shards[dist.get_rank(group)].contiguous()
 
 
-def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
-    """Our queries attend to all keys and values, as in Llama 3's training (arXiv:2407.21783)."""
+def allgather_attention(q: Tensor, k: Tensor, v: Tensor, begins=None, group=None) -> Tensor:
+    """Our queries attend to all keys and values, as in Llama 3's training (arXiv:2407.21783).
+    ``begins``: of packed rows, where the document of each of our queries begins."""
     shards = all_gather(torch.stack([k, v]), 3, group or dist.group.WORLD)
     k, v = repeat(q, *in_order(shards, 3, group))
     rank, ranks, found = dist.get_rank(group), dist.get_world_size(group), []
-    for chunk, number in zip(q.chunk(2, 2), (rank, 2 * ranks - 1 - rank), strict=True):
+    times, numbers = torch.arange(k.shape[2], device=q.device), (rank, 2 * ranks - 1 - rank)
+    begins = (None, None) if begins is None else begins.chunk(2, 1)
+    for chunk, begin, number in zip(q.chunk(2, 2), begins, numbers, strict=True):
         size = chunk.shape[2]
         end = (number + 1) * size  # skips all later positions
-        with _disable_current_modes():  # in a dispatch mode it cannot be made
-            visible = causal_lower_right(size, end)  # no mask, which backward would need
+        if begin is not None:
+            visible = mask(begin, times[end - size : end], times[:end]).to(q.dtype)
+        else:
+            with _disable_current_modes():  # in a dispatch mode it cannot be made
+                visible = causal_lower_right(size, end)  # no mask, which backward would need
         found.append(F.scaled_dot_product_attention(chunk, k[:, :, :end], v[:, :, :end], visible))
     return torch.cat(found, 2)
 
@@ -60,14 +66,12 @@ def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
 def all_to_all(tensor: Tensor, split: int, join: int, group=None) -> Tensor:
     """Split a tensor over the ranks along one dimension, and concatenate along another."""
     parts = torch.stack(tensor.chunk(dist.get_world_size(group), split))
-    group = group or dist.group.WORLD
-    theirs = functional.all_to_all_single_autograd(parts, None, None, group)
+    theirs = functional.all_to_all_single_autograd(parts, None, None, group or dist.group.WORLD)
     return torch.cat(theirs.unbind(), join)
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group=None) -> Tensor:
-    """All positions for 1/N of the heads: ranks exchange heads for positions (Jacobs et al. 2023,
-    arXiv:2309.14509)."""
+    """All positions for 1/N of the heads (Jacobs et al. 2023, arXiv:2309.14509)."""
     if k.shape[1] == q.shape[1]:
         q, k, v = in_order(all_to_all(torch.stack([q, k, v]), 2, 3, group), 3, group)
     else:

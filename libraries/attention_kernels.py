@@ -10,6 +10,7 @@ the same positions, and no query sees a later key.
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,43 @@ def repeat(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
     """Repeat heads of keys or values: one for each head of queries."""
     times = q.shape[1] // kv[0].shape[1]
     return kv if times == 1 else tuple(t.repeat_interleave(times, 1) for t in kv)
+
+
+@cache
+def flex(function: str) -> Callable:
+    """A function of FlexAttention (arXiv:2412.05496), compiled; it skips hidden blocks."""
+    from torch.nn.attention import flex_attention  # imports the compiler
+
+    return torch.compile(getattr(flex_attention, function), dynamic=False)
+
+
+def see_documents(begins: Tensor):
+    """Which keys each query of packed rows sees: those of its document, up to itself. For
+    :func:`attend_to`. ``begins``: ``[batch, time]``, where the document of a token begins."""
+    (batch, time), device = begins.shape, begins.device
+    if begins.is_cuda and torch.get_default_dtype() != torch.float64:
+        visible = lambda b, h, q, k: (k <= q) & (k >= begins[b, q])  # noqa: E731
+        return flex("create_block_mask")(visible, batch, None, time, time, device=device)
+    times = torch.arange(time, device=device)
+    return mask(begins, times, times)
+
+
+def mask(begins: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What to add to scores, ``[batch, 1, queries, keys]``: 0, or -inf for keys that a query does
+    not see, by the positions of both."""
+    seen = (keys <= queries[:, None]) & (keys >= begins[..., None])
+    return torch.where(seen, 0.0, -math.inf)[:, None]
+
+
+def attend_to(seen, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to the keys that :func:`see_documents` has found."""
+    if torch.is_tensor(seen):
+        return F.scaled_dot_product_attention(q, k, v, seen.to(q.dtype))
+    width, missing = q.shape[-1], 16 - q.shape[-1]
+    if missing > 0:  # its heads are no narrower
+        q, k, v = (F.pad(t, (0, missing)) for t in (q, k, v))
+    found = flex("flex_attention")(q, k, v, block_mask=seen, scale=width**-0.5)
+    return found[..., :width]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -104,12 +142,10 @@ def pytorch_ring(group=None) -> Callable:
     except (ImportError, AttributeError) as error:
         why = f"PyTorch {torch.__version__} has another interface ({error})"
         fail(f"--attention pytorch: {why}; use --attention ring")
-    group = group or dist.group.WORLD
-    mesh = DeviceMesh.from_group(group, "cuda")
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cuda")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = repeat(q, k, v)
-        q, k, v = (DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, *kv))
+        q, k, v = (DTensor.from_local(t, mesh, [Shard(2)]) for t in (q, *repeat(q, k, v)))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).to_local()
 
     return attend

@@ -38,8 +38,8 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
     flag("--attention", choices=attentions, default="ring",
          help="how ranks exchange keys and values (default: ring)")
     flag("--ac", choices=["none", "selective", "full"], default="none",
-         help="recompute each block in backward; selective: except matmuls and attention "
-         "(default: none)")
+         help="recompute each block in backward; selective: except attention and "
+         "every second matmul (default: none)")
     flag("--compile", action="store_true", help="compile each block")
     flag("--dtype", choices=["float32", "bfloat16"], default="float32",
          help="dtype of compute and of the gathered weights (default: float32)")
@@ -56,8 +56,7 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
 
 
 def resolve(args, size, world_size: int):
-    """Settings with ``--dp-shard`` and ``--reshard-after-forward`` filled in. Check all divisions
-    before ranks wait for each other."""
+    """Fill in ``--dp-shard`` and ``--reshard-after-forward``, and check all divisions."""
     others = args.dp_replicate * args.tp * args.pp * args.cp
     mesh = f"--dp-replicate {args.dp_replicate} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
     if world_size % others:

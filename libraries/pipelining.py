@@ -40,9 +40,8 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
 
 
 def divide(args, layers: int, ranks: int, batch: int = 0) -> tuple[list[int], int]:
-    """The rank of each stage, and the number of micro-batches: ``--microbatches``, or at least two
-    per rank. Reject what would fail on one rank while the others wait for it. ``batch``: samples
-    per pass through the pipeline, if not ``--batch-size``."""
+    """The rank of each stage, and the number of micro-batches. Reject what would fail on one rank
+    while the others wait for it. ``batch``: samples per pass, if not ``--batch-size``."""
     schedule, whole = args.pipeline_schedule, args.batch_size
     batch = batch or whole
     owners = ranks_of_stages(schedule, ranks)
@@ -76,16 +75,12 @@ def default_microbatches(schedule: str, batch: int, ranks: int) -> int | None:
 
 
 def make_shapes(
-    size: tuple[int, int], width: int, classes: int, parts: int = 1, dtype=None
+    size: tuple[int, ...], width: int, classes: int, parts: int = 1, dtype=None
 ) -> list[torch.Tensor]:
-    """Shapes of a micro-batch's tokens (``size``), of activations between stages, and of logits.
-    Without them PyTorch would infer the shapes by a forward, which would use random numbers.
-
-    Args:
-        parts: into which positions are split between stages.
-        dtype: of the activations between stages.
-    """
-    batch, time = size
+    """Shapes of a micro-batch's tokens (``size``), of activations between stages, of ``dtype`` and
+    with positions split into ``parts``, and of logits. Without them PyTorch would infer the shapes
+    by a forward, which would use random numbers."""
+    batch, *_, time = size
     with torch.device("meta"):
         tokens = torch.empty(size, dtype=torch.int64)
         hidden = torch.empty(batch, time // parts, width, dtype=dtype, requires_grad=True)

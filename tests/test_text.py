@@ -1,14 +1,13 @@
 """The language model: its data, user errors, and identical training in all scripts."""
 
 import dataclasses
-import json
 import shlex
 import shutil
 import tracemalloc
 
 import pytest
 import torch
-from conftest import cases, launch, launcher, read_run, relative_difference, state, succeed
+from conftest import cases, launcher, read_run, refused, relative_difference, state, succeed
 
 import common
 from harness.settings import read_flags
@@ -151,12 +150,10 @@ def test_plateau_goes_on_after_a_resume(tmp_path):
 
 def test_weights_know_their_characters(tmp_path):
     """Another text has other characters, or as many, which shapes would not tell."""
-    for name in ("ab", "cd"):
-        (tmp_path / name).write_text(name * 200)
-    command = "python pytorch_SingleGPU.py --model gpt-1x1x8 --context 8 --dataset text -b 8 "
-    command += f"--max-steps 1 --data-dir {tmp_path}"
-    succeed(f"{command}/ab --output-dir {tmp_path}/1", forked=True)
-    again = f"--weights {tmp_path}/1/model.pt --output-dir {tmp_path}/2"
-    assert "was trained on other characters" in launch(f"{command}/cd {again}", forked=True).refusal
-    result = json.loads((tmp_path / "1/result.json").read_text())
-    assert result["classes"] == ["a", "b"] and result["context"] == 8
+    flags = "--model gpt-1x1x8 --context 8 --dataset synthetic"
+    model = decoder.make_model(settled(flags), ["a", "b"])
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    args = settled(f"{flags} --weights {tmp_path}/model.pt")
+    decoder.make_model(args, ["a", "b"])
+    with refused("was trained on other characters"):
+        decoder.make_model(args, ["c", "d"])

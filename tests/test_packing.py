@@ -1,0 +1,56 @@
+"""Several documents in a sequence: how they get there, and that each is trained as if alone. That
+ranks end with the weights of one process is in test_contract.py and test_chat.py."""
+
+import collections
+import itertools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import refused
+from test_text import JOB, settled
+
+from jobs import decoder, text
+
+
+@pytest.mark.parametrize("model", ["gpt-2x4x32", "llama-2x4x32 --kv-heads 2"])
+def test_packed_documents_are_trained_as_if_alone(model):
+    """Loss and gradients of rows are those of their documents, each computed by itself."""
+    args = settled(f"{JOB} --model {model} --context 32 --packed")
+    dataset, _ = text.make_datasets(args)
+    model = decoder.make_model(args, dataset.classes).double()
+    rows, labels = dataset.prepare_evaluation((torch.arange(12),), "cpu")
+    alone, documents = 0, 0
+    for (tokens, positions), row in zip(rows, labels, strict=True):
+        starts = [i for i, position in enumerate(positions) if position == 0]
+        for part in map(slice, starts, [*starts[1:], None]):
+            logits = model(tokens[None, part])
+            alone = alone + F.cross_entropy(logits, row[None, part], reduction="sum")
+            documents += 1
+    together = F.cross_entropy(model(rows), labels, reduction="sum")
+    ours, theirs = (
+        [loss, *torch.autograd.grad(loss, list(model.parameters()))] for loss in (together, alone)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert documents > 20
+
+
+def test_no_token_is_lost_in_packing(tmp_path, capsys):
+    """Every token has its successor in the document as label, once; a long one is split."""
+    (tmp_path / "a").write_text("\n\n".join(("ab", "abcdefghij", "abc") * 20))
+    flags = f"--model gpt-1x1x8 --context 8 --dataset text --data-dir {tmp_path} --packed"
+    dataset, _ = text.make_datasets(settled(flags))
+    rows, labels = dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu")
+    pairs = torch.stack([rows[:, 0], labels], 2)[labels >= 0].tolist()
+    found = collections.Counter("".join(dataset.classes[i] for i in pair) for pair in pairs)
+    written = "".join(dataset.classes[token] for token in dataset.tokens)
+    documents = re.findall(r"(?s).+?(?:\n\n|$)", written)
+    assert found == collections.Counter(
+        a + b for document in documents for a, b in itertools.pairwise(document)
+    )
+    assert "(18 longer than --context, split)" in capsys.readouterr().out
+    assert dataset.count_labels() == len(pairs) and rows[:, 1].max() == 7
+    (tmp_path / "a").write_text("ab" * 100)
+    with refused("the text has no empty line, which separates documents"):
+        text.make_datasets(settled(flags))
