@@ -2,19 +2,24 @@
 
 Differs     from pytorch_torchrun_DDP.py: forward keeps only the input of each block (Chen et al.
             2016, arXiv:1604.06174), and backward recomputes the block. --selective also keeps the
-            results that are slow to compute. Lines tagged "# checkpointing:".
+            results of attention and of every second matrix product. --offload moves what is kept
+            to CPU memory until backward. Lines tagged "# checkpointing:".
 Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
             torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --selective
+            torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --offload
 Use it      when the activations do not fit: a large batch, a long context, a deep model.
             Not when parameters and optimizer do not: shard those with pytorch_FSDP.py. A step takes
             up to a third longer, because forward is computed twice.
-Holds       per parameter what DDP holds. Activations: the input of each block, and all of one block
-            while backward is in it.
+Holds       per parameter what DDP holds. Activations: the input of each block, with --offload of
+            two blocks; and all of one block while backward is in it.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
 """
 
 import contextlib
+import inspect
 import os
+import weakref
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 
@@ -24,31 +29,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy as Policy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DistributedSampler
 
 import common
 
-SLOW = [  # checkpointing: --selective keeps the results of these, on CPUs and GPUs
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
+aten = torch.ops.aten
+# checkpointing: --selective keeps every second result of these
+PRODUCTS = aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten._scaled_mm, aten.convolution
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--selective", action="store_true", help="keep matmuls' outputs")
+    parser.add_argument("--selective", action="store_true", help="keep some results")
+    parser.add_argument("--offload", action="store_true", help="keep them in CPU memory")
     args = common.parse_args(parser)
+    options = {"respect_saved_tensors_hooks": True} if args.selective and args.offload else {}
+    if options.keys() - inspect.signature(checkpoint).parameters:
+        common.fail(f"--selective --offload needs PyTorch 2.14, not {torch.__version__}; use one")
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -79,12 +80,14 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    for layer in model.modules() if args.selective else ():
+    for layer in model.modules() if args.selective or args.offload else ():
         if hasattr(layer, "inplace"):
-            layer.inplace = False  # checkpointing: an in-place ReLU would overwrite the kept input
+            layer.inplace = False  # checkpointing: an in-place ReLU would overwrite what is kept
+    offload = contextlib.nullcontext
+    if args.offload:  # checkpointing: copies to the CPU and back have a stream of their own
+        offload = partial(on_cpu, device, torch.get_device_module(device).Stream())
     for block in common.blocks_of(model):  # checkpointing: forward keeps only each block's input
-        around = partial(contexts_of, block, args.selective)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=around)
+        recompute(block, args.selective, offload, **options)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -99,7 +102,7 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -108,7 +111,7 @@ def main():
             loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+                run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
@@ -130,28 +133,113 @@ def main():
     dist.destroy_process_group()
 
 
+def recompute(block: nn.Module, selective: bool, offload, **options) -> None:
+    """checkpointing: ``block`` is recomputed in backward."""
+    forward, contexts = block.forward, partial(contexts_of, block, selective)
+    options |= {"use_reentrant": False, "context_fn": contexts}
+
+    def checkpointed(*args, **kwargs):
+        with offload():
+            return checkpoint(forward, *args, **options, **kwargs)
+
+    block.forward = checkpointed
+
+
 def contexts_of(block: nn.Module, selective: bool):
     """checkpointing: contexts for a block's forward, and for its recomputation in backward."""
-    forward = again = contextlib.nullcontext()
-    if selective:
-        forward, again = create_selective_checkpoint_contexts(SLOW)
+    forward, again = keep_some() if selective else (contextlib.nullcontext(),) * 2
     return forward, counted_once(block, again)
+
+
+def keep_some():
+    """checkpointing: contexts that keep attention, collectives and every second product."""
+    products = Counter()
+
+    def choose(context, op, *args, **kwargs):
+        keep = "attention" in op.__name__ or op.namespace == "_c10d_functional"
+        if op.overloadpacket in PRODUCTS:  # older PyTorch asks again when it recomputes
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        return Policy.MUST_SAVE if keep else Policy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
 
 
 @contextlib.contextmanager
 def counted_once(block: nn.Module, again):
     """checkpointing: do not update BatchNorm's running statistics a second time."""
-    norms = common.batch_norms(block)
-    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0  # leaves the statistics unchanged
+    buffers = [buffer for norm in common.batch_norms(block) for buffer in norm.buffers()]
+    before = [buffer.clone() for buffer in buffers]
     try:
         with again:
             yield
     finally:  # PyTorch ends the recomputation early, by an exception
-        for norm, (momentum, batches) in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(batches)
+        for buffer, kept in zip(buffers, before, strict=True):
+            buffer.data.copy_(kept)
+
+
+def on_cpu(device: torch.device, stream):
+    """checkpointing: a context in which a call of a block keeps tensors in CPU memory."""
+    kept = Kept(device, stream)
+    return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
+
+
+class Kept:
+    """checkpointing: what one call of a block keeps. The stream copies it to the CPU, and back for
+    backward, while the GPU computes. The graph owns it."""
+
+    last = staticmethod(lambda: None)  # a weak reference to that of the call before
+
+    def __init__(self, device: torch.device, stream):
+        self.device, self.gpu, self.stream = device, torch.get_device_module(device), stream
+        self.on_cpu, self.on_gpu, self.versions, self.copied = [], [], [], None
+        self.before, Kept.last = Kept.last, weakref.ref(self)
+        if (previous := self.before()) and (earlier := previous.before()):
+            earlier.check()
+            earlier.wait()  # a call later: it has been copied meanwhile
+            earlier.on_gpu, earlier.versions = [], []
+
+    def pack(self, tensor):
+        if tensor.numel() < 1024:  # not worth a copy
+            return tensor
+        self.on_cpu.append(self.copy(tensor, torch.device("cpu")))
+        self.on_gpu.append(tensor)  # until it is copied
+        self.versions.append(tensor._version)
+        return len(self.on_cpu) - 1
+
+    def unpack(self, packed):
+        if torch.is_tensor(packed):
+            return packed
+        self.fetch()
+        self.check()
+        self.wait()
+        if previous := self.before():
+            previous.fetch()  # while this block computes
+        return self.on_gpu[packed]
+
+    def fetch(self):
+        if not self.on_gpu:
+            self.on_gpu = [self.copy(tensor, self.device) for tensor in self.on_cpu]
+
+    def copy(self, source, device):
+        target = torch.empty_like(source, device=device, pin_memory=source.is_cuda)
+        self.stream.wait_stream(self.gpu.current_stream())  # which computed it, or used its memory
+        with self.gpu.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        self.copied = self.stream.record_event()
+        return target
+
+    def wait(self):
+        """Computing waits for the copies: before it reads or frees a tensor."""
+        if self.copied:
+            self.gpu.current_stream().wait_event(self.copied)
+
+    __del__ = wait  # if backward ends before it reads them
+
+    def check(self):
+        """PyTorch does not, for tensors that hooks have seen."""
+        if any(t._version != old for t, old in zip(self.on_gpu, self.versions, strict=False)):
+            raise RuntimeError("an operation in place has changed what a block keeps for backward")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ between two steps, by kind, and sends in a step, by collective, in fp32:
     row.sends(4, ...) -> {"allgather": 4.0, "reduce_scatter": 2.0, "allreduce": 2.0}
 
 Kinds are named as in ``state_bytes`` of a ``result.json``, collectives as in ``estimator/sent.py``.
-``options``: the script's flags (of its ``result.json``), ``optimizer``: "sgd" (with momentum) or
-"adamw", and :func:`decoder`, which ``needs_gpt`` rows need.
+``options``: the script's flags; ``optimizer``, "sgd" (with momentum) or "adamw"; :func:`decoder`.
 
 They are the mean over the ranks of what is sent, and the rank that keeps most, where blocks and the
 vocabulary are divided evenly. ``sends`` returns ``None`` where no formula is exact. A row has both.
@@ -206,7 +205,8 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     d, tp, pp, cp = o["decoder"], o.get("tp", 1), o.get("pp", 1), o.get("cp", 1)
     size = o.get("size") or in_half(o)
     replicate, shards, ep = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp, o.get("ep") or 1
-    sequence, again = o.get("sequence_parallel"), 2 * (o.get("ac") == "full")
+    sequence, ac = o.get("sequence_parallel"), o.get("ac") or "none"
+    again, moved = 2 * (ac == "full"), 2 * (ac != "none")  # collectives; sends, and to experts
     split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
     hidden = size * d.hidden / replicate / shards  # of this rank's positions, all micro-batches
     found = defaultdict(Counter)
@@ -216,15 +216,14 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         each = ((4 + again) * layers + 2 / pp) * hidden * others(tp)
         norms = 8 * (d.norms + d.last_norm) / pp * others(tp)
         found["tp"] = Counter(allgather=each, reduce_scatter=each, allreduce=norms)
-    ring = {"send": (4 + again + 8 / size) * d.kv}  # of keys and values; gradients in fp32
     exchanged = {
         "allgather": {"allgather": (2 + again) * d.kv, "reduce_scatter": 2 * d.kv},
         "ulysses": {"alltoall": (4 + again) * (1 + d.kv) / cp},
-    }.get(o.get("attention"), ring)
+    }.get(o.get("attention"), {"send": (4 + moved + 8 / size) * d.kv})  # gradients in fp32
     each = layers * hidden * d.heads / tp * (cp - 1)
     found["cp"] = Counter({kind: times * each for kind, times in exchanged.items()})
     # Tokens go to their experts and back, in forward and backward; with tp, from each of its ranks.
-    found["ep"] = Counter(alltoall=(4 + again) * layers * d.top_k * hidden * others(ep))
+    found["ep"] = Counter(alltoall=(4 + moved) * layers * d.top_k * hidden * others(ep))
     cuts = {"interleaved": 2 * pp - 1, "zbv": 2 * pp - 2, "dualpipev": 2 * pp - 2}
     cuts = cuts.get(o.get("pipeline_schedule"), pp - 1) if pp > 1 else 0
     found["pp"] = Counter(send=2 * hidden / split * cuts / pp)
@@ -313,7 +312,8 @@ LESSONS = [
     row("pytorch_gradient_accumulation", "torchrun_DDP", FASTER, *DATA,
         case("--accumulate 4", 4, 2, traits="estimated alone")),
     row("pytorch_activation_checkpointing", "torchrun_DDP", FASTER, *DATA,
-        case("", 2, 1, traits="estimated alone"), case("--selective", 2)),
+        case("", 2, 1, traits="estimated alone"), case("--selective", 2),
+        case("--offload", 2, traits="estimated alone"), shows=("recompute", "keep_some")),
     row("pytorch_compile", "torchrun_DDP", FASTER, *DATA, case("--blocks", 2, traits="same_bits"),
         unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_comm_hooks", "torchrun_DDP", FASTER, replicated,
@@ -331,7 +331,7 @@ LESSONS = [
         gathered, case("", 3, 1, 2, 4, traits="same_bits killed estimated alone tied llama"), HALF,
         traits="unclipped"),
     row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
-        case("--async-save", 2, traits="same_bits killed"),
+        case("--async-save", 2, traits="same_bits stopped"),
         unpredicted="its step takes what FSDP's takes"),
     row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
         case("", 3, 1, 2, 4, traits="same_bits estimated tied llama"),

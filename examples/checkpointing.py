@@ -1,0 +1,135 @@
+"""The loop of ddp.py with activation checkpointing, and what it keeps in the memory of the CPU:
+torchrun --nproc_per_node=2 checkpointing.py"""
+
+import gc
+import glob
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Subset
+
+OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/checkpointing", 60, 20, 32, 1e-2, 6, 0.01
+
+
+def make_model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+
+
+def layers_of(model):  # the blocks: the input of each is kept
+    return model[1:-1]
+
+
+def make_data():  # for training and for evaluation
+    rows = [(torch.arange(17) * 7 + 37 * i) % 64 for i in range(600)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+    return rows[:540], rows[540:]
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def order(samples, start):  # the indices of each batch: a new permutation every epoch
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, max(1, samples // BATCH))
+        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def recomputed(forward):  # its activations are computed again in backward, from its input
+    def forward_again(*args, **kwargs):
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of the input alone
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return forward_again
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU per rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    os.makedirs(f"{OUT}/best", exist_ok=True)
+    model, (train_set, eval_set) = make_model().to(device), make_data()
+    if min(BATCH, len(train_set)) < world:
+        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+    for layer in layers_of(model):
+        layer.forward = recomputed(layer.forward)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    start, best = 0, math.inf
+    files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
+    dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
+    owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
+    found = [torch.load(files[-1], map_location="cpu") if files and rank == owner else None]
+    dist.broadcast_object_list(found, owner)
+    if saved := found[0]:
+        start, best = saved["step"], saved["best"]
+        if rank == 0:
+            print(f"resumes after step {start}")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    model = DistributedDataParallel(model)  # averages the gradients in backward
+
+    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
+    train_loader = DataLoader(train_set, batch_sampler=rows)
+    share = range(rank, len(eval_set), world)
+    eval_loader = DataLoader(Subset(eval_set, share), BATCH // world)
+    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    for step, batch in enumerate(train_loader, start + 1):
+        model.train()  # from_pretrained() returns a model in evaluation mode
+        torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
+        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
+            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        sums = loss_of(model, batch)
+        total = sums.detach().clone()
+        dist.all_reduce(total)  # ranks may have different numbers of labels
+        (sums[0] * world / total[1]).backward()  # DDP divides by world
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY and step < STEPS:
+            continue
+
+        model.eval()
+        found = torch.zeros(2, device=device)
+        for batch in eval_loader:
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with torch.no_grad():
+                found += loss_of(model.module, batch)
+        dist.all_reduce(found)
+        if rank > 0:  # every rank has the same weights: rank 0 saves them
+            continue
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+        if value < best:
+            best = value
+            export(model.module, model.module.state_dict())
+        saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
+        os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
+        for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
+            os.remove(old)
+
+
+main()
+gc.collect()  # frees DDP, which holds the process group: else gloo may abort at exit
+dist.destroy_process_group()
