@@ -90,7 +90,7 @@ def main():
     held = deepspeed_engine.resume(run, model)  # DeepSpeed: each rank reads its shards
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype

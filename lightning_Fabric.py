@@ -108,7 +108,7 @@ def main():
     run.resume(ddp, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -118,7 +118,7 @@ def main():
             fabric.backward(loss)  # DDP: averages the gradients in buckets
             if args.clip_grad:
                 # Fabric: would raise an exception before --on-nan can report it
-                fabric.clip_gradients(
+                run.grad_norm = fabric.clip_gradients(
                     model, optimizer, max_norm=args.clip_grad, error_if_nonfinite=False
                 )
             optimizer.step()

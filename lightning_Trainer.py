@@ -75,7 +75,7 @@ class Task(lightning.LightningModule):
         else:
             self.trainer.model.broadcast_buffers = False  # DDP: broadcast before evaluation
             self.run.resume(self.model, self.optimizer, self.scheduler)
-        self.trainer.fit_loop.max_epochs -= self.run.start_epoch  # Trainer: counts from 0
+        self.trainer.fit_loop.max_epochs -= self.run.epoch  # Trainer: counts from 0
 
     def save(self):
         if self.deepspeed:
@@ -85,7 +85,7 @@ class Task(lightning.LightningModule):
 
     # 5. Train
     def on_train_epoch_start(self):
-        self.epoch = self.run.start_epoch + self.trainer.current_epoch
+        self.epoch = self.run.epoch
         self.sampler.set_epoch(self.epoch)  # DDP: a new order every epoch, the same on all ranks
         self.model.train()  # Trainer: leaves it in the mode that it finds
 
@@ -99,6 +99,10 @@ class Task(lightning.LightningModule):
             return super().optimizer_step(epoch, batch_index, optimizer, closure)
         closure()  # Trainer: zero_grad and backward. It would do them inside optimizer.step(),
         optimizer.step()  # after PyTorch's hooks of that step, which check gradients for --on-nan
+
+    def configure_gradient_clipping(self, optimizer, **given):  # Trainer: would drop the norm
+        if limit := given["gradient_clip_val"]:
+            self.run.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     def on_train_batch_end(self, outputs, batch, batch_index):
         self.run.log(outputs["loss"])  # copied from the device only when it is printed
@@ -191,6 +195,8 @@ def main():
                         help="Lightning's strategy (default: ddp)")  # fmt: skip
     args = common.parse_args(parser)
     common.prepare_process(args)
+    if args.eval_every:
+        common.fail(f"--eval-every {args.eval_every}: the Trainer's epochs are whole; leave it out")
     if args.double and args.strategy == "deepspeed_stage_2":
         common.fail("--double: DeepSpeed computes in float32 at most; leave it out")
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process

@@ -122,10 +122,8 @@ class OwnPositions(nn.Module):
         self.model, self.group = model, group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.model(
-            *(attention.shard(t, t.ndim - 1, self.group) for t in (tokens, positions))
-        )
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        return self.model(*(attention.shard(t, group=self.group) for t in (tokens, positions)))
 
 
 def check(args, world_size: int) -> None:
@@ -203,17 +201,18 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions).to(torch.get_default_dtype())
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # CP: equal shards
+            total = F.cross_entropy(logits, labels, reduction="sum")  # CP: maybe of no label
+            loss = total / labels.numel() / train_set.density  # CP: equal shards
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+                run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed

@@ -83,7 +83,7 @@ def main():
     run.resume(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -95,7 +95,8 @@ def main():
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # AMP: 2. unscale: clipping needs unscaled gradients
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)  # AMP: 3. clip
+                # AMP: 3. clip
+                run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             scaler.step(optimizer)  # AMP: 4. step, unless a gradient overflowed
             scaler.update()  # AMP: 5. lower the scale after an overflow, else raise it now and then
             scheduler.step()

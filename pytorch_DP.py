@@ -73,7 +73,7 @@ def main():
     run.resume(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -83,7 +83,7 @@ def main():
             scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # DP: clipping needs unscaled gradients
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+                run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()

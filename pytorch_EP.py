@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import common
@@ -83,15 +83,15 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         experts.sources = group.size()  # EP: FSDP averages gradients over the other ranks only
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
+    return torch.stack(norms).norm()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -169,7 +169,7 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -178,7 +178,7 @@ def main():
             loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
-                clip_grad_norm(model, args.clip_grad)
+                run.grad_norm = clip_grad_norm(model, args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed

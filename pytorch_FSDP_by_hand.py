@@ -98,11 +98,12 @@ def whole(buckets: list[Bucket]):
         bucket.free()
 
 
-def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> None:
+def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clip by the global norm, over the shards of all ranks."""
     squared = nn.utils.get_total_norm([shard.grad for shard in shards]) ** 2
     dist.all_reduce(squared)
     nn.utils.clip_grads_with_norm_(shards, max_norm, squared.sqrt())
+    return squared.sqrt()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -166,7 +167,7 @@ def main():
         run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -177,7 +178,7 @@ def main():
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
             if args.clip_grad:
-                clip_grad_norm_(shards, args.clip_grad)
+                run.grad_norm = clip_grad_norm_(shards, args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed

@@ -30,14 +30,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 import common
 from libraries import attention
 from libraries.mesh import add_flags, gather_weights, resolve
 from libraries.pipelining import divide, make_shapes
-from pytorch_activation_checkpointing import SLOW
+from pytorch_activation_checkpointing import keep_some
 from pytorch_CP import ATTENTIONS, OwnPositions
 from pytorch_EP import distribute_experts
 from pytorch_PP import Stage, forward, keep_only, make_schedule, mean_loss
@@ -48,7 +48,7 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
     """Activation checkpointing: see pytorch_activation_checkpointing.py."""
     options = {}
     if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, SLOW)
+        options["context_fn"] = keep_some
 
     def wrap(forward):  # ND: torch.compile traces functions, but not partial()
         return lambda *x, **more: checkpoint(forward, *x, **more, use_reentrant=False, **options)
@@ -95,19 +95,19 @@ def tie_again(model: nn.Module, stages: Iterable[nn.Module]) -> None:
             model.token.weight = stage.head.weight
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, counted_elsewhere: set) -> None:
+def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, computed separately for the
     parameters of each mesh; the squares are summed over the pipeline stages."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    counted_elsewhere = tied if dist.get_rank(pipeline) else set()
     own = [[p.grad for p in group if p not in counted_elsewhere] for group in by_mesh.values()]
-    norms = [nn.utils.get_total_norm(gradients) for gradients in own if gradients]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    squares = torch.stack(norms).square().sum()
-    dist.all_reduce(squares, group=pipeline)
+    norms = [common.whole(nn.utils.get_total_norm(gradients)) for gradients in own if gradients]
+    dist.all_reduce(squares := torch.stack(norms).square().sum(), group=pipeline)
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
+    return squares.sqrt()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -173,9 +173,9 @@ def main():
     # 3. Model
     with torch.device("meta"):  # ND: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, positions = list(model.state_dict()), torch.arange(args.context, device=device)
+    names, order = list(model.state_dict()), None
     if args.cp > 1:
-        positions = attention.shard(positions, 0, cp)
+        order = attention.shard(torch.arange(args.context, device=device), group=cp)
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[args.attention](cp)
     table = None
@@ -193,7 +193,7 @@ def main():
     stages = {0: model}
     if args.pp > 1:
         own, of = [n for n, owner in enumerate(owners) if owner == here], len(owners)
-        stages = {n: Stage(model, n, of, positions) for n in own}
+        stages = {n: Stage(model, n, of, order) for n in own}
         keep_only(stages, model)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
     if shares * args.cp > 1 or dtype or args.offload:
@@ -211,7 +211,7 @@ def main():
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
     loss_fn = partial(mean_loss, train_set, parts)
     if args.pp > 1:
-        size = batch_size // parts, args.context // args.cp
+        size = batch_size // parts, *args.row[:-1], args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
         width, classes = common.size_of(args).width, len(train_set.classes)
         shapes = make_shapes(size, width, classes, between, dtype)
@@ -229,23 +229,23 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             if args.cp > 1:
-                images, labels = (attention.shard(t, 1, cp) for t in (images, labels))
+                images, labels = (attention.shard(t, group=cp) for t in (images, labels))
             losses, loss = [], torch.zeros((), device=device)
             # ND: FSDP accumulates sharded gradients, but in a pipeline: there unsharded ones
             parts = (t.chunk(args.accumulate) for t in (images, labels))
             for inputs, targets in zip(*parts, strict=True):
                 with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                     if args.pp > 1:
-                        inputs = [inputs] if 0 in stages else []
-                        schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+                        given = {"rows": inputs, "target": targets, "losses": losses}
+                        schedule.step(*[inputs] * (0 in stages), **given, return_outputs=False)
                     else:
-                        losses = [loss_fn(model(inputs, positions), targets)]
+                        losses = [loss_fn(model(inputs, order), targets)]
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
                 for part in losses:  # ND: empty on ranks without the last stage
                     loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact
@@ -255,7 +255,7 @@ def main():
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 dist.all_reduce(local, group=ends)  # PP: sums both ranks' gradients
             if args.clip_grad:
-                clip_grad_norm(model, args.clip_grad, pipeline, tied if here else set())
+                run.grad_norm = clip_grad_norm(model, args.clip_grad, pipeline, tied)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed

@@ -33,22 +33,21 @@ from libraries.pipelining import SCHEDULES, PipelineStage, divide, make_shapes
 class Stage(nn.Module):
     """Some of the blocks; the first stage also has the embeddings, the last one the head."""
 
-    def __init__(self, model: nn.Module, number: int, stages: int, positions=None, half=False):
+    def __init__(self, model: nn.Module, number: int, stages: int, order=None, half=False):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
         self.is_first, self.is_last = number == 0, number == stages - 1
-        self.blocks, self.positions, self.half = model.blocks[begin:end], positions, half
-        self.embed, self.places, self.unembed = model.embed, model.places, model.unembed
+        self.blocks, self.order, self.half = model.blocks[begin:end], order, half
+        self.embed, self.locate, self.unembed = model.embed, model.locate, model.unembed
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From tokens or the previous stage's output to the next stage's input or logits."""
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """From tokens or the previous stage's output to the next stage's input or logits. ``rows``:
+        the tokens, for all stages: packed ones also have positions, which every block needs."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
-            x, places = self.embed(x, positions) if self.is_first else x, self.places(positions)
+            tokens, positions, places = self.locate(rows, self.order)
+            x = self.embed(tokens, positions) if self.is_first else x
             for block in self.blocks:
                 x = block(x, places)
             return self.unembed(x).to(torch.get_default_dtype()) if self.is_last else x
@@ -87,22 +86,23 @@ def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, 
     for number, stage in stages.items():
         if number > 0 and owners[number - 1] != rank:
             dist.recv(x := hidden, group=group, group_src=owners[number - 1])
-        x = stage(x)
+        x = stage(x, tokens)
         if number < last and owners[number + 1] != rank:
             dist.send(x, group=group, group_dst=owners[number + 1])
     return x if owners[last] == rank else None
 
 
 def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = logits.to(torch.get_default_dtype())
-    return F.cross_entropy(logits, labels) * data.weight(labels) / parts
+    total = F.cross_entropy(logits, labels, reduction="sum")  # of a shard, maybe of no label
+    return total / labels.numel() / data.density / parts
 
 
-def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) -> None:
+def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
-    own = nn.utils.get_total_norm([p.grad for p in parameters if p not in counted_elsewhere])
-    dist.all_reduce(squares := own.square())
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
+    own = [p.grad for p in model.parameters() if p not in counted_elsewhere]
+    dist.all_reduce(squares := nn.utils.get_total_norm(own).square())
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, squares.sqrt())
+    return squares.sqrt()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -153,7 +153,7 @@ def main():
     keep_only(stages, model)
     model.to_empty(device=device)  # PP: memory for this rank's stages
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
-    shapes = make_shapes((batch_size // microbatches, args.context), size.width, classes)
+    shapes = make_shapes((batch_size // microbatches, *args.row), size.width, classes)
     model.forward = partial(forward, stages, owners, shapes, None)
     made = stages, count, microbatches, shapes, partial(mean_loss, train_set, microbatches), device
     schedule = make_schedule(args.pipeline_schedule, *made, dist.new_group())  # PP: its own group
@@ -169,7 +169,7 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -177,11 +177,11 @@ def main():
             losses = []  # PP: one per micro-batch, on the rank of the last stage
             tokens = [images] if rank == 0 else []
             # PP: forward and backward of all micro-batches, with the communication between ranks
-            schedule.step(*tokens, target=labels, losses=losses, return_outputs=False)
+            schedule.step(*tokens, rows=images, target=labels, losses=losses, return_outputs=False)
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:
-                clip_grad_norm(list(model.parameters()), args.clip_grad, shared if rank else set())
+                run.grad_norm = clip_grad_norm(model, args.clip_grad, shared if rank else set())
             optimizer.step()
             scheduler.step()
             loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: 0 on other ranks

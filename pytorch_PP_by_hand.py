@@ -33,14 +33,14 @@ class Stage(nn.Module):
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
         self.is_first, self.is_last = number == 0, number == stages - 1
         self.blocks = model.blocks[begin:end]
-        self.embed, self.places, self.unembed = model.embed, model.places, model.unembed
+        self.embed, self.locate, self.unembed = model.embed, model.locate, model.unembed
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From tokens or the previous stage's output to the next stage's input or logits."""
-        positions = torch.arange(x.shape[1], device=x.device)
-        x, places = self.embed(x, positions) if self.is_first else x, self.places(positions)
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """From tokens or the previous stage's output to the next input or logits. Rows: tokens."""
+        tokens, positions, places = self.locate(rows)
+        x = self.embed(tokens, positions) if self.is_first else x
         for block in self.blocks:
             x = block(x, places)
         return self.unembed(x) if self.is_last else x
@@ -80,7 +80,7 @@ class Pipe:
     def forward(self, i: int, received: torch.Tensor | None) -> torch.Tensor:
         """Forward of micro-batch i. Returns what the next rank gets, or on the last rank a loss."""
         x = self.tokens[i] if received is None else received.requires_grad_()
-        output = self.stage(x)
+        output = self.stage(x, self.tokens[i])
         if self.stage.is_last:
             output = self.loss_fn(output, self.labels[i])
             self.losses.append(output.detach())
@@ -110,21 +110,21 @@ class Pipe:
     def evaluate(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Forward of one batch, on all ranks: on the last rank the logits."""
         received = self.exchange(-1, rows=len(tokens))
-        output = self.stage(tokens if received is None else received)
+        output = self.stage(tokens if received is None else received, tokens)
         self.exchange(1, output)
         return output if self.stage.is_last else None
 
 
 def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = logits.to(torch.get_default_dtype())
     return F.cross_entropy(logits, labels) * data.weight(labels) / parts
 
 
-def clip_grad_norm(parameters: list, max_norm: float, counted_elsewhere: set) -> None:
+def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
-    own = nn.utils.get_total_norm([p.grad for p in parameters if p not in counted_elsewhere])
-    dist.all_reduce(squares := own.square())
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
+    own = [p.grad for p in model.parameters() if p not in counted_elsewhere]
+    dist.all_reduce(squares := nn.utils.get_total_norm(own).square())
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, squares.sqrt())
+    return squares.sqrt()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -191,7 +191,7 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -201,7 +201,7 @@ def main():
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:
-                clip_grad_norm(list(model.parameters()), args.clip_grad, shared if rank else set())
+                run.grad_norm = clip_grad_norm(model, args.clip_grad, shared if rank else set())
             optimizer.step()
             scheduler.step()
             loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: 0 on other ranks

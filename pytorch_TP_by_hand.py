@@ -115,15 +115,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_hook(as_dtensor)  # by hand: evaluation gathers it
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
+    return torch.stack(norms).norm()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -175,7 +175,7 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -184,7 +184,7 @@ def main():
             loss = cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
             loss.backward()  # TP: gradients of this rank's shards are complete
             if args.clip_grad:
-                clip_grad_norm(model, args.clip_grad)
+                run.grad_norm = clip_grad_norm(model, args.clip_grad)
             optimizer.step()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed

@@ -79,11 +79,12 @@ def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:
     return [Bucket(filled) for filled in buckets]
 
 
-def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> None:
+def clip_grad_norm_(shards: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clip by the global norm, over the shards of all ranks."""
     squared = nn.utils.get_total_norm([shard.grad for shard in shards]) ** 2
     dist.all_reduce(squared)
     nn.utils.clip_grads_with_norm_(shards, max_norm, squared.sqrt())
+    return squared.sqrt()
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -148,7 +149,7 @@ def main():
     run.resume(model, optimizer, scheduler)
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for images, labels in run.batches(train_loader, epoch):
@@ -159,7 +160,7 @@ def main():
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
             if args.clip_grad:
-                clip_grad_norm_(shards, args.clip_grad)
+                run.grad_norm = clip_grad_norm_(shards, args.clip_grad)
             optimizer.step()
             for bucket in buckets:
                 bucket.gather()  # ZeRO: gets the shards that other ranks updated

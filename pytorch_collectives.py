@@ -347,13 +347,13 @@ def main():
     args = argparse.Namespace(**vars(given) | {"timeout": timeout, "device": device})
     if args.mistake:  # nccl: wait() then raises; otherwise PyTorch would end the process
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    store = common.make_store(args)  # before RANK is set, which a launcher does
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
-    store = common.make_store(args)
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,  # torchrun: a restart must not find dead ranks' addresses

@@ -70,7 +70,7 @@ def main():
             half.copy_(weight)  # half: a snapshot may have changed them
 
     # 5. Train
-    for epoch in range(run.start_epoch, run.epochs):
+    for epoch in run.epochs_left():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         half_model.train()
@@ -82,7 +82,7 @@ def main():
             for weight, half in pairs:
                 weight.grad = half.grad.float().div_(loss_scale)
             if args.clip_grad:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+                run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
             with torch.no_grad():

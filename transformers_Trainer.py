@@ -104,7 +104,7 @@ def main():
         ddp = trainer.model_wrapped  # Trainer: has wrapped the model by now
         ddp.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
         run.resume(ddp, optimizer, scheduler)
-        for epoch in range(run.start_epoch, run.epochs):
+        for epoch in run.epochs_left():
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
             for images, labels in run.batches(train_loader, epoch):
                 weight = train_set.weight(labels)
@@ -131,6 +131,14 @@ def main():
             optimizers=(optimizer, scheduler),
         )
     trainer.remove_callback(transformers.PrinterCallback)
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def clip_and_keep(*args):  # Trainer: would drop the norm
+        run.grad_norm = clip(*args)
+        return run.grad_norm
+
+    if args.clip_grad:
+        trainer.accelerator.clip_grad_norm_ = clip_and_keep
     trainer.train()
 
     # 7. Save and report

@@ -1,5 +1,4 @@
-"""The command line: a parser with one-line errors, types of flags, files that they name, by path or
-URL, and how to end with an error."""
+"""The command line: parser, types of flags, files that flags name, and how to end with an error."""
 
 import argparse
 import contextlib
@@ -22,16 +21,11 @@ from typing import NoReturn
 from harness.world import Failed, is_first_here, print0, this_script, together, world
 from remote.storage import DATA, Remote, RemoteError, fetch_files, is_url, local_folder, trim_url
 
-LOCK = ".lock"  # the file by which a run locks its folder
-
 
 def fail(message: object, code: int = 2) -> NoReturn:
-    """Report a user error in one line and exit with code 2. A bug keeps its traceback.
-    Code 3 is for an error that ended a run after it had started training.
-
-    Usually all ranks of a machine find the same error. Rank 0 prints it and exits, and the launcher
-    stops the others while they wait; a rank that is still alive then prints its own.
-    """
+    """Report a user error in one line and exit with code 2, or 3 if training had started. A bug
+    keeps its traceback. Usually all ranks of a machine find the same error: rank 0 prints it, and
+    the launcher stops the others while they wait; a rank that is still alive prints its own."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the signal by which the launcher stops ranks
     if world().local_rank:
         time.sleep(2 + world().local_rank)
@@ -45,8 +39,7 @@ def fail(message: object, code: int = 2) -> NoReturn:
 
 
 def need_compiler(device: str) -> None:
-    """Check that torch.compile finds a compiler: for C++ on a CPU; on a GPU for C, in which Triton
-    builds what starts its kernels."""
+    """Check that torch.compile finds a compiler: C++ on a CPU, and C on a GPU, for Triton."""
     of_device = {"cuda": ("C", "CC", "cc gcc clang"), "cpu": ("C++", "CXX", "c++")}
     language, variable, names = of_device[device]
     if not any(map(shutil.which, os.environ.get(variable, names).split())):
@@ -144,10 +137,10 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def lock(folder: Path, flag: str) -> None:
-    """Fail if another run has locked the folder; otherwise lock it until this process ends, even if
-    it is killed."""
+    """Fail if another run has locked the folder, else lock it as long as this process exists."""
     try:  # a lock of this process, not of its workers; the file stays open
-        fcntl.lockf(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         if not world().restarts:  # otherwise a dead machine of this launch may still have it
             fail(f"{flag}: another run is writing to it; give each run a folder of its own")
@@ -157,21 +150,19 @@ def lock(folder: Path, flag: str) -> None:
 
 def check_output_url(url: Path | str) -> None:
     """Check that files can be written to ``--output-dir``, if it is a URL."""
-    if not is_url(url):
-        return
-    try:
-        with tempfile.NamedTemporaryFile() as probe:
-            remote, file = Remote(url), Path(probe.name)
-            remote.upload(file.parent, [file.name])
-            remote.remove(file.name)
-    except RemoteError as error:
-        fail(f"--output-dir {error}; give another")
+    if is_url(url):
+        try:
+            with tempfile.NamedTemporaryFile() as probe:
+                remote, file = Remote(url), Path(probe.name)
+                remote.upload(file.parent, [file.name])
+                remote.remove(file.name)
+        except RemoteError as error:
+            fail(f"--output-dir {error}; give another")
 
 
 @functools.cache
 def fetch_input(place: Path | str, flag: str) -> Path:
-    """The local path for ``--data-dir``, ``--weights`` or ``--resume``. The first rank of each
-    machine downloads a URL, once per process. All ranks call it."""
+    """The local path; the first rank of each machine downloads a URL, once. All ranks call it."""
     if not is_url(place):
         return Path(place)
     path, again = local_folder(place, DATA), flag != "--data-dir"

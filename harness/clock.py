@@ -1,5 +1,4 @@
-"""Time of each training step and of its phases (data, forward, backward, optimizer, rest), by hooks
-on the device, without synchronizing with it; peak memory of the steps; where the step time goes."""
+"""Time of each step and of its phases, without synchronizing with the device; peak memory."""
 
 import collections
 import contextlib
@@ -30,7 +29,7 @@ def seconds_between(begin, end) -> float:
 
 
 class StepClock:
-    """Measures the time of each step, its phases and the epoch, and the peak memory of the steps.
+    """Measures the steps of a run.
 
     A mark ends one phase and begins the next. On a GPU it is an event in the stream, read when the
     GPU has reached it. On a CPU it is the time, and how long the main thread was blocked so far:
@@ -38,12 +37,9 @@ class StepClock:
     it waits, but PyTorch mostly spins while it waits for its own threads.
 
     The first steps of a process are slow, so the speed is that of :meth:`settled` steps. Peak
-    memory counts from the end of the warm-up, and is read before evaluation and snapshots.
-
-    Args:
-        devices: that this process computes on. Steps are timed on the first one.
-        data_bytes: size of a dataset on the first device, which does not count as peak memory.
-        look: a :class:`profile.Look` at the last steps. These are not timed if others are.
+    memory counts from the end of the warm-up, and is read before evaluation and snapshots; it does
+    not count ``data_bytes``, a dataset on the first device, on which steps are timed. The last
+    steps are not timed if ``look``, a :class:`profile.Look`, profiles them, and others are.
     """
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
@@ -56,7 +52,7 @@ class StepClock:
         self.before = []  # settled steps of earlier processes, from the snapshot
         self.epoch_seconds, self.paused, self.spoilt = 0.0, False, False
         self.look, self.looking = look, False
-        self.after_data = "rest"  # the phase after that of data
+        self.after_data = "rest"  # the phase that begins when the batch is on the device
         self.traced, self.range = False, contextlib.ExitStack()  # phases are ranges in a trace
         self.spans = []  # start and end of this process's epochs, in Unix time
         self.wall_before = 0.0  # seconds of earlier processes, up to the snapshot
@@ -65,13 +61,9 @@ class StepClock:
             self.queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def attach(self, model: nn.Module, optimizer=None) -> None:
-        """Register hooks that set marks at the model's forward and the optimizer's step.
-
-        Args:
-            model: that the loop calls, with its wrapper. It gets no hooks if it runs in threads, as
-                in nn.DataParallel, or is compiled as a whole, where a hook would break the graph.
-            optimizer: ``None`` if the caller sets its marks.
-        """
+        """Register hooks that set marks at the model's forward, and at the optimizer's step unless
+        the caller does. A model gets no hooks if it runs in threads, as in nn.DataParallel, or is
+        compiled as a whole, where a hook would break the graph."""
         compiled = model._compiled_call_impl or hasattr(model, "_orig_mod")
         if len(self.devices) == 1 and not compiled:
             # before and after all other hooks: those of FSDP are part of forward
@@ -103,10 +95,6 @@ class StepClock:
             self.pause()
             self.looking = True
             self.look.start()
-
-    def has_data(self) -> None:
-        """The batch is on the device."""
-        self.mark(self.after_data)
 
     def mark(self, phase: str) -> None:
         """Begin a phase; outside of a step, as in evaluation, this does nothing."""
@@ -192,15 +180,14 @@ class StepClock:
         """Seconds of the steps after each process's warm-up."""
         return self.before + self.seconds[self.warmup :]
 
-    def read_wall_clock(self) -> float:
+    def wall_clock(self) -> float:
         """Seconds of this run so far: of this process, and of earlier ones up to the snapshot."""
         return self.wall_before + time.perf_counter() - STARTED
 
     def state_dict(self) -> dict:
         """The state for a snapshot."""
         self.read()
-        wall = self.read_wall_clock()
-        return {"steps": self.settled(), "epoch": self.epoch_seconds, "wall": wall}
+        return {"steps": self.settled(), "epoch": self.epoch_seconds, "wall": self.wall_clock()}
 
     def load_state_dict(self, state: dict) -> None:
         self.before, self.epoch_seconds = state["steps"], state["epoch"]
@@ -266,12 +253,10 @@ def describe_step(result: dict) -> str:
             if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
                 shares[kind] = shares.get(kind, 0.0) + rank[kind]["mean"]
     whole, took = sum(shares.values()) or 1.0, result["step_ms"]
-    more = [
-        f"{name} {took[key]:,.0f} ms"
-        for name, key in (("mean", "mean"), ("95% within", "p95"))
-        if not math.isclose(took[key], took["p50"], rel_tol=0.1)
-    ]
-    words = [f"step: {took['p50']:,.0f} ms" + (f" ({', '.join(more)})" if more else "")]
+    names = {"mean": "mean", "p95": "95% within"}
+    far = [key for key in names if not math.isclose(took[key], took["p50"], rel_tol=0.1)]
+    more = ", ".join(f"{names[key]} {took[key]:,.0f} ms" for key in far)
+    words = [f"step: {took['p50']:,.0f} ms" + (f" ({more})" if more else "")]
     words += [f"{kind} {share / whole:.0%}" for kind, share in shares.items()]
     line = ", ".join(words)
     if late := found["straggler"]:

@@ -40,12 +40,8 @@ class TaskData(Dataset):
         self, batch, device, seed: int, epoch: int, step: int, dtype=None, share=(0, 1)
     ) -> tuple[Tensor, Tensor]:
         """This rank's training batch on its device, inputs and labels: by default not augmented.
-
-        Args:
-            seed, epoch, step: which determine the augmentation.
-            dtype: of inputs that are not integers; ``None``: the default dtype.
-            share: which part of the global batch this is, and the number of parts.
-        """
+        Seed, epoch and step determine the augmentation. Inputs that are not integers have the
+        ``dtype``; ``share``: which part of the global batch this is, and the number of parts."""
         return self.prepare_evaluation(batch, device, dtype)
 
     def weight(self, labels: Tensor) -> Tensor | float:

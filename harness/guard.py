@@ -1,15 +1,8 @@
-"""Checks for NaN and Inf: where the modes of --on-nan check, and what they do.
-
-watch   checks only where it adds no overhead: the loss when it is printed, and weights and
-        optimizer state before a snapshot is written. The run ends; its last snapshot is valid.
-stop    checks before every step, in an optimizer hook. The run ends before a weight has changed.
-skip    checks as stop does, and skips the step.
-ignore  checks nothing.
-"""
+"""Checks for NaN and Inf, in the modes of ``--on-nan``: see its help. To watch adds no overhead,
+and the last snapshot is valid; stop and skip check in a hook, before a weight has changed."""
 
 import math
 import shlex
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -18,8 +11,7 @@ from torch import Tensor, nn
 
 from harness.cli import fail
 from harness.measure import launch_command, local, optimizer_tensors
-from harness.progress import RunState
-from harness.world import gather_objects, max_over_ranks, print0
+from harness.world import gather_objects, print0
 
 MAX_SKIPPED = 25  # consecutive steps, in any mode; with float16, to skip a few is normal
 WEIGHT, OUTPUT = "the weight", "the model's output"
@@ -40,32 +32,22 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
 
 
 class Guard:
-    """Implements ``--on-nan``. All ranks call its methods. ``newest_snapshot()`` is the path of the
-    snapshot to resume from, or ``None``; ``close()`` is called before the guard stops the run."""
+    """Implements ``--on-nan`` for a :class:`Run`. All ranks call its methods. The ``scaler`` may
+    skip steps; a library that skips steps by itself calls :meth:`library_stepped` instead."""
 
-    def __init__(self, mode: str, state: RunState, newest_snapshot: Callable, close: Callable):
-        self.mode, self.state = mode, state
-        self.newest_snapshot, self.close = newest_snapshot, close
+    def __init__(self, run, model: nn.Module, optimizer, scaler=None):
+        self.mode, self.state = run.args.on_nan, run.state
+        self.model, self.optimizer = model, optimizer
+        self.newest_snapshot = run.store.newest
         self.exact = self.mode in ("stop", "skip")
-        self.good_step = 0  # the last one after which the weights were known to be finite
+        self.good_step = self.fetched = run.state.step  # with finite weights; of the last loss
         self.left_out = False  # the current step
         self.skipped = 0  # consecutive steps
-
-    def attach(self, model: nn.Module, optimizer, scaler=None) -> None:
-        """Register the hooks for checks in every step, if there are any.
-
-        Args:
-            model: whose forward computes the loss.
-            scaler: a GradScaler that may skip steps. A library that skips steps by itself calls
-                :meth:`library_stepped` instead.
-        """
-        self.model, self.optimizer = model, optimizer
-        self.good_step = self.fetched = self.state.step  # fetched: step of the last loss
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scale = self.scaler and scaler.get_scale()
         self.overflow_is_normal = bool(self.scaler)
+        self.outputs, self.good_buffers, self.taken = [], [], []
         if self.exact:
-            self.outputs, self.good_buffers, self.taken = [], [], []
             self.keep_buffers()
             model.register_forward_hook(self.remember_output)
             optimizer.register_step_pre_hook(self.before_step)
@@ -90,7 +72,7 @@ class Guard:
         owner = getattr(self.optimizer, "optim", self.optimizer)  # of ZeroRedundancyOptimizer
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         finite = all_finite([*weights, *self.model.buffers(), *optimizer_tensors(owner)])
-        if max_over_ranks([not finite.item()])[0]:
+        if any(gather_objects(not finite.item())):
             self.stop_watching("weights or optimizer became NaN or infinite", self.good_step)
         self.good_step = self.state.step
 
@@ -102,7 +84,8 @@ class Guard:
         first, last = after + 1, self.state.step
         where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
         find = f"To find the first step: {command} --on-nan stop"
-        self.end(f"{where} {what}; {go_on}. {find if self.mode == 'watch' else 'Use a lower --lr'}")
+        use = find if self.mode == "watch" else "Use a lower --lr"
+        fail(f"{where} {what}; {go_on}. {use}", code=3)
 
     def remember_output(self, module: nn.Module, inputs, output: Tensor) -> None:
         """Keep this rank's model output and its gradient, which name the rank: gradients of
@@ -143,8 +126,7 @@ class Guard:
         if skipped and self.exact and not self.overflow_is_normal:
             self.left_out = True
             self.react()
-        if self.exact:
-            self.outputs.clear()
+        self.outputs.clear()
         if skipped or not self.exact:  # otherwise the hook has counted
             self.count(skipped)
 
@@ -152,7 +134,7 @@ class Guard:
         """Stop the run before this step, or skip the step."""
         why = f"step {self.state.step}: {self.first_not_finite()}"
         if self.mode == "stop":
-            self.end(f"{why}; no weight has changed. Use a lower --lr, or --on-nan skip")
+            fail(f"{why}; no weight has changed. Use a lower --lr, or --on-nan skip", code=3)
         print0(f"{why}; the step is skipped")
         for buffer, good in zip(self.model.buffers(), self.good_buffers, strict=True):
             buffer.copy_(good)  # BatchNorm's statistics contain NaN or Inf
@@ -181,8 +163,7 @@ class Guard:
         scale, which is copied from the device only now. A growth tracker > 0 means a good step."""
         before, self.scale = self.scale, self.scaler.get_scale()
         if self.scaler.state_dict()["_growth_tracker"]:
-            self.skipped = 0
-            return
+            return self.count(False)
         factor = self.scaler.get_backoff_factor()
         skips = math.log(before / self.scale, 1 / factor) if self.scale else MAX_SKIPPED
         self.count(True, max(0, round(skips)))  # negative if the scale has grown
@@ -192,8 +173,4 @@ class Guard:
         if self.skipped >= MAX_SKIPPED:
             why = f"the last {self.skipped} steps were skipped, because gradients are not finite"
             use = "use a lower --lr, or bfloat16 instead of float16"
-            self.end(f"step {self.state.step}: {why}; {use}")
-
-    def end(self, why: str) -> NoReturn:
-        self.close()
-        fail(why, code=3)
+            fail(f"step {self.state.step}: {why}; {use}", code=3)

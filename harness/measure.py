@@ -45,11 +45,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process since :func:`reset_peak_memory`, in GiB.
-
-    On a GPU: of tensors (allocated), held by PyTorch's allocator (reserved), and all used memory,
-    as in nvidia-smi (process; includes other programs). On a CPU: the resident set size.
-    """
+    """Peak memory of this process since :func:`reset_peak_memory`, in GiB. On a GPU: of tensors
+    (allocated), held by PyTorch's allocator (reserved), and all used memory, as in nvidia-smi
+    (process; includes other programs). On a CPU: the resident set size."""
     if device.type == "cpu":
         with contextlib.suppress(OSError):  # Linux; getrusage() would include the parent process
             [peak] = re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())

@@ -1,5 +1,4 @@
-"""Profiles the last steps with PyTorch's profiler: --trace writes a Chrome trace per rank, and
---profile-memory counts the memory of the last step's tensors on a CPU."""
+"""Profiles the last steps with PyTorch's profiler, for ``--trace`` and ``--profile-memory``."""
 
 import atexit
 import gc
@@ -23,11 +22,10 @@ from remote.storage import local_folder
 class Look:
     """A profiler that replaces the clock in the last ``lasts`` steps, with its options."""
 
-    found = None  # result of trace_rows.sum_up()
-
     def __init__(self, lasts: int, **options):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's own messages
         self.lasts, self.profiler = lasts, profile(**options)
+        self.found = None  # result of trace_rows.sum_up()
 
     def start(self) -> None:
         self.profiler.start()
@@ -49,26 +47,22 @@ class Tracer(Look):
         self.path = folder / f"rank{world().rank}.pt.trace.json.gz"
 
     def tick(self, clock) -> None:
-        """End a step. In traced steps, phases are ranges."""
+        """End a step. In traced ones, phases are ranges. After the last, write trace and rows."""
         self.ended += 1
         clock.traced = self.ended <= self.steps
         if self.ended <= self.steps + 1:
             self.profiler.step()
         if self.ended == self.steps + 1:
             self.stop()
-            self.write()
-
-    def write(self) -> None:
-        """Write the profiler's trace, with the rows at its top."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f".{self.path.name}.part")
-        self.profiler.export_chrome_trace(str(part))
-        trace = json.loads(part.read_text())
-        rows = trace_rows.make_rows(trace["traceEvents"], world().rank)
-        self.found = trace_rows.sum_up(rows, self.steps)
-        trace["traceEvents"] += rows
-        part.write_bytes(gzip.compress(json.dumps(trace).encode()))
-        os.replace(part, self.path)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_name(f".{self.path.name}.part")
+            self.profiler.export_chrome_trace(str(part))
+            trace = json.loads(part.read_text())
+            rows = trace_rows.make_rows(trace["traceEvents"], world().rank)
+            self.found = trace_rows.sum_up(rows, self.steps)
+            trace["traceEvents"] += rows
+            part.write_bytes(gzip.compress(json.dumps(trace).encode()))
+            os.replace(part, self.path)
 
 
 class AllocatorProfile(Look):
@@ -79,16 +73,13 @@ class AllocatorProfile(Look):
         super().__init__(1, activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def tick(self, clock) -> None:
-        clock.peak_memory["allocated"] = self.peak_bytes() / 2**30
-
-    def peak_bytes(self) -> int:
-        """Stop, and return the peak, without datasets."""
+        """Stop, and note the peak, without datasets."""
         self.stop()
         events = self.profiler.profiler.kineto_results.events()
         blocks = [event for event in events if event.name() == "[memory]"]
         blocks.sort(key=lambda event: event.start_ns())
         taken = [0, *itertools.accumulate(event.nbytes() for event in blocks)]
-        return bytes_of_tensors() + max(taken) - taken[-1]
+        clock.peak_memory["allocated"] = (bytes_of_tensors() + max(taken) - taken[-1]) / 2**30
 
 
 def bytes_of_tensors() -> int:
@@ -98,25 +89,23 @@ def bytes_of_tensors() -> int:
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     storages = [t.untyped_storage() for t in tensors if not hasattr(t, "to_local")]  # of a DTensor
     sizes = {s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}
-    for dataset in (found for found in objects if issubclass(type(found), Dataset)):
-        for held in vars(dataset).values():
-            if isinstance(held, Tensor):
-                sizes.pop(held.untyped_storage().data_ptr(), None)
+    datasets = [found for found in objects if issubclass(type(found), Dataset)]
+    for held in (value for dataset in datasets for value in vars(dataset).values()):
+        if isinstance(held, Tensor):
+            sizes.pop(held.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 
 def closer_look(args, total: int, per_epoch: int) -> Look | None:
-    """The profiler of the last steps: for --trace, for --profile-memory, or none. The run has
-    ``total`` steps, and ``per_epoch`` in each epoch but the last."""
+    """The profiler of the last steps that a flag asks for, if any; the run has ``total`` steps."""
     if args.trace:
-        in_last_epoch = (total - 1) % per_epoch + 1
+        in_last_epoch = min((total - 1) % n + 1 for n in (per_epoch, args.eval_every or per_epoch))
         settled = total - max(1, min(WARMUP_STEPS, total // 2))
         most = max(0, min(in_last_epoch - 1, settled - 2))
         if args.trace > most:
-            fail(
-                f"--trace {args.trace}: only {most} steps of the last epoch can be traced, not "
-                "the warm-up, the step after it, which starts the profiler, nor the last step; "
-                + (f"use --trace {most}" if most else "use a longer run")
-            )
+            use = f"use --trace {most}" if most else "use a longer run"
+            why = f"only {most} steps of the last epoch can be traced, not the warm-up, the step "
+            why += "after it, which starts the profiler, nor the last step"
+            fail(f"--trace {args.trace}: {why}; {use}")
         return Tracer(args.trace, local_folder(args.output_dir) / "trace")
     return AllocatorProfile() if args.profile_memory and args.device == "cpu" else None

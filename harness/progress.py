@@ -1,9 +1,12 @@
-"""The progress of a run: its state, which is saved in a snapshot, and what is shown of it: a
-progress bar on a terminal, lines, and TensorBoard's curves."""
+"""The progress of a run: its state, which a snapshot has; progress bar, lines and TensorBoard."""
 
-import dataclasses
+import atexit
+import itertools
+import math
 import operator
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -14,45 +17,47 @@ from tqdm import tqdm
 from harness.measure import local
 from harness.world import gather_objects, print0, world
 
-METRICS = ("train_loss", "eval_loss", "eval_accuracy", "seconds")
+METRICS = ("eval_step", "train_loss", "eval_loss", "eval_accuracy", "seconds")
 OF_A_RANK = ("loss_sum", "samples")  # each rank has its own; all others are the same on every rank
 
 
-@dataclasses.dataclass
+@dataclass
 class RunState:
-    """The progress of a run. ``loss_sum`` and ``samples`` are those of this rank only. Losses are
-    summed on the device, and fetched when they are shown."""
+    """The progress of a run. Losses are summed on the device, and fetched when they are shown."""
 
-    loss_sum: Tensor  # of this epoch, weighted by samples: a float64 scalar on the device
-    samples: float = 0.0  # of this epoch
+    loss_sum: Tensor  # since the last evaluation, by samples: a float64 scalar on the device
+    samples: float = 0.0  # since the last evaluation
     step: int = 0  # number of optimizer steps
-    evaluated: int = 0  # the step after which the model was last evaluated
     eval_samples: int = 0
-    history: dict[str, list[float]] = dataclasses.field(
-        default_factory=lambda: {name: [] for name in METRICS}
-    )
+    history: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METRICS})
 
     @property
-    def epochs(self) -> int:
-        """Number of evaluated epochs; the last one may have been cut short."""
-        return len(self.history["seconds"])
+    def evaluated(self) -> int:
+        """The step after which the model was last evaluated; 0: it was not."""
+        return (self.history["eval_step"] or [0])[-1]
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The step and the loss of the evaluation with the lowest loss."""
+        found = zip(self.history["eval_step"], self.history["eval_loss"], strict=True)
+        return min(found, key=lambda one: (math.isnan(one[1]), one[1]), default=(0, math.inf))
 
     @property
     def snapshot_name(self) -> str:
         """The name of a snapshot of this step."""
-        return f"step-{self.step:08}" + ("-evaluated" if self.evaluated == self.step else "")
+        return f"step-{self.step:08}" + "-evaluated" * (self.evaluated == self.step)
 
-    def end_epoch(self, train_loss: float, metrics: dict, seconds: float) -> dict[str, float]:
-        """Store the results of an epoch, with those of :func:`common.evaluate`, and return them."""
-        self.evaluated, self.eval_samples = self.step, metrics["samples"]
-        figures = (train_loss, metrics["loss"], metrics["accuracy"], seconds)
-        for name, value in (epoch := dict(zip(METRICS, figures, strict=True))).items():
+    def name_best(self) -> str:
+        """The name of the snapshot of the best evaluation."""
+        return f"step-{self.best[0]:08}-evaluated"
+
+    def add_evaluation(self, train_loss: float, metrics: dict, seconds: float) -> dict[str, float]:
+        """Store, and return, the metrics of :func:`common.evaluate` and of the training before."""
+        self.eval_samples = metrics["samples"]
+        figures = (self.step, train_loss, metrics["loss"], metrics["accuracy"], seconds)
+        for name, value in (found := dict(zip(METRICS, figures, strict=True))).items():
             self.history[name].append(value)
-        return epoch
-
-    def clear_sums(self) -> None:
-        """Reset the sums for a new epoch."""
-        self.loss_sum, self.samples = torch.zeros_like(self.loss_sum), 0.0
+        return found
 
     def add(self, loss: Tensor, samples: float) -> None:
         """Add the mean loss of a number of samples. It stays on the device."""
@@ -60,7 +65,7 @@ class RunState:
         self.samples += samples
 
     def totals(self) -> tuple[float, float]:
-        """Sum of losses and number of samples of this epoch so far. All ranks call it."""
+        """Sum of losses, and number of samples, since the last evaluation. All ranks call it."""
         totals = torch.stack([self.loss_sum, self.loss_sum.new_tensor(self.samples)])
         if dist.is_initialized():
             dist.all_reduce(totals)
@@ -85,14 +90,14 @@ class RunState:
         own["rng"] = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             own["rng"]["cuda"] = torch.cuda.get_rng_state(device)
-        names = [field.name for field in dataclasses.fields(self) if field.name not in OF_A_RANK]
+        names = [each.name for each in fields(self) if each.name not in OF_A_RANK]
         return {name: getattr(self, name) for name in names} | {"ranks": gather_objects(own)}
 
-    def load_state_dict(self, state: dict, steps_per_epoch: int, total_steps: int) -> None:
+    def load_state_dict(self, state: dict, is_due: Callable[[int], bool]) -> None:
         """Restore what :meth:`state_dict` returned. If the ranks' seeds differ from the snapshot's,
         which are the same among ranks of tensor parallelism, dropout starts from the seeds, and
-        rank 0 gets the sums of all ranks. The history ends with the last complete epoch: one whose
-        steps are done may not be evaluated yet. All ranks call it."""
+        rank 0 gets the sums of all ranks. The history keeps only evaluations that are due, as
+        --max-steps may have cut an epoch short. All ranks call it."""
         ranks, device = state["ranks"], self.loss_sum.device
         for name in state.keys() - {"ranks"}:
             setattr(self, name, state[name])
@@ -105,24 +110,21 @@ class RunState:
             print0("dropout starts from --seed: the snapshot is of other ranks, or another mesh")
             own = {name: sum(r[name] for r in ranks if world().rank == 0) for name in OF_A_RANK}
         self.loss_sum, self.samples = self.loss_sum + own["loss_sum"], own["samples"]
-        epochs = (self.step - (self.step > self.evaluated)) // steps_per_epoch
-        if self.step == self.evaluated >= total_steps:
-            epochs = -(-total_steps // steps_per_epoch)
-        self.history = {name: values[:epochs] for name, values in self.history.items()}
+        due = list(map(is_due, self.history["eval_step"]))
+        self.history = {n: list(itertools.compress(v, due)) for n, v in self.history.items()}
 
 
 class Display:
-    """Progress output of rank 0; on other ranks every method does nothing."""
+    """Progress output of rank 0; on other ranks every method does nothing. In TensorBoard, points
+    of earlier runs after the first step are purged."""
 
-    def __init__(self, folder: Path, unit: str):
-        self.folder, self.unit, self.writer, self.bar = folder, unit, None, None
-
-    def open(self, first_step: int) -> None:
-        """Open TensorBoard's file; points of earlier runs after the first step are purged."""
+    def __init__(self, folder: Path, unit: str, first_step: int):
+        self.unit, self.writer = unit, None
         if world().rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 
-            self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
+            self.writer = SummaryWriter(str(folder), purge_step=first_step)
+            atexit.register(self.writer.close)  # however the run ends
 
     def start_epoch(self, title: str, done: int, total: int) -> None:
         """A progress bar for an epoch, of which some samples may be done already."""
@@ -131,14 +133,16 @@ class Display:
         self.bar = tqdm(desc=title, initial=done, total=total, **options)
 
     def step(self, step: int, loss: float, **values: float) -> None:
-        self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        shown = {"loss": loss} | {n: v for n, v in values.items() if n == "gradient_norm"}
+        self.bar.set_postfix({n: f"{v:.3f}" for n, v in shown.items()}, refresh=False)
         self.add_scalars("step", step, loss=loss, **values)
 
-    def epoch(self, title: str, step: int, epoch: dict[str, float]) -> None:
-        self.add_scalars("epoch", step, **{k: v for k, v in epoch.items() if v is not None})
-        loss = f"loss {epoch['train_loss']:.4f}, evaluation loss {epoch['eval_loss']:.4f}"
-        right = "" if (share := epoch["eval_accuracy"]) is None else f", accuracy {share:.2%}"
-        print0(f"{title}: {loss}{right}, {epoch['seconds']:.1f} s")
+    def evaluation(self, title: str, eval_step: int, **found: float | None) -> None:
+        known = {name: value for name, value in found.items() if value is not None}
+        self.add_scalars("epoch", eval_step, **known)
+        loss = f"loss {found['train_loss']:.4f}, evaluation loss {found['eval_loss']:.4f}"
+        right = "" if (share := found["eval_accuracy"]) is None else f", accuracy {share:.2%}"
+        print0(f"{title}: {loss}{right}, {found['seconds']:.1f} s")
 
     def add_scalars(self, group: str, step: int, **values: float) -> None:
         for name, value in values.items() if self.writer else ():
@@ -148,9 +152,8 @@ class Display:
         if self.writer:
             self.writer.flush()
 
-    def close(self, hparams: tuple[dict, dict] | None = None) -> None:
-        """Close TensorBoard's file, with an entry of HPARAMS, if there is one, and its metrics."""
+    def close(self, hparams: tuple[dict, dict]) -> None:
+        """Close TensorBoard's file, with an entry of HPARAMS and its metrics."""
         if self.writer:
-            if hparams:
-                self.writer.add_hparams(*hparams, run_name=".")
+            self.writer.add_hparams(*hparams, run_name=".")
             self.writer.close()

@@ -13,7 +13,7 @@ from harness import measure
 from harness.clock import StepClock, break_down, spread
 from harness.data import TaskData
 from harness.progress import RunState
-from harness.settings import as_words, identity_of, own_flags
+from harness.settings import as_words, values_of
 from harness.world import gather_objects, max_over_ranks, this_script, world
 
 
@@ -26,8 +26,7 @@ def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> 
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer": measure.optimizer_tensors(optimizer),
     }
-    kept = {name: measure.count_bytes(theirs) for name, theirs in (tensors | held).items()}
-    return dict(zip(kept, max_over_ranks(list(kept.values())), strict=True))
+    return max_over_ranks({n: measure.count_bytes(own) for n, own in (tensors | held).items()})
 
 
 def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
@@ -41,14 +40,13 @@ def used_tf32(precision: str, device: torch.device) -> dict[str, bool]:
 
 
 def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[Tensor]]) -> dict:
-    """The measurements over all ranks for result.json; all ranks call it. Peak memory, in GiB, is
-    the maximum over ranks, of training steps, without a dataset that is on the GPU."""
+    """The measurements over all ranks, which all call it. Peak memory, in GiB, is the maximum over
+    ranks, of training steps, without a dataset that is on the GPU."""
     clock.pause()  # reads the memory, if there was no step
     memory = clock.peak_memory | ({"dataset": clock.data_gib} if clock.on_gpu else {})
-    memory = dict(zip(memory, max_over_ranks(list(memory.values())), strict=True))
     return {
         "gpu_uuids": sum(gather_objects(measure.gpu_uuids(clock.devices)), []),
-        "peak_memory_gib": {"allocated": None, "reserved": None} | memory,
+        "peak_memory_gib": {"allocated": None, "reserved": None} | max_over_ranks(memory),
         "state_bytes": count_state_bytes(model, optimizer, **held),
         "breakdown": break_down(clock),
     }
@@ -59,27 +57,26 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
     device, seconds = clock.devices[0], clock.settled()
     parameters = str(next(model.parameters()).dtype).removeprefix("torch.")
     precision = parameters if args.dtype == "float32" else args.dtype
-    as_run = dataclasses.replace(args, dataset=data.name)
+    identity = values_of(args, "identity")
     return {
         "technique": this_script(),
-        "options": own_flags(args),
+        "options": values_of(args, "own"),
         "command": measure.launch_command(),
-        "settings": shlex.join(as_words(as_run)),
+        "settings": shlex.join(as_words(dataclasses.replace(args, dataset=data.name))),
         "world_size": world().size,
         "devices": world().size * len(clock.devices),
         "device": measure.device_name(device),
         "threads": torch.get_num_threads(),
         "model": args.model,
-        **identity_of(args, args.task.flags),
+        **{flag: value for flag, value in identity.items() if flag in args.task.flags},
         **data.describe(),
         "precision": precision,
         "tf32": used_tf32(precision, device),
         "global_batch_size": args.batch_size,
         "optimizer": args.optimizer,
-        "epochs": state.epochs,
         "steps": state.step,
         "seed": args.seed,
-        "seconds_total": clock.read_wall_clock(),
+        "seconds_total": clock.wall_clock(),
         "seconds_train": sum(state.history["seconds"]),
         "trained_between": clock.spans,
         **(rates := data.rates(args.batch_size / statistics.median(seconds))),
@@ -100,11 +97,14 @@ def describe_end(result: dict) -> str:
     speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
     if not math.isclose(took["mean"], took["p50"], rel_tol=0.1):
         speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} by the mean step)"
-    right = "" if (share := result["eval_accuracy"][-1]) is None else f", accuracy {share:.2%}"
-    return (
-        f"done: loss {result['eval_loss'][-1]:.4f}{right} of "
-        f"{result['eval_samples']:,}, {speed}, peak memory {', '.join(memory)}"
-    )
+    if each := result["model_tflops"]:
+        share = f" (MFU {result['mfu']:.1%})" if result["mfu"] else ""
+        each = f"{each:.3g} T" if each > 1 else f"{1e3 * each:.3g} G"
+        speed += f", {each}FLOP/s per device{share}"
+    at = result["eval_step"].index(result["model_step"])
+    right = "" if (share := result["eval_accuracy"][at]) is None else f", accuracy {share:.2%}"
+    loss = f"loss {result['eval_loss'][at]:.4f}{right} of {result['eval_samples']:,}"
+    return f"done: {loss}, {speed}, peak memory {', '.join(memory)}"
 
 
 def hparams(args, result: dict) -> tuple[dict, dict]:
@@ -113,7 +113,7 @@ def hparams(args, result: dict) -> tuple[dict, dict]:
     flags |= {"technique": this_script(), "world_size": world().size, "dataset": result["dataset"]}
     flags.pop("local_rank", None)
     metrics = {
-        "final/accuracy": result["eval_accuracy"][-1],
+        "final/accuracy": result["eval_accuracy"][result["eval_step"].index(result["model_step"])],
         f"final/{result['rate']}": result[result["rate"]],
         "final/memory": result["peak_memory_gib"]["process"],
     }

@@ -1,16 +1,10 @@
-"""Settings: a flag is a field of a frozen dataclass, and is declared nowhere else.
-
-The classes of all subjects are the bases of :class:`jobs.choice.Settings`. A script parses its
-command line into an object of it; other programs construct one, of which every field has a
-default, and let :func:`jobs.choice.resolve` fill in those that depend on device, model and data::
-
-    settings = resolve(Settings(model="llama-2x4x64", device="cpu"))
-    settings = dataclasses.replace(settings, context=32)  # nobody writes a field
-"""
+"""Settings: a flag is a field of a frozen dataclass, and is declared nowhere else. The classes of
+all subjects are the bases of :class:`jobs.choice.Settings`, an object of which a script parses from
+its command line. Other programs construct one, of which every field has a default, and let
+:func:`jobs.choice.resolve` fill in those that depend on device, model and data."""
 
 import argparse
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,14 +19,9 @@ Kind = TypeVar("Kind")
 
 
 def flag(default: Any, *names: str, help: str, identity: bool = False, **options) -> Any:
-    """A field of a dataclass that is also a flag: ``--batch-size`` for ``batch_size``.
-
-    Args:
-        default: or a function without arguments that returns it. ``False`` makes a switch.
-        names: further names, such as ``-b``.
-        identity: whether a run that resumes must have the value of its snapshot.
-        options: of ``ArgumentParser.add_argument``.
-    """
+    """A field of a dataclass that is also a flag: ``--batch-size`` for ``batch_size``. The default
+    may be a function that returns it; ``False`` makes a switch. A run that resumes must have the
+    ``identity`` of its snapshot. Names, such as ``-b``, and options are those of argparse."""
     options |= {"help": help} | ({"action": "store_true"} if default is False else {})
     about = {"names": names, "identity": identity, "options": options}
     how = "default_factory" if callable(default) else "default"
@@ -49,12 +38,8 @@ def spelled(name: str) -> str:
 
 
 def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps: str):
-    """Add the flags of a subject as a group of the parser, and return the group.
-
-    Args:
-        shown: whether the help shows them; they are accepted in any case.
-        helps: help texts that replace those of the fields, by name.
-    """
+    """Add the flags of a subject as a group of the parser, and return the group. The help shows
+    them, if ``shown``, with ``helps`` instead of the help texts of these fields."""
     group, defaults = parser.add_argument_group(subject.TITLE), subject()
     for field in flags_of(subject):
         names, options = field.metadata["names"], dict(field.metadata["options"])
@@ -83,16 +68,10 @@ def fill(settings: Kind, **defaults: Any) -> Kind:
     return replace(settings, **unset)
 
 
-def identity_of(settings: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The flags that a run that resumes must share with its snapshot; of ``names``, if given."""
-    fields = [field.name for field in flags_of(settings) if field.metadata.get("identity")]
-    return {name: getattr(settings, name) for name in fields if names is None or name in names}
-
-
-def own_flags(settings: Any) -> dict[str, Any]:
-    """The flags that the script itself added, with their values."""
-    own = [field.name for field in flags_of(settings) if field.metadata.get("own")]
-    return {name: getattr(settings, name) for name in own}
+def values_of(settings: Any, mark: str) -> dict[str, Any]:
+    """The values of the flags with a mark: ``identity``, or ``own`` for those of the script."""
+    marked = [field.name for field in flags_of(settings) if field.metadata.get(mark)]
+    return {name: getattr(settings, name) for name in marked}
 
 
 def as_words(settings: Any) -> list[str]:
@@ -141,7 +120,7 @@ class Training:
         help="weight decay (default: sgd 0.0005, adamw 0.01; GPT 0.1 except norms and embeddings, "
         "fine-tuning 0)")
     clip_grad: float | None = flag(None, type=number(float, 0, above=0), metavar="NORM",
-        help="clip the global gradient norm to this value (default: off)")
+        help="clip the global gradient norm (default: off)")
     on_nan: str = flag("watch", choices=["watch", "stop", "skip", "ignore"],
         help="NaN or Inf: watch (default) checks the loss at every --print-freq-th step and the "
         "weights before a snapshot, and stops the run; stop and skip check before every step, "
@@ -159,8 +138,10 @@ class Output:
     resume: str = flag("none", metavar="auto|none|PATH", type=trim_url,
         help="resume from this snapshot; auto: from the newest valid one in --output-dir, if any "
         "(default: none, but a run that its launcher restarts resumes)")
+    eval_every: int | None = flag(None, type=positive, metavar="N",
+        help="evaluate every N steps, too; save the best weights")
     snapshot_every: int = flag(1000, type=positive, metavar="N",
-        help="write a snapshot every N steps, and after every epoch (default: %(default)s)")
+        help="write a snapshot every N steps, and after every evaluation (default: %(default)s)")
     on_save_error: str = flag("continue", choices=["continue", "stop"],
         help="what to do when a snapshot cannot be written (default: %(default)s)")
     print_freq: int = flag(10, type=positive, metavar="N",
@@ -201,9 +182,6 @@ class Reproducibility:
 # fmt: on
 
 
-HALF = {"cuda": "float16", "cpu": "bfloat16"}  # the fast half precision of most GPUs, and of CPUs
-
-
 def check_flags(settings: Kind) -> Kind:
     """Choose device and dtype, and check the flags that all training tasks have."""
     if why := why_ranks_are_unclear():
@@ -215,14 +193,14 @@ def check_flags(settings: Kind) -> Kind:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if settings.trace and settings.profile_memory:
         fail("--trace and --profile-memory both profile the last step; leave out one of them")
-    resume = settings.resume
     first = world().restarts == 0  # after a restart, the run resumes from its own snapshots
-    here = resume not in ("auto", "none") and "://" not in resume
-    if first and here and not Path(resume).exists():
-        fail(f"--resume {resume}: no such folder; give auto, none or a snapshot's folder")
+    here = settings.resume not in ("auto", "none") and "://" not in settings.resume
+    if first and here and not Path(settings.resume).exists():
+        fail(f"--resume {settings.resume}: no such folder; give auto, none or a snapshot's folder")
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = auto if settings.device == "auto" else settings.device
-    settings = fill(replace(settings, device=device), dtype=HALF[device])
+    half = {"cuda": "float16", "cpu": "bfloat16"}  # that is fast on most GPUs, and on CPUs
+    settings = fill(replace(settings, device=device), dtype=half[device])
     if settings.double and settings.dtype != "float32":
         fail(f"--double is float64, and --dtype is {settings.dtype}; leave out one of them")
     return settings

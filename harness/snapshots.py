@@ -12,19 +12,11 @@ import torch
 from harness.cli import fail, fetch_input
 from harness.settings import spelled
 from harness.state import load_file, sync
-from harness.world import (
-    Failed,
-    gather_objects,
-    is_first_here,
-    launch_id,
-    print0,
-    this_script,
-    together,
-    world,
-)
+from harness.world import Failed, gather_objects, is_first_here, launch_id, print0, together, world
+from remote.mirror import Mirror
 from remote.storage import SUMS, RemoteError, is_url, list_files, local_folder
 
-FORMAT = 3  # of a snapshot: tensors as safetensors, and all else in state.pt
+FORMAT = 4  # of a snapshot: tensors as safetensors, and all else in state.pt
 WEIGHTS = "model.pt", "model.safetensors", "config.json", "generation_config.json"
 WEIGHTS += "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"  # of an earlier run
 WEIGHTS += "adapter_config.json", "adapter_model.safetensors"
@@ -61,12 +53,11 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
-def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
-    """Write a snapshot atomically, and delete all but the last two by name. All ranks call it.
-
-    Every rank writes into a folder whose name begins with a dot, which is flushed to disk and then
-    renamed. Returns why it could not be written, on all ranks; older snapshots still exist then.
-    """
+def write_snapshot(folder: Path, write: Callable, kept: str = "") -> str | None:
+    """Write a snapshot atomically, and delete all but the last two by name, and the one named
+    ``kept``. All ranks call it, and write into a folder whose name begins with a dot, which is
+    flushed to disk and then renamed. Returns why it could not be written, on all ranks; older
+    snapshots still exist then."""
     part, rank = folder.with_name(f".{folder.name}.part"), world().rank
     try:
         together(make_room, part, here=rank == 0)
@@ -78,7 +69,7 @@ def write_snapshot(folder: Path, write: Callable[[Path], None]) -> str | None:
         readers = [0, *(r for r, theirs in enumerate(others, 1) if theirs == names)]
         share = names[readers.index(rank) :: len(readers)] if rank in readers else []
         sums = together(bring_to_disk, part, share)
-        together(seal_and_rename, part, folder, sums, here=rank == 0)
+        together(seal_and_rename, part, folder, sums, kept, here=rank == 0)
     except Failed as error:
         free = "unknown"
         with contextlib.suppress(OSError):
@@ -115,8 +106,8 @@ def bring_to_disk(part: Path, names: list[str]) -> dict[str, str]:
     return {name: sha256(part / name) for name in names}
 
 
-def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> None:
-    """Write the checksums, rename the snapshot, and delete all but the last two."""
+def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]], kept: str) -> None:
+    """Write the checksums, rename the snapshot, and delete all but the last two and ``kept``."""
     lines = sorted(f"{theirs[name]}  {name}\n" for theirs in sums for name in theirs)
     (part / SUMS).write_text("".join(lines))
     sync(part / SUMS)
@@ -127,23 +118,8 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]]) -> Non
     os.replace(part, folder)
     sync(folder.parent)
     for old in list_snapshots(folder.parent)[2:]:
-        shutil.rmtree(old, ignore_errors=True)  # the new one exists in any case
-
-
-def asked_for(asked: Path | str, output_dir: Path) -> list[tuple[Path, None, bool]]:
-    """What ``--resume`` selects, best first, as arguments of :func:`read_snapshot`."""
-    folder = output_dir / "snapshots"
-    if asked == "none":
-        return []
-    if asked != "auto":
-        folder = fetch_input(asked, "--resume")
-        if (output_dir / "previous").resolve() in folder.resolve().parents:
-            fail(f"--resume {folder}: a new run replaces previous/; move it away first")
-        if any((folder / name).exists() for name in ("state.pt", SUMS, ".metadata")):
-            return [(folder, None, True)]
-        if (folder / "snapshots").is_dir():
-            folder = folder / "snapshots"
-    return [(path, None, False) for path in list_snapshots(folder)]
+        if old.name != kept:
+            shutil.rmtree(old, ignore_errors=True)  # the new one exists in any case
 
 
 def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
@@ -167,25 +143,21 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
 
 
 class SnapshotStore:
-    """The snapshots of one run: where they are, and which one to resume from. All ranks call its
-    methods. A snapshot and this run must have the same ``identity``: flags and data."""
+    """The snapshots of one run. All ranks call its methods. A snapshot and this run must have the
+    same ``identity``: flags and data. The one named ``kept()``, if any, is not deleted."""
 
-    def __init__(self, args, identity: dict):
-        self.args, self.output_dir = args, local_folder(args.output_dir)
+    def __init__(self, args, identity: dict, kept: Callable[[], str] = str):
+        self.args, self.output_dir, self.kept = args, local_folder(args.output_dir), kept
         self.folder = self.output_dir / "snapshots"
-        self.about = {"format": FORMAT, "technique": this_script(), "launch": launch_id()}
-        self.about["identity"] = identity  # all of this is in state.pt
+        self.about = {"format": FORMAT, "launch": launch_id(), "identity": identity}  # in state.pt
         self.resumed = None  # the path of the one that this run resumes from
         self.mirror = None  # of a run in remote storage
         if is_url(args.output_dir):
-            from remote.mirror import Mirror
-
             self.mirror = Mirror(args.output_dir, self.output_dir, find_damage, print0)
 
     def save(self, name: str, state: dict, writers: list[Callable]) -> tuple[str | None, ...]:
-        """Write the snapshot of a step: ``state.pt``, which also has what is in :attr:`about`, and
-        what the writers write into the folder that they are given. Returns the path or URL for
-        ``--resume``, if it was written; and the error with its fix, if there was one."""
+        """Write the snapshot of a step: ``state.pt``, and what the writers write into its folder.
+        Returns its path or URL, if it was written, and the error with its fix, if there is one."""
         folder = self.folder / name
 
         def write_all(part: Path) -> None:
@@ -194,7 +166,7 @@ class SnapshotStore:
             if world().rank == 0:
                 torch.save(state, part / "state.pt")
 
-        if failure := write_snapshot(folder, write_all):
+        if failure := write_snapshot(folder, write_all, self.kept()):
             return None, f"{failure}; free some disk space"
         if failure := self.copy_snapshot(folder):
             return str(folder), f"{failure}; check the server"
@@ -213,7 +185,7 @@ class SnapshotStore:
         if self.mirror:
             self.mirror.behind.append(folder.name)
             try:
-                together(self.mirror.push, here=world().rank == 0)
+                together(self.mirror.push, self.kept(), here=world().rank == 0)
             except Failed as error:
                 return f"{error}; the snapshot is kept in {folder}"
         return None
@@ -222,20 +194,44 @@ class SnapshotStore:
         """Upload all results of a run."""
         if self.mirror:
             try:
-                together(self.mirror.push_results, here=world().rank == 0)
+                together(self.mirror.push_results, self.kept(), here=world().rank == 0)
             except Failed as error:
                 again = "to upload them, run the same command again with --resume auto"
                 fail(f"{error}; all files are in {self.output_dir}; {again}", code=3)
             print0(f"files copied to {self.mirror.remote.url}")
 
+    def find_kept(self) -> Path | None:
+        """The path of the snapshot ``kept()``: own, remote, or of the run that this one resumes."""
+        if self.mirror:
+            with contextlib.suppress(Failed):
+                together(self.mirror.pull_snapshot, self.kept(), here=is_first_here())
+        folders = [self.folder, *([self.resumed.parent] if self.resumed else [])]
+        found = [path for folder in folders if (path := folder / self.kept()).exists()]
+        return next(iter(gather_objects(found)[0]), None)
+
     def newest(self) -> Path | None:
         """The snapshot that this run wrote last, or else resumes from."""
         return next(iter(list_snapshots(self.folder)), self.resumed)
 
+    def asked_for(self) -> list[tuple[Path, None, bool]]:
+        """What ``--resume`` selects, best first, as arguments of :func:`read_snapshot`."""
+        asked, folder = self.args.resume, self.folder
+        if asked == "none":
+            return []
+        if asked != "auto":
+            folder = fetch_input(asked, "--resume")
+            if (self.output_dir / "previous").resolve() in folder.resolve().parents:
+                fail(f"--resume {folder}: a new run replaces previous/; move it away first")
+            if any((folder / name).exists() for name in ("state.pt", SUMS, ".metadata")):
+                return [(folder, None, True)]
+            if (folder / "snapshots").is_dir():
+                folder = folder / "snapshots"
+        return [(path, None, False) for path in list_snapshots(folder)]
+
     def find(self) -> dict | None:
-        """The content of ``state.pt`` of the snapshot to resume from, identical on every rank; its
-        path is :attr:`resumed`. ``None`` if the run starts from scratch. A run that its launcher
-        has restarted uses its own snapshot, if it has written one; any other uses ``--resume``."""
+        """The content of ``state.pt`` of the snapshot to resume from, identical on every rank, or
+        ``None``; its path is :attr:`resumed`. A run that its launcher has restarted uses its own
+        snapshot, if it has written one; any other uses ``--resume``."""
         asked = self.args.resume
         fetch_input(asked, "--resume")  # by all ranks; below it is already local
         restarted = any(gather_objects(world().restarts))  # each machine counts its own
@@ -243,7 +239,7 @@ class SnapshotStore:
             self.fetch()
         own = list_snapshots(self.folder) if restarted else []
         candidates = [(path, launch_id(), False) for path in own]
-        candidates += asked_for(asked, self.output_dir)  # may be deleted by the time of a restart
+        candidates += self.asked_for()  # may be deleted by the time of a restart
         for candidate in gather_objects(candidates)[0]:  # as rank 0 sees them, best first
             if snapshot := read_snapshot(*candidate):
                 return self.check(candidate[0], snapshot)

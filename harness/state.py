@@ -54,8 +54,7 @@ def load_file(path: Path | str, flag: str, mmap: bool = False) -> dict:
 
 
 def check_weights(model: nn.Module, weights: dict, complaint: str) -> None:
-    """Check that weights have the names and shapes of a model. The complaint begins the error,
-    which names an entry that differs."""
+    """Check that weights fit a model. The complaint begins the error, which names an entry."""
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     theirs = {name: getattr(t, "shape", None) for name, t in weights.items()}
     wrong = sorted(name for name, _ in shapes.items() ^ theirs.items())
@@ -80,11 +79,9 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, str
 
 def gather(model: nn.Module, optimizer) -> tuple[dict[str, Tensor], list[dict]]:
     """What :func:`save` writes: this rank's tensors, or its shards of them; and the optimizer's
-    parameter groups of all ranks, which differ by pipeline stage. All ranks call it.
-
-    An optimizer that updates shards that are no parameters of the model has an attribute ``whole``
-    with ``state``, ``param_groups`` and ``load_state_dict()`` of the model's parameters.
-    """
+    parameter groups of all ranks, which differ by pipeline stage. All ranks call it. An optimizer
+    of shards that are no parameters of the model has an attribute ``whole`` with ``state``,
+    ``param_groups`` and ``load_state_dict()`` of the model's parameters."""
     tensors, names = named_tensors(model)
     optimizer = getattr(optimizer, "whole", optimizer)
     own = getattr(optimizer, "optim", optimizer)  # the local one of ZeroRedundancyOptimizer
@@ -191,9 +188,8 @@ def make_room(saved: TensorStorageMetadata, parameter: Tensor) -> Tensor:
 
 
 def rebuild_buckets(model: DistributedDataParallel, inputs: Tensor) -> None:
-    """Let DDP sort its gradients into the buckets that it uses from its second step on, as these
-    affect the rounding of a sum over more than two ranks. So a resumed run whose bits must match
-    begins with a step that changes nothing."""
+    """Let DDP sort its gradients into the buckets of its second step, by a step that changes
+    nothing: they affect the rounding of a sum over more than two ranks, and so a run's bits."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     gpus = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(gpus):  # dropout draws from it

@@ -7,8 +7,6 @@ import math
 
 from harness.clock import PHASES
 
-Spans = list[tuple[float, float]]  # begin and duration, in microseconds
-
 ROWS = ("phases", "compute", "communication", "overlap")
 WAITING = ("c10d", "_c10d_functional", "autograd", "torch")  # ranges that may contain waits
 NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
@@ -50,7 +48,7 @@ def row(rank: int, kind: str, begin: float, seconds: float, name: str = "", **ar
     return event | {"tid": ROWS.index(kind), "ts": begin, "dur": seconds, "args": args}
 
 
-def spans(events: list[dict], within: list[dict] | None = None, without=()) -> Spans:
+def spans(events: list[dict], within: list[dict] | None = None, without=()) -> list[tuple]:
     """Spans (begin and duration) in which any of ``events`` is active, and also any of ``within``,
     or none of ``without``. Adjacent and overlapping spans are merged."""
     others = without if within is None else within

@@ -33,14 +33,6 @@ class World:
     launched: bool  # by torchrun, torch.distributed.launch or deepspeed; not by plain python
     restarts: int  # number of times that the launcher has restarted the run
 
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "World":
-        """Read the variables that every launcher sets."""
-        names = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        rank, local_rank, restarts = (int(env.get(name, 0)) for name in names)
-        size, local_size = int(env.get("WORLD_SIZE", 1)), count_local_ranks(env)
-        return cls(rank, local_rank, size, local_size or size, "LOCAL_RANK" in env, restarts)
-
 
 def count_local_ranks(env: Mapping[str, str]) -> int | None:
     """Number of ranks on this machine; ``None`` if unknown."""
@@ -55,8 +47,11 @@ def count_local_ranks(env: Mapping[str, str]) -> int | None:
 
 @functools.cache
 def world() -> World:
-    """The ranks of this run, read on first use."""
-    return World.from_env(os.environ)
+    """The ranks of this run, by the variables that every launcher sets; read on first use."""
+    names = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    rank, local_rank, restarts = (int(os.environ.get(name, 0)) for name in names)
+    size, local_size = int(os.environ.get("WORLD_SIZE", 1)), count_local_ranks(os.environ)
+    return World(rank, local_rank, size, local_size or size, "LOCAL_RANK" in os.environ, restarts)
 
 
 def this_script() -> str:
@@ -90,17 +85,14 @@ def print0(message: str, file=None) -> None:
 
 def make_store(args) -> dist.Store:
     """Where ranks find each other's addresses: the launcher's store, or none for a single process.
-
     ``torchrun`` keeps one store for all attempts, in which a restarted rank may find the address of
     a dead rank, and hang. So each attempt has its own key prefix. On several machines, whose agents
-    count attempts separately, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is needed instead.
-    """
+    count attempts separately, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is needed instead."""
     if not world().launched:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))
-    if world().local_size == world().size:
-        store = dist.PrefixStore(f"attempt {world().restarts}", store)
-    return store
+    one_machine = world().local_size == world().size
+    return dist.PrefixStore(f"attempt {world().restarts}", store) if one_machine else store
 
 
 def gather_objects(value) -> list:
@@ -112,9 +104,10 @@ def gather_objects(value) -> list:
     return values
 
 
-def max_over_ranks(values: list[float]) -> list[float]:
+def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """The maximum of each number over all ranks, on every rank. All ranks call it."""
-    return [max(theirs) for theirs in zip(*gather_objects(values), strict=True)]
+    everyone = gather_objects(values)
+    return {name: max(theirs[name] for theirs in everyone) for name in values}
 
 
 class Failed(Exception):
@@ -138,10 +131,11 @@ def together(task: Callable, *args, here: bool = True) -> list:
 def wait_for_gloo() -> None:
     """Wait for all ranks, so that gloo's threads free what they sent before Python shuts down: one
     that still has a tensor then aborts the process (pytorch/pytorch#179291). A process group waits
-    for its threads when it is freed, but ``torch.distributed.nn``, if imported later (hence the
-    import above), FSDP and DeepSpeed keep it. ``barrier()`` would keep tensors sent before it."""
-    if dist.is_initialized() and "gloo" in dist.get_backend():  # also beside nccl
-        dist.monitored_barrier()
+    for its threads when it is freed, but ``torch.distributed.nn`` (hence the import above), FSDP
+    and DeepSpeed keep it. ``barrier()`` would keep tensors sent before it."""
+    if dist.is_initialized() and "gloo" in (backend := dist.get_backend()):
+        # PyTorch 2.14 takes one that has gloo beside nccl, too
+        dist.monitored_barrier(None if backend == "gloo" else dist.new_group(backend="gloo"))
 
 
 def exit_all(code: int) -> NoReturn:

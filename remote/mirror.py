@@ -63,8 +63,8 @@ class Mirror:
         there = by_snapshot(files)
         newest = max(complete(there), default="")
         self.behind = [name for name in here if name > newest]
-        for name, theirs in there.items():
-            damage = self.pull_snapshot(name, theirs)
+        for name in there:
+            damage = self.pull_snapshot(name)
             if not damage:
                 break
             self.say(f"snapshot {self.url_of(name)} is damaged and ignored: {damage}")
@@ -74,9 +74,10 @@ class Mirror:
             if RESULT in files:
                 self.remote.download({RESULT: files[RESULT]}, self.folder)
 
-    def pull_snapshot(self, name: str, files: dict[str, int]) -> str | None:
+    def pull_snapshot(self, name: str) -> str | None:
         """Download a snapshot unless it exists locally. Returns what is wrong with it."""
         here, sums = self.snapshots / name, f"snapshots/{name}/{SUMS}"
+        files = self.remote.list_files(f"snapshots/{name}")
         if sums not in files:
             return f"{SUMS} is missing, so it was not copied to its end"
         if not self.find_damage(here) and (here / SUMS).read_bytes() == self.remote.read(sums):
@@ -109,8 +110,9 @@ class Mirror:
             self.id_file.write_text(uuid.uuid4().hex)
         self.remote.upload(self.folder, [RUN_ID])
 
-    def push(self) -> None:
-        """Upload snapshots that are still missing and exist locally; keep the last two there."""
+    def push(self, kept: str) -> None:
+        """Upload snapshots that are still missing and exist locally; keep the last two there, and
+        the one named ``kept``."""
         for name in sorted(self.behind):
             if (self.snapshots / name).exists():
                 place = f"snapshots/{name}"
@@ -125,17 +127,17 @@ class Mirror:
             self.behind.remove(name)
         there = by_snapshot(self.remote.list_files())
         for name in there:
-            if name < min(complete(there)[:2], default=""):
+            if name < min(complete(there)[:2], default="") and name != kept:
                 self.remote.remove(f"snapshots/{name}")
 
-    def push_results(self) -> None:
+    def push_results(self, kept: str) -> None:
         """Upload all other files of the run; the result last, as it marks the end of the run."""
         others = ("snapshots", "previous", RUN_ID, RESULT)
         names = [name for name in list_files(self.folder) if name.split("/")[0] not in others]
         names = [name for name in names if not name.startswith(".")]  # .lock, or unfinished
         missing = ", ".join([*self.behind, *names, RESULT])
         try:
-            self.push()
+            self.push(kept)
             self.remote.upload(self.folder, names)
             self.remote.upload(self.folder, [RESULT])
         except RemoteError as error:

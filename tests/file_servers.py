@@ -1,7 +1,7 @@
 """Real file servers for tests, on loopback: S3 by moto, sftp by OpenSSH.
 
-Run as a program, this is moto's S3 server with one addition: files in a folder tell it to delay or
-to refuse some requests.
+Run as a program, this is moto's S3 server with one addition: a file in a folder tells it which
+requests to refuse.
 
     python tests/file_servers.py PORT FOLDER
 """
@@ -89,27 +89,17 @@ def sftp(folder, port, process_env):
     return server
 
 
-# ------------------------------------------------------------------------------ moto, and its reins
+# ---------------------------------------------------------------------- moto, and what it refuses
 def main(port, folder):
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple
 
     moto = DomainDispatcherApplication(create_backend_app)
 
-    def names(rein, path):
-        try:
-            return (folder / rein).read_text() in path
-        except OSError:
-            return False
-
     def app(environ, start_response):
-        if environ["REQUEST_METHOD"] == "PUT":
-            path, held = environ["PATH_INFO"], False
-            while names("hold", path):
-                held = True
-                (folder / "held").touch()
-                time.sleep(0.02)
-            if held or names("refuse", path):  # and one that has waited comes to nothing
+        refuse = folder / "refuse"
+        if environ["REQUEST_METHOD"] == "PUT" and refuse.exists():
+            if refuse.read_text() in environ["PATH_INFO"]:
                 start_response("403 Forbidden", [("Content-Length", "0")])
                 return [b""]
         return moto(environ, start_response)

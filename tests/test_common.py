@@ -12,10 +12,10 @@ from conftest import ROOT
 from torch import nn
 
 import common
-from harness import settings, state
+from harness import flops, settings, state
 from harness.settings import as_words, read_flags
 from jobs import images
-from jobs.choice import Settings
+from jobs.choice import Settings, resolve
 from libraries import mesh
 
 
@@ -31,23 +31,62 @@ def test_settings_are_frozen_and_know_the_options_of_the_script():
     parser.add_argument("--dtype")  # a setting that other scripts have without a flag
     parser.add_argument("--shard", type=int, default=2)
     args = read_flags(parser, Settings, ["--dtype", "bfloat16", "--local-rank", "1"])
-    assert settings.own_flags(args) == {"dtype": "bfloat16", "shard": 2}
+    assert settings.values_of(args, "own") == {"dtype": "bfloat16", "shard": 2}
     assert (args.local_rank, args.accumulate) == ("1", 1) and "--local-rank" not in as_words(args)
     with pytest.raises(dataclasses.FrozenInstanceError):
         args.seed = 1
-    again = read_flags(parser, Settings, as_words(args))
-    assert dataclasses.asdict(again) | {"local_rank": "1"} == dataclasses.asdict(args)
 
 
 @pytest.mark.parametrize("free", ["yes", "no", "2"])
 def test_recorded_settings_repeat_the_run(free):
     """Switches, numbers that equal True, and the flag that takes yes, no or a number."""
     parser = common.argument_parser("", only_gpt=True)
+    parser.add_argument("--local-rank")  # the launcher's, and no setting
     mesh.add_flags(parser, ["ring"])
     flags = ["--compile", "--prefetch", "1", "--tie", "--reshard-after-forward", free]
-    args = read_flags(parser, Settings, flags)
+    args = read_flags(parser, Settings, [*flags, "--local-rank", "1"])
     again = read_flags(parser, Settings, as_words(args))
-    assert dataclasses.asdict(again) == dataclasses.asdict(args)
+    assert dataclasses.asdict(again) | {"local_rank": "1"} == dataclasses.asdict(args)
+
+
+GPT = {"model": "gpt-2x4x64", "context": 32}
+COUNTED = [  # settings, and parameters that a token computes with: the head's, and a block's
+    (GPT, 65 * 64 + 2 * 12 * 64**2),
+    (GPT | {"tie": True}, 65 * 64 + 2 * 12 * 64**2),
+    (GPT | {"experts": 4, "top_k": 2}, 65 * 64 + 2 * ((4 + 2 * 8) * 64**2 + 4 * 64)),
+    (GPT | {"model": "llama-2x4x64", "kv_heads": 2, "mlp_width": 96},
+     65 * 64 + 2 * (3 * 64**2 + 3 * 64 * 96)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, n", COUNTED)
+def test_flops_are_those_of_the_formula(settings, n):
+    """6N + 12LHT per token, and 4N with frozen weights."""
+    args = resolve(Settings(device="cpu", dataset="synthetic", **settings))
+    data, _ = common.make_datasets(args)
+    data.classes = [chr(code) for code in range(65)]
+    model = common.make_model(args, data.classes)
+    tokens, attention = args.context, 12 * 2 * 64 * args.context
+    found = flops.count_flops(args, data, model, torch.device("cpu"))
+    assert found == tokens * (6 * n + attention)
+    model.requires_grad_(False)
+    found = flops.count_flops(args, data, model, torch.device("cpu"))
+    assert found == tokens * (4 * n + attention)
+
+
+@pytest.mark.parametrize("name, precision, tf32, expected", [
+    ("NVIDIA H100 80GB HBM3", "bfloat16", False, 989.4e12),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", False, None),
+    ("NVIDIA H100 PCIe", "float16", False, 756e12),
+    ("NVIDIA A100-SXM4-40GB", "float32", True, 156e12),
+    ("NVIDIA A100 80GB PCIe", "float32", False, 19.5e12),
+    ("Tesla P40", "float16", False, None),
+    ("NVIDIA L40S", "float64", False, None),
+    ("cpu", "float32", False, None),
+])  # fmt: skip
+def test_peaks(name, precision, tf32, expected):
+    """Of the GPU itself, not of one with a similar name; of an unknown one there is none."""
+    assert flops.peak_flops(name, precision, tf32) == expected
 
 
 def test_evaluate_refuses_to_report_a_wrong_count():
@@ -74,25 +113,21 @@ def test_schedule():
     assert 0 < rates[-1] < 0.001 and optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("name, size", [("resnet18", 32), ("resnet50", 64), ("alexnet", 64)])
-@pytest.mark.parametrize("norm", ["batch", "group"])
+MODELS = [("resnet18", 32, "batch"), ("resnet18", 32, "group"), ("alexnet", 64, "group")]
+MODELS += [("googlenet", 64, "batch")]  # which has extra outputs
+
+
+@pytest.mark.parametrize("name, size, norm", MODELS)
 def test_models(name, size, norm):
     """Names and shapes of plain torchvision, with GroupNorm put in by torchvision's own means."""
-    args = arguments(model=name, image_size=size, norm=norm)
-    model = common.make_model(args, list("abc"))
-    has_batch_norm = any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-    assert has_batch_norm == (norm == "batch" and name != "alexnet")
-    options = {}
+    model = common.make_model(arguments(model=name, image_size=size, norm=norm), list("abc"))
+    options = {"googlenet": {"aux_logits": False, "init_weights": False}}.get(name, {})
     if norm == "group" and name != "alexnet":
         options["norm_layer"] = lambda channels: nn.GroupNorm(32, channels)
     plain = torchvision.models.get_model(name, num_classes=3, **options)
     plain.load_state_dict(model.state_dict(), strict=True)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert model(torch.zeros(2, 3, size, size)).shape == (2, 3)
-
-
-def test_models_with_extra_outputs_give_one():
-    args = arguments(model="googlenet", image_size=64)
-    assert common.make_model(args, list("abc"))(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
 
 
 def test_defaults_depend_on_device_and_dataset(monkeypatch, tmp_path):

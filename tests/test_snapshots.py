@@ -18,6 +18,7 @@ from conftest import ROOT, cases, hooked, launch, same_bits, snapshots, started,
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness import snapshots as disk
+from libraries.weights import load
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"  # 4 steps an epoch
 SMALL = f"{JOB} --model small_resnet_dropout --deterministic"
@@ -94,6 +95,32 @@ def test_more_epochs_take_up_the_longer_schedule(tmp_path):
     assert list(rates) == list(range(1, 9))
     assert rates[5] == pytest.approx(0.05 * 0.5)
     assert len(result(tmp_path)["train_loss"]) == 2
+
+
+BEST = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 3"
+BEST += " --model gpt-2x2x16 --context 16 --lr 100 --warmup-steps 99 --eval-every 2"  # diverges
+KEEP = ["pytorch_FSDP", "pytorch_PP", "pytorch_LocalSGD", "pytorch_ZeRO_by_hand", DEEPSPEED(2)]
+
+
+@cases("script", KEEP, lambda s: s == KEEP[0])
+def test_the_best_weights_are_kept(script, tmp_path):
+    """Beside the last two snapshots; and a run that resumes at its end delivers them again."""
+    command = hooked(script, 2, f"{BEST} --output-dir {tmp_path} --resume auto")
+    finished = run(command)
+    found = result(tmp_path)
+    assert found["eval_step"] == [2, 4, 6, 8, 10, 12]
+    assert found["model_step"] == 2 and min(found["eval_loss"]) == found["eval_loss"][0]
+    assert f"done: loss {found['eval_loss'][0]:.4f}" in finished.lines[-1]
+    assert [int(path.name.split("-")[1]) for path in snapshots(tmp_path)] == [12, 10, 2]
+    best, expected = snapshots(tmp_path)[-1], weights(tmp_path)
+    assert same_bits({n: t.float() for n, t in load(best).items() if n in expected}, expected)
+    (tmp_path / "result.json").unlink()
+    run(command)
+    assert same_bits(weights(tmp_path), expected)
+    shutil.rmtree(best)
+    (tmp_path / "result.json").unlink()
+    assert "its snapshot does not exist; model.pt has the weights of step 12" in run(command).stdout
+    assert result(tmp_path)["model_step"] == 12
 
 
 def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
