@@ -51,6 +51,17 @@ LIBRARIES = {  # what a server imports for scripts with such a name
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "(accelerate|lightning|transformers)_": ("accelerate", "lightning", "transformers.trainer"),
 }
+ACCELERATE = {  # by its file, what `accelerate launch` puts into the environment
+    "config/accelerate_FSDP.yml": {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    },
+    "config/accelerate_DeepSpeed.yml": {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "config/zero_stage2_config.json",
+    },
+}  # fmt: skip
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
@@ -124,6 +135,8 @@ class Started:
 
     def __init__(self, command, cwd=ROOT, forked=False, **env):
         words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
+        if forked:
+            env |= next((ACCELERATE[word] for word in words if word in ACCELERATE), {})
         self.command, self.by_hand, self.began = command, as_typed(words, env), time.monotonic()
         print("$", self.by_hand)  # pytest shows it if the test fails
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
@@ -361,7 +374,9 @@ def train(request, run_once):
         job = getattr(request.module, "JOB", "")
         _, output = run_once(name, world_size, f"{job} {own_flags} {flags}", hooks)
         shutil.rmtree(output / "snapshots", ignore_errors=True)  # most of the space
-        return read_run(output)
+        state, result = read_run(output)
+        assert result["world_size"] == world_size, "fork_server.py does not know the launcher"
+        return state, result
 
     return get
 

@@ -58,7 +58,8 @@ class Server:
         """The command is one for a shell: `python` or a launcher, its flags, a script, its flags.
         Its ranks write to the two files."""
         at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        ranks = re.search(r"(?:--nproc_per_node=|--num_gpus )(\d+)", " ".join(words[:at]))
+        flags = r"(?:--nproc_per_node=|--num_gpus |--num_processes )(\d+)"
+        ranks = re.search(flags, " ".join(words[:at]))
         job = {"argv": words[at:], "ranks": int(ranks[1]) if ranks else 0, "cwd": str(cwd)}
         report, theirs = os.pipe()
         files = [theirs, stdout.fileno(), stderr.fileno()]

@@ -60,10 +60,14 @@ class CountSent(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.sent = collections.Counter(), collections.Counter()
+        self.calls, self.sent, self.seen = (collections.Counter() for _ in range(3))
         self.counts = False
 
     def count(self, message):
+        if message and message.kind != "send":  # as recorded() has them
+            kind = "allreduce" if message.kind == "reduce_scatter" else message.kind
+            parts = message.ranks if kind == "allgather" else 1
+            self.seen[kind, message.size // parts, message.ranks] += 1
         if message and self.counts:
             self.calls[message.kind] += 1
             self.sent[message.kind] += message.sent
@@ -77,6 +81,22 @@ class CountSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def recorded():
+    """The collectives in PyTorch's own record, which C++ keeps where gloo starts them: kind, bytes
+    of the input, ranks. A reduce-scatter is an all-reduce there, and a send is not in it."""
+    from hangs.recorder import read_recorder
+    from harness.trace_rows import bytes_of
+
+    found, record = collections.Counter(), read_recorder() if dist.is_initialized() else {}
+    for entry in record.get("entries", ()):
+        kind = entry["profiling_name"].removeprefix("gloo:").replace("_", "")
+        ranks = len(json.loads(record["pg_config"][entry["process_group"][0]]["ranks"]))
+        elements = sum(torch.Size(shape).numel() for shape in entry["input_sizes"])
+        if entry["input_dtypes"]:  # not of a barrier
+            found[kind, bytes_of(elements, entry["input_dtypes"][0]), ranks] += 1
+    return found
+
+
 def sent():
     """Count what the last step sends, from forward to optimizer, from the collectives that really
     run; how many bytes of one a rank sends is defined in estimator/sent.py. result.json also has
@@ -86,14 +106,20 @@ def sent():
     from harness.run import Run
     from harness.world import gather_objects
 
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"  # the whole run
     counter, log, finish, all_reduce = CountSent(), Run.log, Run.finish, dist.all_reduce
 
     def count_last(run, batches):
         for batch in batches:
-            counter.counts = run.step == run.total_steps
-            with counter if counter.counts else contextlib.nullcontext():
+            last = counter.counts = run.step == run.total_steps
+            before = recorded() if last else None
+            counter.seen.clear()  # PowerSGD's are noted in all steps
+            with counter if last else contextlib.nullcontext():
                 yield batch
-        counter.counts = False
+            counter.counts = False
+            if last:
+                found, seen = recorded() - before, counter.seen
+                assert found == seen, f"PyTorch has {found - seen}, CountSent {seen - found}"
 
     def uncounted_log(run, loss):  # what the record of a run sends is not the technique's
         counts, counter.counts = counter.counts, False
@@ -147,8 +173,9 @@ def waits():
                 counted_step = run.step
                 found[counted_step].update()
                 if on_gpu:
-                    prints = counted_step % run.args.print_freq == 0
-                    torch.cuda.set_sync_debug_mode("default" if prints else "error")
+                    waits = counted_step in (2, run.total_steps)  # DDP rebuilds its buckets in 2
+                    waits |= counted_step % run.args.print_freq == 0
+                    torch.cuda.set_sync_debug_mode("default" if waits else "error")
                 yield batch
             counted_step = None
         if on_gpu:
@@ -281,21 +308,6 @@ def parts():
 
 
 # ------------------------------------------------------------------------ numbers, routes, faults
-def unfused():
-    """An optimizer whose step is not fused: a fused one rounds the last elements of a tensor
-    differently from those before, so the result depends on where a tensor ends."""
-    import common
-
-    fused_class, make_fused = common.optimizer_class, common.make_optimizer
-
-    def optimizer_class(args):
-        kind, options = fused_class(args)
-        return kind, options | {"fused": False}
-
-    common.optimizer_class = optimizer_class
-    common.make_optimizer = lambda args, model: make_fused(args, model, fused=False)
-
-
 def muon():
     """PyTorch's own: see torch_muon.py."""
     import torch_muon  # noqa: F401

@@ -31,7 +31,8 @@ LLAMA += " --mlp-width 48"
 IMAGES = "--model small_resnet --norm group"
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
 TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
-OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie")  # of the single process, too
+# Flags of the single process, too:
+OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie|--packed")
 # Where embedding and head are on different ranks, or sharded:
 TIED = ("pytorch_TP --sequence-parallel", "pytorch_PP --pipeline-schedule 1f1b")
 COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
@@ -48,6 +49,18 @@ SCALED = {"auto_mixed_precision": "", "DDP_AMP": "", "half_precision": " --maste
 FLOAT16 = [  # with a scaled loss
     (row, row.cases[0]._replace(flags=f"--dtype float16{SCALED[row.name]}"))
     for row in map(technique, SCALED)
+]
+AT_16_BITS = (  # usual: what one sends shows how it adds, and the other's norm how it clips
+    "pytorch_FSDP --dtype bfloat16", "pytorch_auto_mixed_precision --dtype float16",
+)  # fmt: skip
+PACKED = {  # several documents in a sequence: what a script does with their positions
+    "torchrun_DDP": 3, "FSDP": 2, "TP --sequence-parallel": 2, "PP --pipeline-schedule zbv": 2,
+    "PP_by_hand": 2, "CP --attention allgather": 2, "EP --experts 4": 2, "chunked_loss": 2,
+    "ND_parallel --pp 2 --cp 2 --attention allgather": 4, "gradient_accumulation": 2,
+}  # fmt: skip
+PACKED = [  # tried with a Llama
+    (technique(name), Case(f"{flags} --packed".strip(), (n,), frozenset({"llama", "needs_gpt"})))
+    for (name, _, flags), n in ((key.partition(" "), n) for key, n in PACKED.items())
 ]
 
 
@@ -114,16 +127,17 @@ def merged(row):
     return row._replace(cases=tuple(c._replace(flags=(c.flags + more).strip()) for c in row.cases))
 
 
-def tries(usual, optimizers=("adamw",), models=("gpt",), but=()):
+def tries(usual, optimizers=("adamw",), models=("gpt",), but=(), more=()):
     """Parameters of a test: every case, on every number of ranks that it is proven on.
 
     Args:
         usual: whether the usual run has it; all others are marked ``full``.
         but: traits or names of techniques that are left out.
+        more: further rows and cases.
     """
     found = []
     rows = [(t, c) for t in map(merged, TECHNIQUES) for c in t.cases if t.name != "DeepSpeed"]
-    rows += FLOAT16
+    rows += [*FLOAT16, *more]
     rows = [(t, c, n, o, m) for t, c in rows for n in c.ranks for o in optimizers for m in models]
     for one in map(Try._make, rows):
         traits = {one.technique.name} | one.technique.traits | one.case.traits
@@ -158,7 +172,7 @@ def is_usual(one):
         return False
     if one.model == "images":  # of which few techniques know anything
         return is_first(one) and one.technique.name in ("torchrun_DDP", "FSDP", "FSDP_by_hand")
-    if one.script == "pytorch_FSDP --dtype bfloat16":  # what it sends shows how it adds
+    if one.script in AT_16_BITS:
         return one.model == "gpt"
     if one.model == "tied":
         return one.script in TIED
@@ -166,7 +180,7 @@ def is_usual(one):
 
 
 @pytest.mark.parametrize(
-    "one", tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"))
+    "one", tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED)
 )
 def test_contract(one, run_once, measured):
     flags = f"{one.case.flags} {one.job} --snapshot-every 10"
@@ -230,7 +244,8 @@ def check_parity(one, run_once, folder, weights, result, measured):
     about = {"script": script, "ranks": one.n, "optimizer": one.optimizer}
     measured(table, **about, value=difference)
     assert difference < TOLERANCE[one.optimizer] * one.slack
-    for name in ("train_loss", "eval_loss", "eval_accuracy"):
+    norm = ["gradient_norm"] * ("--clip-grad" in one.job)
+    for name in ("train_loss", "eval_loss", "eval_accuracy", *norm):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
     assert result["steps"] == STEPS
     if one.technique.name in ("Muon", "checkpoint", "LoRA"):  # whose snapshots have other tensors
@@ -249,6 +264,8 @@ def check_rounding(one, run_once, weights, result, measured):
     dtype = re.search(r"--dtype (\w+)", one.script)
     scaled = dtype and dtype[1] == "float16"  # a GradScaler skips the first of these few steps
     assert loss == pytest.approx(expected_loss, rel=0.1 if scaled else 0.02)
+    if "--clip-grad" in one.job:
+        assert result["gradient_norm"] == pytest.approx(expected_result["gradient_norm"], rel=0.5)
     assert result["precision"] == (dtype[1] if dtype else result["precision"])
 
 
@@ -321,11 +338,14 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
 def resumes(one):
     if one.model == "images":
         return is_first(one) and one.technique.name == "torchrun_DDP"
-    return is_first(one) and one.technique.name not in SAVED_ALIKE
+    return one.script == "pytorch_FSDP --packed" or (
+        is_first(one) and one.technique.name not in SAVED_ALIKE
+    )
 
 
 @pytest.mark.parametrize(
-    "one", tries(resumes, models=("gpt", "images"), but=("rounds", "differs", "Muon"))
+    "one",
+    tries(resumes, models=("gpt", "images"), but=("rounds", "differs", "Muon"), more=PACKED[1:2]),
 )
 def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
     """Within an epoch, at another number of ranks, in another script: as if all were one run. Files
@@ -345,9 +365,9 @@ def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
 
 # With dropout: nothing is drawn in a first step that is not drawn in others.
 SAME = f"{DATA} {GPT} --dropout 0.2 --schedule none --lr 0.001 --deterministic --optimizer adamw"
-SAME += " --snapshot-every 3 --max-steps 5"
+SAME += " --snapshot-every 4 --eval-every 3 --max-steps 5"
 WAYS = {  # hooks of the run that ends early, its code, and what it says
-    "stopped": ("stop_at:4", 143, "stopped by SIGTERM after step 4 of 5"),
+    "stopped": ("stop_at:3", 143, "stopped by SIGTERM after step 3 of 5"),
     "stopped in the last step": ("stop_at:5", 143, "stopped by SIGTERM after step 5 of 5"),
     "killed": ("send:SIGKILL,all,5", -9, ""),  # with a checkpoint that is written meanwhile
 }
@@ -381,7 +401,7 @@ def check_same_bits(one, run_once, folder):
     _, whole = run_once(one.technique.script, one.n, flags)
     (expected, theirs), (found, result) = read_run(whole), read_run(folder)
     assert same_bits(found, expected)
-    for name in ("train_loss", "eval_loss", "eval_accuracy", "steps"):
+    for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_step", "model_step", "steps"):
         assert result[name] == theirs[name]
 
 
@@ -412,10 +432,10 @@ def is_resumed(one):
 def test_resumed_from_its_own_snapshot_it_has_the_same_bits(one, run_once, tmp_path):
     flags = f"{one.case.flags} {one.dropping} --resume none"
     _, whole = run_once(one.technique.script, one.n, flags)
-    [snapshot] = whole.glob("snapshots/step-00000003")
+    [snapshot] = whole.glob("snapshots/step-00000004")
     flags = f"{one.dropping} --resume {snapshot} --output-dir {tmp_path}"
     finished = succeed(hooked(one.script, one.n, flags), forked=True)
-    assert "at epoch 1, step 4" in finished.stdout
+    assert "at epoch 1, step 5" in finished.stdout
     check_same_bits(one, run_once, tmp_path)
 
 
