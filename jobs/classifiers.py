@@ -116,6 +116,17 @@ def parameter_groups(model: nn.Module) -> list[dict]:
     return [{"params": list(model.parameters())}]
 
 
+def decay_matrices(model: nn.Module, spared: tuple[type, ...] = ()) -> list[dict]:
+    """Parameter groups of what is trained: ``--weight-decay`` applies to matrices, not to biases
+    and norms, nor to modules of the types ``spared``."""
+    exempt = {p for m in model.modules() if isinstance(m, spared) for p in m.parameters()}
+    groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for p in model.parameters():
+        if p.requires_grad:
+            groups[p.ndim < 2 or p in exempt]["params"].append(p)
+    return [group for group in groups if group["params"]]
+
+
 def check_deterministic(name: str, model: nn.Module) -> None:
     """Reject models without a deterministic backward on a GPU: of torchvision's classifiers those
     with the pooling of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
@@ -130,9 +141,8 @@ UNUSED = re.compile(r"(?i)aux|.*\.(running_mean|running_var|num_batches_tracked)
 
 
 def load_weights(args, model: nn.Module, new_head: bool) -> None:
-    """Load ``--weights``, without auxiliary heads and without statistics of a BatchNorm that the
-    model lacks. ``new_head``: a last layer for other classes, such as ImageNet's, starts from
-    scratch; otherwise it is an error."""
+    """Load ``--weights``, without auxiliary heads and statistics of a BatchNorm that the model
+    lacks. ``new_head``: a last layer for other classes is no error, but starts from scratch."""
     expected = model.state_dict()
     found = imagenet_weights(args) if args.weights == "imagenet" else weights.load(args.weights)
     found = {re.sub(OLD_NAMES, r"\1\2", name): tensor for name, tensor in found.items()}

@@ -58,8 +58,7 @@ def batched(batch) -> list[Tensor]:
 
 
 def to_floating(tree: Any, dtype: torch.dtype | None = None, device=None) -> Any:
-    """A batch or an output with its floating-point tensors in a dtype, or the default one; and all
-    tensors on a device, if given."""
+    """The tree with floating-point tensors in ``dtype``, or the default one, and on ``device``."""
     dtype = dtype or torch.get_default_dtype()
 
     def move(t: Tensor) -> Tensor:
@@ -79,7 +78,6 @@ class Contract:
 
     Attributes:
         parts: as returned; ``batch`` is an example, or ``None`` if the module takes images.
-        kind: the class of the module.
         rest: the key of the labels in a batch, a name or the last index; ``None``: it has none.
         counts: whether the loss is a mean over labels, which :meth:`count` counts, not samples.
     """

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from harness.cli import fail
 from harness.state import check_weights
 from jobs import gpt, llama
+from jobs.classifiers import decay_matrices
 from jobs.experts import balance_at_steps
 from jobs.gpt import Decoder, Size
 from jobs.llama import LlamaSize
@@ -24,6 +25,7 @@ from libraries import hub, weights
 
 FAMILIES = {"gpt": Size, **llama.FAMILIES}  # a model: a file, a row
 SIZES = gpt.SIZES | llama.SIZES
+parameter_groups = functools.partial(decay_matrices, spared=(nn.Embedding,))
 
 
 def size_of(args) -> Size:
@@ -121,8 +123,7 @@ def set_whole(tensor: Tensor, whole: Tensor) -> None:
 
 
 def draw(args, name: str, shape: torch.Size) -> Tensor:
-    """Initial values of a parameter: a function of the seed and its name, so a rank need not draw
-    parameters that it does not have."""
+    """Initial values of a parameter, by the seed and its name: a rank draws only those it has."""
     if len(shape) == 1:  # of norms
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     name = "token.weight" if args.tie and name == "head.weight" else name
@@ -154,10 +155,9 @@ def read_ours(args, tensors: dict[str, Tensor], points: Tensor) -> None:
 
 
 def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
-    """For a Llama, write ``config.json``, ``model.safetensors`` and its tokenizer, as transformers
-    reads them; for a GPT and others that transformers lacks nothing. What the folder ``--weights``
-    says beyond the shape is kept, such as the tokens at which ``generate()`` stops, unless the text
-    has other tokens."""
+    """Write ``config.json``, ``model.safetensors`` and the tokenizer of a model that transformers
+    has. What the folder ``--weights`` says beyond the shape is kept, such as the tokens at which
+    ``generate()`` stops, unless the text has other tokens."""
     size = size_of(args)
     if not size.on_the_hub or size.experts and size.kind not in hub.MIXTURES:
         return
@@ -175,17 +175,6 @@ def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
         config = hub.make_config(size, context, vocabulary, bool(args.tie))
     left_out = {"vocabulary"} | ({"head.weight"} if args.tie else set())
     hub.write_folder(folder, config, {n: t for n, t in weights.items() if n not in left_out})
-
-
-# ------------------------------------------------------------------------------------- optimizer
-def parameter_groups(model: nn.Module) -> list[dict]:
-    """Parameter groups: ``--weight-decay`` applies to matrices, not to norms, biases and
-    embeddings."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decayed, others = [], []
-    for p in model.parameters():
-        (others if p.ndim < 2 or id(p) in embeddings else decayed).append(p)
-    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
 
 def check_deterministic(name: str, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from harness.cli import fail, import_optional
 from harness.state import check_weights
 from jobs import reviews
+from jobs.classifiers import decay_matrices
 from libraries import hub, weights
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
@@ -31,19 +32,14 @@ def size_of(name: str) -> tuple[int, int, int] | None:
     return layers, heads, width
 
 
-check_model_name = size_of
+check_model_name, parameter_groups = size_of, decay_matrices
 
 
 class Encoder(nn.Module):
     """Tokens ``[batch, context]`` to logits ``[batch, classes]``.
 
-    Its state dict contains all that is needed to use it: configuration and tokenizer are buffers
-    with the bytes of their JSON.
-
-    Args:
-        model: of transformers, for sequence classification.
-        tokenizer: JSON, as written by ``tokenizers.Tokenizer.to_str``.
-    """
+    Its state dict contains all that is needed to use it: the configuration of ``model``, which is
+    of transformers, and the ``tokenizer`` are buffers with the bytes of their JSON."""
 
     def __init__(self, model: nn.Module, tokenizer: str):
         super().__init__()
@@ -96,11 +92,3 @@ def make_model(args, classes: list[str]) -> Encoder:
         if not next(model.parameters()).is_meta:
             model.load_state_dict(found)
     return model
-
-
-def parameter_groups(model: nn.Module) -> list[dict]:
-    """Parameter groups: ``--weight-decay`` applies to matrices, not to biases and norms."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]

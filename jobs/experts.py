@@ -94,12 +94,8 @@ class Experts(nn.Module):
         self.sources = 1
 
     def forward(self, tokens: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
-        """From ``[tokens, width]``, sorted by expert, to the same shape.
-
-        Args:
-            counts: int64 ``[experts]``, tokens per expert.
-            sizes: the same on the CPU; if not given, it is copied from ``counts`` when needed.
-        """
+        """From ``[tokens, width]``, sorted by expert, to the same shape. ``counts``: int64
+        ``[experts]``, tokens per expert; ``sizes``: the same on the CPU, if it is known there."""
         if can_group(tokens):
             ends = counts.cumsum(0).to(torch.int32)  # stays on the GPU
 
@@ -133,11 +129,9 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         inner: width within an expert.
-        experts: number of experts.
         top_k: experts per token; their outputs are weighted by its gates.
         balance: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, equation
-            4), which is lowest when the router uses all experts equally; or "bias": see
-            :func:`balance_at_steps`.
+            4); or "bias": see :func:`balance_at_steps`.
         gated: SwiGLU, otherwise GELU.
         normalize: a token's gates add up to 1.
     """
@@ -159,6 +153,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, router = x.flatten(0, 1), self.router.weight
+        if x.is_meta:  # FLOPs are counted: of top_k experts per token, whichever they are
+            counts = [len(tokens) * self.top_k, *[0] * (self.count - 1)]
+            outputs = self.experts(tokens.repeat(self.top_k, 1), None, counts)
+            return self.router(x)[..., :1] * outputs[: len(tokens)].view_as(x)
         if isinstance(router, DTensor):
             router = router.to_local(grad_placements=[Partial()])
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would choose other experts
@@ -229,8 +227,7 @@ class SplitExperts(ParallelStyle):
 def balance_at_steps(model: nn.Module) -> None:
     """After each step of an optimizer, raise the bias of experts that had less than the mean load
     since the last step, over all micro-batches and ranks, and lower the others' (Wang et al. 2024,
-    arXiv:2408.15664). A bias is added to the probabilities when experts are chosen, and nowhere
-    else. Evaluation counts no tokens. All ranks take a step together."""
+    arXiv:2408.15664). All ranks take a step together."""
     place = weakref.ref(model.blocks)  # a hook is for all optimizers, and outlives the model
 
     @torch.no_grad()

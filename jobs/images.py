@@ -66,8 +66,7 @@ class Images(TaskData):
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """A batch for the DataLoader: ``[n, 3, side, side]`` and ``[n]``; or, if the images are on
-        the GPU, only their indices."""
+        """Images and labels for the loader; or, if they are on the GPU, only their indices."""
         [index] = super().__getitems__(indices)
         return (index,) if self.images.is_cuda else (self.images[index], self.labels[index])
 
@@ -77,8 +76,7 @@ class Images(TaskData):
         return (first, *labels) if labels else (self.images[first], self.labels[first])
 
     def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
-        """Images ``[n, 3, image_size, image_size]``, cropped, flipped and normalized on the device,
-        and labels int64 ``[n]``."""
+        """Images, cropped, flipped and normalized on the device, and labels int64 ``[n]``."""
         images, labels = self.to_device(batch, device)
         rank, of = share
         crops = draw_crops(seed, epoch, step, len(labels) * of, images.shape[-1])
@@ -150,8 +148,7 @@ def open_image(path: str) -> Iterator[Image.Image]:
 
 
 def read_image(path: str, side: int) -> Tensor:
-    """Decode a file to uint8 ``[3, side, side]``: resize the short side, then center crop. What is
-    transparent becomes white."""
+    """Decode a file to uint8 ``[3, side, side]``: on white, resized, then cropped at the center."""
     with open_image(path) as file:
         if file.mode.startswith("I"):  # 16 bits, or 12 in a TIFF, which convert() would clip
             bits = getattr(file, "tag_v2", {}).get(258, [16])[0]
@@ -261,18 +258,17 @@ def synthetic(args, split: str) -> Images:
         rng = np.random.default_rng((args.seed, {"train": 1, "eval": 2}[split], start))
         chunk = slice(start, min(start + 1000, n))
         labels[chunk] = torch.from_numpy(rng.integers(10, size=1000))[: n - start]
-        drawn = smooth_patterns(rng, 1000, first=n - start)
+        drawn = smooth_patterns(rng, 1000)[: n - start]
         drawn += torch.from_numpy(rng.standard_normal(drawn.shape, dtype=np.float32))
         drawn += of_class[labels[chunk]]
         images[chunk] = (128 + 32 * drawn).clamp(0, 255).to(torch.uint8)
     return Images(images, labels, [f"class {i}" for i in range(10)], args.image_size)
 
 
-def smooth_patterns(rng: np.random.Generator, n: int, first: int | None = None) -> Tensor:
-    """float32 ``[n, 3, 32, 32]``: 4x4 normal values, upsampled; optionally only the first ones,
-    as upsampling takes most of the time."""
+def smooth_patterns(rng: np.random.Generator, n: int) -> Tensor:
+    """float32 ``[n, 3, 32, 32]``: 4x4 normal values, upsampled."""
     coarse = torch.from_numpy(rng.standard_normal((n, 3, 4, 4), dtype=np.float32))
-    return F.interpolate(coarse[:first], size=32, mode="bicubic")
+    return F.interpolate(coarse, size=32, mode="bicubic")
 
 
 # --------------------------------------------------------------------------- a batch on its device

@@ -21,13 +21,12 @@ from harness.data import TaskData, Unreadable, batches_of, how_many, share_of
 from harness.settings import fill, replace
 from harness.state import check_weights
 from harness.world import print0, world
-from jobs import encoder
-from jobs.classifiers import blocks_of
+from jobs.classifiers import blocks_of, decay_matrices
 from jobs.contract import Contract, batched, load_function, to_floating
 from libraries.weights import load
 
 STEPS = 20  # of an epoch without a data set
-parameter_groups = encoder.parameter_groups
+parameter_groups = decay_matrices
 
 
 def resolve(args):
@@ -45,8 +44,7 @@ def describe(args) -> str:
 
 @contextlib.contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seed the random numbers of the CPU: PyTorch's, from which dropout draws, until the end; and
-    NumPy's and Python's."""
+    """Seed the random numbers of NumPy, of Python, and until the end of PyTorch on the CPU."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -57,8 +55,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 @functools.cache
 def contract_of(given: str, seed: int) -> Contract:
-    """What the function returns. It is called once per process, on the CPU, with the same random
-    numbers on every rank."""
+    """What the function returns, called once per process, with the same seed on every rank."""
     with torch.device("cpu"), seeded(seed):
         contract = Contract(load_function(given)(), given)
         found = {split: contract.data(split) for split in ("train", "eval")}
@@ -231,8 +228,7 @@ def accept_batches(contract: Contract) -> None:
         labels = contract.count(inputs, len(batch))
         if contract.divides:  # by this instead of its own count, which may be 0
             kwargs["num_items_in_batch"] = labels.clamp(min=1)
-        out = kind.forward(module, *args, **kwargs)
-        loss, correct = contract.score(out, inputs, labels)
+        loss, correct = contract.score(kind.forward(module, *args, **kwargs), inputs, labels)
         if module.training:
             return loss * batch["samples"] / len(batch) / batch["labels"].clamp(min=1)
         return torch.stack([loss.double(), correct.double(), labels.double()])[None]

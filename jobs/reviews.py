@@ -45,12 +45,7 @@ def describe(args) -> str:
 
 
 class Reviews(TaskData):
-    """Reviews as one tensor of tokens, truncated or padded to the same length.
-
-    Args:
-        tokens: int64 ``[n, context]``.
-        labels: int64 ``[n]``.
-    """
+    """Reviews, truncated or padded to the same length: tokens ``[n, context]``, labels ``[n]``."""
 
     unit, units, tensors = "rev", "reviews", ("tokens", "labels")
     name, classes = "reviews", CLASSES
@@ -133,6 +128,5 @@ def make_tokenizer(args):
 
 @functools.cache
 def train_tokenizer(data_dir: Path):
-    """Byte-pair encoding, trained on the training split. A sequence begins with [CLS] and ends with
-    [SEP], as DistilBERT expects."""
+    """See :func:`libraries.hub.train_tokenizer`; once per process."""
     return hub.train_tokenizer(read(data_dir / "train.tsv")[0], VOCABULARY)

@@ -18,7 +18,6 @@ from harness.cli import fail, import_optional
 from harness.world import print0, world
 
 # ---------------------------------------------------------------------------------- configuration
-
 IN_CHECKPOINTS = {  # DeepSpeed's own classes in its pickles
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -31,8 +30,7 @@ REPLACED = {  # an entry of the file, and the flags that it replaces
 
 
 def read_config(args) -> dict:
-    """Read the JSON file and add the batch size of the command line. Print which flags an entry of
-    the file replaces."""
+    """Read the JSON file and add the batch size. Print which flags the file replaces."""
     path = args.deepspeed_config
     try:
         config = json.loads(Path(path).read_text())
@@ -60,13 +58,9 @@ def read_config(args) -> dict:
 def import_deepspeed(args, device: torch.device, config: dict):
     """Import DeepSpeed, which selects its device on import, for the device of this run."""
     os.environ["DS_ACCELERATOR"] = device.type
-    try:
-        import deepspeed
-    except ImportError as error:
-        fail(f"DeepSpeed cannot be imported ({error}); pip install deepspeed")
+    deepspeed = import_optional("deepspeed")
     if device.type == "cpu":
-        # It would compile a shared-memory all-reduce for half a minute, which only inference
-        # uses. With an empty list of ops it compiles nothing, and needs no compiler.
+        # Otherwise it would compile an all-reduce for half a minute, which only inference uses.
         deepspeed.ops.__compatible_ops__ = {}
     if (3, 11) <= sys.version_info < (3, 11, 4):  # they pickle enums as calls, which are refused
         stage = deepspeed.runtime.zero.config.ZeroStageEnum
@@ -81,21 +75,17 @@ def import_deepspeed(args, device: torch.device, config: dict):
 
 # ------------------------------------------------------------------------------------- snapshots
 def check_pickles(folder: Path) -> None:
-    """Check that DeepSpeed's files contain only tensors and a few of its own classes: any other
-    could run code while it is loaded. Raises ``UnpicklingError``."""
+    """Refuse files with classes that DeepSpeed does not use: to load one could run code."""
     for file in folder.glob("*.pt"):
         strange = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - IN_CHECKPOINTS
-        if strange:
-            names = ", ".join(sorted(strange))
+        if names := ", ".join(sorted(strange)):
             raise UnpicklingError(f"{file.name} contains {names}, which DeepSpeed does not use")
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights in a snapshot of any stage, without its ranks, on the CPU."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import_optional("deepspeed")
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
+    library = import_optional("deepspeed.utils.zero_to_fp32")
     check_pickles(folder / "zero")
     first = min((folder / "zero").glob("*model_states.pt"))
     with torch.serialization.safe_globals([pydoc.locate(name) for name in IN_CHECKPOINTS]):
@@ -103,7 +93,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     if any((folder / "zero").glob("*optim_states.pt")):  # not in stage 0
         quiet = io.StringIO()
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-            fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, "zero")  # integers, too
+            fp32 = library.get_fp32_state_dict_from_zero_checkpoint(folder, "zero")  # integers, too
         weights |= {n: t for n, t in fp32.items() if weights[n].is_floating_point()}
     return weights
 
@@ -159,6 +149,7 @@ def watch_steps(run, engine) -> None:
         run.clock.mark("optimizer")
         step(*args, **kwargs)
         run.clock.mark("rest")
+        run.grad_norm = engine.get_global_grad_norm() if engine.gradient_clipping() else None
         run.guard.library_stepped(engine.skipped_steps > skipped_before)
 
     engine.step = watched_step
@@ -188,9 +179,8 @@ def save(run, engine) -> None:
 
 # ---------------------------------------------------------------------------------------- tensors
 def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
-    """The tensors of this rank, by name, for memory accounting: DeepSpeed has its own buffers, and
-    frees the gradients during its step. So they are recorded in the last step, just before the
-    optimizer runs."""
+    """The tensors of this rank, by name, for memory accounting. DeepSpeed frees gradients during
+    its step, so they are recorded in the last one, just before the optimizer runs."""
     parameters = list(engine.parameters())
     held = {"parameters": parameters, "gradients": [], "fp32_copy": []}
     stage3 = hasattr(parameters[0], "ds_tensor")

@@ -4,24 +4,21 @@ import functools
 import urllib.request
 from collections.abc import Callable
 
-from harness.world import is_first_here, max_over_ranks
+from harness.world import gather_objects, is_first_here
 from remote.storage import answer_within
 
 
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:
     """Download files, unless ``is_there()``, if ``url`` answers within 5 s. All ranks call it; one
-    per machine downloads, and the others wait. Returns ``None`` if every rank finds the files, else
-    the reason, on every rank."""
+    per machine downloads. Returns on every rank why it failed, ``None`` if all find the files."""
     why, first = "", is_first_here()
-    if first and not is_there():
-        why = why_unreachable(url)
-        if not why:
-            try:
-                download()
-            except Exception as error:  # network errors, or a damaged file
-                why = str(error)
+    if first and not is_there() and not (why := why_unreachable(url)):
+        try:
+            download()
+        except Exception as error:  # network errors, or a damaged file
+            why = str(error)
     # Only downloading ranks report: others may see incomplete files.
-    failed = max_over_ranks([first and not is_there()])[0]
+    failed = any(gather_objects(first and not is_there()))
     return (why or "it failed on another machine") if failed else None
 
 

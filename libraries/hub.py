@@ -1,5 +1,4 @@
-"""Model folders in the format of huggingface.co: config.json, safetensors, tokenizer; and the names
-that configuration and weights of a Llama, Mistral, Mixtral, Qwen2 or Qwen3 have there."""
+"""Model folders in the format of huggingface.co: configuration, weights, their names, tokenizer."""
 
 import functools
 import json
@@ -35,7 +34,6 @@ MIXTRAL = {"mlp.router": "block_sparse_moe.gate"} | {
     f"mlp.experts.{ours}": f"block_sparse_moe.experts.{{}}.{theirs}"
     for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
 }
-TOKENIZER = ["tokenizer.json", "tokenizer.model"]  # one of these
 BESIDE = [  # what else generate() and apply_chat_template() read, beside weights and config.json
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "*.tiktoken",
     "special_tokens_map.json", "*chat_template*", "generation_config.json",
@@ -64,8 +62,7 @@ def folder_of(weights: Path | str) -> Path:
 
 @functools.cache
 def download(name: str) -> Path:
-    """A folder with the files of a model on huggingface.co, downloaded or from its cache. The ranks
-    of a machine wait for each other by the library's locks."""
+    """A folder with a model's files, downloaded or cached. The library's locks make ranks wait."""
     library, offline = import_optional("huggingface_hub"), why_offline()
     options = {"allow_patterns": ["*.json", "*.safetensors", *BESIDE]}
     try:
@@ -83,8 +80,7 @@ def why_offline() -> str:
 
 
 def is_folder(weights: Path | str) -> bool:
-    """Whether ``--weights`` is a folder with a configuration, or a file of one, or a name on the
-    hub; or the snapshot of a run that started from such a folder."""
+    """Whether ``--weights`` has a folder with a configuration: see :func:`folder_of`."""
     if str(weights) in ("none", "imagenet") or str(weights).endswith((".pt", ".pth")):
         return False
     return (folder_of(weights) / "config.json").is_file()
@@ -101,8 +97,7 @@ def read_config(folder: Path) -> dict:
 
 
 def parse_config(config: dict) -> dict:
-    """The same from the content of the file. A ``ValueError`` says that it is of another kind, or
-    needs features that our Llama lacks."""
+    """The same from the file's content. A ``ValueError`` says what our Llama does not support."""
     kind = config["model_type"]
     if kind not in KINDS:
         raise ValueError(f"its model_type is {kind}, and only {', '.join(KINDS)} are supported")
@@ -142,9 +137,7 @@ def parse_config(config: dict) -> dict:
 def window_of(config: dict) -> int:
     """The tokens to which a token attends in layers with a sliding window; 0 if there are none."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
-    slide = kind != "llama"
-    if kind.startswith("qwen"):
-        slide = config.get("use_sliding_window", False)
+    slide = config.get("use_sliding_window", False) if kind.startswith("qwen") else kind != "llama"
     if kind in ("qwen2", "qwen3"):  # in some layers
         n = max(0, layers - config.get("max_window_layers", 28))
         slide &= "sliding_attention" in (config.get("layer_types") or n * ["sliding_attention"])
@@ -196,9 +189,8 @@ def their_names(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors by their names on huggingface.co, where each expert has its own."""
     names, found = NAMES | (MIXTRAL if kind == "mixtral" else EXPERT), {}
     for name, tensor in tensors.items():
-        blocks, _, inner = name.partition(".")
-        number, _, inner = inner.partition(".")
-        before, module = (f"model.layers.{number}.", inner) if blocks == "blocks" else ("", name)
+        number, module = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name).groups()
+        before = f"model.layers.{number}." if number else ""
         if module in names:  # of stacked experts
             for expert, matrix in unstack(tensor):
                 found[f"{before}{names[module].format(expert)}.weight"] = matrix
@@ -209,8 +201,7 @@ def their_names(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unstack(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """From ``[experts, in, out]``, the number and the matrix ``[out, in]`` of each expert that this
-    rank has, in the same memory."""
+    """The number and the matrix ``[out, in]``, a view, of each expert that this rank has."""
     if not isinstance(stack, DTensor):
         yield from enumerate(stack.mT)
         return
@@ -231,10 +222,7 @@ def unstack(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
 def read_weights(folder: Path, kind: str, tensors: dict[str, Tensor], flag="--weights") -> None:
     """Fill the parameters of a model, tensors or DTensors by name, from the folder's file, or
     several with an index. For a DTensor, only this rank's shard is read; the dtype may differ.
-
-    Args:
-        kind: that of :class:`jobs.llama.LlamaSize`; empty: the tensors have the names of the files.
-    """
+    ``kind``: that of :class:`jobs.llama.LlamaSize`, or empty if tensors have the files' names."""
     tensors = their_names(kind, tensors) if kind else tensors
     import_optional("safetensors")
     reader = HuggingFaceStorageReader(str(folder))
@@ -266,7 +254,7 @@ def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER)
+    return any((folder / f"tokenizer.{end}").is_file() for end in ("json", "model"))
 
 
 def load_tokenizer(weights: Path | str):

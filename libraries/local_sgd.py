@@ -1,8 +1,7 @@
-"""Snapshots of Local SGD, whose ranks have different optimizer states, and different weights
-between two synchronizations.
+"""Snapshots of Local SGD, whose ranks have different weights between synchronizations.
 
-Each rank writes and reads a file of its own. After a synchronization, a snapshot also has what
-every script reads at any number of ranks: the common weights and the mean of the optimizer states.
+Each rank writes and reads a file of its own, with its optimizer state. After a synchronization, a
+snapshot also has what every script reads: common weights, and the mean of the optimizer states.
 """
 
 from pathlib import Path
@@ -28,8 +27,7 @@ def mean(tensor: Tensor) -> Tensor:
 
 
 def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> None:
-    """Write a snapshot, with the state of the ``outer`` step. All ranks call it. ``apart``: whether
-    they have different weights."""
+    """Write a snapshot. All ranks call it. ``apart``: whether they have different weights."""
     own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     parts = {"write": lambda folder: torch.save(own, own_file(folder)), "outer": outer}
     if apart:
@@ -44,8 +42,7 @@ def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> Non
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The mean of the weights in a snapshot between two synchronizations, on the CPU."""
-    files = sorted(folder.glob("rank-*.pt"))
-    ranks = [load_file(file, "--weights")["model"] for file in files]
+    ranks = [load_file(f, "--weights")["model"] for f in sorted(folder.glob("rank-*.pt"))]
     return {
         name: torch.stack([own[name] for own in ranks]).mean(0) if t.is_floating_point() else t
         for name, t in ranks[0].items()
@@ -56,8 +53,7 @@ def resume(run, model: nn.Module, optimizer, scheduler, outer) -> None:
     """Resume: with the same script and number of ranks, each rank from its own file."""
 
     def read(folder: Path, snapshot: dict) -> bool:
-        writer = snapshot["technique"], len(snapshot["run"]["ranks"])
-        if writer != (this_script(), world().size):
+        if (snapshot["technique"], len(snapshot["run"]["ranks"])) != (this_script(), world().size):
             return False
         own = load_file(own_file(folder), "--resume")
         groups = zip(own["optimizer"]["param_groups"], optimizer.param_groups, strict=True)

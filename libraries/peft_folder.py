@@ -70,8 +70,7 @@ def complete(args):
 
 
 def entries(args, layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """The name of each tensor in the file, for a Llama that of transformers; and where it is here:
-    the layer, and the tensor in it."""
+    """Each tensor's name in the file, for a Llama as in transformers; its layer, and name in it."""
     size = getattr(args.task.models, "size_of", lambda args: None)(args)
     for layer, part in itertools.product(layers, ("lora_A.weight", "lora_B.weight")):
         theirs = f"{layer}.weight"

@@ -1,5 +1,4 @@
-"""Weights for ``--weights``: a model.pt, whoever wrote it, the folder of a run, or a snapshot of
-any technique, which is read without its ranks and without a GPU."""
+"""Read ``--weights``: any model.pt, the folder of a run, or a snapshot, without its ranks."""
 
 import contextlib
 import functools
@@ -39,8 +38,7 @@ def is_snapshot(place: Path | str) -> bool:
 
 
 def why_unusable(place: Path | str) -> str:
-    """Why ``--weights`` is neither a file nor a snapshot nor the folder of a run; empty if it is
-    one of them."""
+    """Why ``--weights`` is no file, snapshot or folder of a run; empty if it is one of them."""
     path = locate(place)
     if path.is_file() or is_snapshot(place):
         return ""
@@ -58,9 +56,8 @@ def load(place: Path | str, mmap: bool = False) -> dict[str, Tensor]:
         weights = {name: torch.empty_like(t, device="cpu") for name, t in shapes.items()}
         read(place, weights)
         return weights
-    library = deepspeed_engine if (path / "zero").is_dir() else local_sgd
     with one_line_errors(place):
-        return library.read_weights(path)
+        return (deepspeed_engine if (path / "zero").is_dir() else local_sgd).read_weights(path)
 
 
 def unwrap(state: dict, place: Path | str) -> dict[str, Tensor]:
@@ -83,8 +80,7 @@ def unwrap(state: dict, place: Path | str) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------- snapshots
 @functools.cache
 def read_state(place: Path | str) -> dict:
-    """What a snapshot has besides tensors, if it is intact. All ranks call it, for the first time
-    together: each checks a share of the files."""
+    """A snapshot's state, if it is intact. All ranks first call it together: each checks files."""
     path = locate(place)
     if (path / ".metadata").is_file():  # of pytorch_checkpoint.py, without checksums
         state = load_file(path / "run.pt", "--weights")
@@ -115,8 +111,8 @@ def shapes_of(place: Path | str) -> dict[str, Tensor]:
     with one_line_errors(place):
         found = reader_of(path).read_metadata().state_dict_metadata
     found = {n.removeprefix("model."): t for n, t in found.items() if n.startswith("model.")}
-    options = {"device": "meta"}
-    return {n: torch.empty(t.size, dtype=t.properties.dtype, **options) for n, t in found.items()}
+    with torch.device("meta"):
+        return {n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in found.items()}
 
 
 def read(place: Path | str, tensors: dict[str, Tensor]) -> None:
