@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from torch import nn
@@ -26,17 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from estimator import network, techniques, trial
 from estimator.live_bytes import LiveBytes
+from measure.estimates import GIVEN, count
 
-PUBLISHED = {  # by our technique: GB, GPUs, and variant of published_loop()
-    "SingleGPU": (11.24, 1, {}),
-    "SingleGPU, batch 1": (0.34, 1, {"batch_size": 1}),
-    "auto_mixed_precision": (6.02, 1, {"autocast": True}),
-    "half_precision": (5.79, 1, {"dtype": torch.float16}),
-    "DP": (3.08, 4, {}),
-    "torchrun_DDP": (3.12, 4, {"wrapper": "ddp"}),
-    "DDP_ZeRO": (3.18, 4, {"wrapper": "ddp", "optimizer": "zero"}),
-    "FSDP": (2.88, 4, {"wrapper": "fsdp"}),
-}
+PUBLISHED = {row["name"]: row for row in GIVEN["resnet50"]}  # by our technique
 SUITES = ("gpt", "cpu", "gpu")  # whose rows are predicted
 GPUS = 4  # for a row that uses all GPUs
 SCALED = ("torchrun_DDP", "DDP_ZeRO --use_zero", "FSDP")
@@ -44,9 +35,10 @@ RANKS = tuple(2**k for k in range(1, 11))
 
 
 def published_loop(
-    live, gpus, batch_size=128, dtype=torch.float32, autocast=False, wrapper="", optimizer=""
+    live, gpus, batch_size=128, dtype="float32", autocast=False, wrapper="", optimizer=""
 ):
     """Run two steps of the published loop, and measure the second."""
+    dtype = getattr(torch, dtype)
     model = torchvision.models.resnet50(num_classes=1000).to(dtype)
     if wrapper == "ddp":
         model = DistributedDataParallel(model)
@@ -72,14 +64,9 @@ def published_loop(
 
 def predict_published(name: str) -> int:
     """Predicted bytes. The process cannot be used for anything else afterwards."""
-    _, gpus, options = PUBLISHED[name]
+    gpus, options, live = PUBLISHED[name]["gpus"], PUBLISHED[name]["options"], LiveBytes()
     ranks = gpus if "wrapper" in options else 0
-    trial.prepare(ranks)
-    if ranks:
-        dist.init_process_group("fake", rank=0, world_size=ranks)
-    live = LiveBytes()
-    with trial.counting(live, ranks):
-        published_loop(live, gpus, **options)
+    count(live, ranks, partial(published_loop, gpus=gpus, **options))
     peak = sum(live.peak().values())
     whole = 128 * 3 * 224 * 224 * 4  # DataParallel's first GPU holds the whole batch, too
     return peak + whole * (gpus - 1) // gpus if name == "DP" else peak
@@ -97,7 +84,7 @@ def technique_of(command: str, name: str, gpus: int) -> tuple[techniques.Techniq
         (script, *flags),
         ranks=int(launched[1]) if launched else 0,
         gpus=gpus if script == "pytorch_DP.py" else 1,
-        on_host=techniques.ON_HOST if script == "pytorch_FSDP_offload.py" else (),
+        on_host=techniques.ALL_ON_HOST if "FSDP_offload" in script else techniques.ON_HOST,
     )
     return technique, int(flags[flags.index("--batch-size") + 1])
 
@@ -149,15 +136,9 @@ def main() -> None:
         return print(predict_published(args.name))
     at_once = os.cpu_count()
     tasks = [partial(predict_published, name) for name in PUBLISHED]
-    theirs = dict(zip(PUBLISHED, techniques.side_by_side(tasks, at_once), strict=True))
-    found = {
-        "published": [
-            {"name": name, "gpus": gpus, "published_gb": size, "predicted": theirs[name]}
-            for name, (size, gpus, _) in PUBLISHED.items()
-        ],
-        "suites": {},
-        "messages": messages_of_steps(),
-    }
+    theirs = zip(GIVEN["resnet50"], techniques.side_by_side(tasks, at_once), strict=True)
+    found = {"published": [row | {"predicted": predicted} for row, predicted in theirs]}
+    found |= {"suites": {}, "messages": messages_of_steps()}
     for suite in SUITES:
         rows = rows_of(suite)
         tasks = [partial(techniques.predict, *row, (), None, None) for row in rows]

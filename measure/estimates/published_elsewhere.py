@@ -16,7 +16,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_optimizer
 from torch.distributed.utils import _sync_module_states as sync_module_states
@@ -24,26 +23,12 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.optim import Adam
 from torch.utils.checkpoint import checkpoint
 
-from estimator import fakes, trial
+from estimator import fakes
+from estimator.allocator import replay
 from estimator.live_bytes import LiveBytes
-from measure.estimates.allocator import allocated_at
+from measure.estimates import GIVEN, count
 
-SMALL = {"layers": 12, "width": 1024, "heads": 16, "batch_size": 4}  # 254 million parameters
-LARGE = {"layers": 32, "width": 4096, "heads": 32, "batch_size": 1}  # 6.86 billion
-LEAN = LARGE | {"checkpoints": True}
-BF16 = {"low": True}
-ELSEWHERE = {  # GPUs, bytes per unit, published figures, and arguments
-    "Adam": (2, 1e6, (335, 656, 992, 1697), {"zero": False}),
-    "ZeroRedundancyOptimizer": (2, 1e6, (335, 656, 992, 1361), {"zero": True}),
-    "254 M, 1 GPU": (1, 2**30, (4.14, 5.93), SMALL),
-    "254 M, 1 GPU, bf16": (1, 2**30, (2.71, 5.73), SMALL | BF16),
-    "254 M": (4, 2**30, (1.29, 3.57), SMALL),
-    "254 M, bf16": (4, 2**30, (0.94, 4.44), SMALL | BF16),
-    "6.86 B": (4, 2**30, (25.74, 41.28), LARGE),
-    "6.86 B, bf16": (4, 2**30, (16.17, 33.20), LARGE | BF16),
-    "6.86 B, checkpointing": (4, 2**30, (25.74, 31.38), LEAN),
-    "6.86 B, checkpointing, bf16": (4, 2**30, (16.17, 18.93), LEAN | BF16),
-}
+ELSEWHERE = {row["name"]: row for row in GIVEN["recipes"]}  # with bytes per unit
 
 
 def take_recipe(live: LiveBytes, zero: bool) -> list[int]:
@@ -101,30 +86,15 @@ class Transformer(nn.Module):
 
 def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> list[int]:
     """Run three of the twenty steps: ZeRO-3 prefetches from its second step on, like the third.
-    Returns what ``live`` has counted at the end.
-
-    Args:
-        low: master weights, gradients and Adam's state are also in bfloat16.
-    """
+    ``low``: master weights, gradients and Adam's state are also in bfloat16."""
     from libraries import deepspeed_engine
 
     bf16 = {"bf16_master_weights_and_grads": low, "bf16_optimizer_states": low}
-    config = {  # of configs/baseline.json and configs/bf16_full.json
-        "log_level": "error",
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True} | bf16,
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 0,
-            # The default, true, did nothing for a model like this one before DeepSpeed 0.19.4
-            # (its pull request 8189), and the figures are older: autograd saves full weights.
-            "memory_efficient_linear": False,
-        },
-        "torch_autocast": {"enabled": low, "dtype": "torch.bfloat16"},
-    }
+    # Of configs/baseline.json and configs/bf16_full.json. memory_efficient_linear, on by default,
+    # did nothing for a model like this one before DeepSpeed 0.19.4 (its pull request 8189), and the
+    # figures are older: autograd saves full weights.
+    config = GIVEN["deepspeed"] | {"bf16": {"enabled": True} | bf16}
+    config["torch_autocast"] = {"enabled": low, "dtype": "torch.bfloat16"}
     fakes.stand_in_for_deepspeed(deepspeed_engine)
     file = SimpleNamespace(deepspeed_config="")
     deepspeed = deepspeed_engine.import_deepspeed(file, torch.device("cpu"), config)
@@ -149,14 +119,10 @@ def take_steps(live, batch_size: int, low=False, checkpoints=False, **sizes) -> 
 
 def predict_elsewhere(name: str) -> list[int]:
     """Predicted bytes at the published points. The process is unusable afterwards."""
-    gpus, _, _, options = ELSEWHERE[name]
-    trial.prepare(gpus)
-    dist.init_process_group("fake", rank=0, world_size=gpus)
-    live, take = LiveBytes(), take_recipe if "zero" in options else take_steps
-    with trial.counting(live, gpus):
-        moments = take(live, **options)
-    found = allocated_at(live, moments)
-    return [most for _, most in found] if "zero" in options else list(found[0])
+    live, options = LiveBytes(), ELSEWHERE[name]["options"]
+    take = take_recipe if "zero" in options else take_steps
+    found = replay(live, count(live, ELSEWHERE[name]["gpus"], partial(take, **options)))
+    return [most for _, most, _ in found] if "zero" in options else list(found[0][:2])
 
 
 if __name__ == "__main__":
