@@ -16,6 +16,7 @@ Other flags are those of the training scripts: --optimizer adamw, --norm group, 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -23,36 +24,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from estimator import network
+from estimator import network, tables
 from estimator.network import LINKS, link_of
-from estimator.tables import (
-    GIB,
-    describe,
-    gpus_of,
-    print_fit,
-    print_json,
-    print_table,
-    print_ways,
-    room_of,
-    say_what_fits,
-)
+from harness import flops
 from harness.cli import check_writable, fail, make_parser, number
 from harness.settings import fill
+from libraries import hub
 from report import draw
 from techniques import TECHNIQUES
 
-# GiB as CUDA reports them, less than nvidia-smi's: from error messages in GitHub issues,
-# Zheng-Chong/CatVTON#133, zai-org/CogVLM#236 (A10; an L4's difference is assumed to be as large),
-# stepfun-ai/Step-Video-T2V#8, GaoLii/DSP#10, TianheWu/CoSeR#10, HiDream-ai/VAREdit#6,
-# vllm-project/vllm#27508, ali-vilab/VGen#104 (RTX 4090) and Wan-Video/Wan2.1#465 (RTX 5090); of
-# A6000, H200, B200 and MI300X from messages in several logs, the smallest that they name. And dense
-# TFLOP/s in half precision with accumulation in fp32, by the vendors' data sheets and white papers.
-GPUS = {
-    "T4": (14.56, 65), "L4": (21.99, 121), "A10": (21.99, 125), "L40S": (44.42, 362),
-    "RTX3090": (23.70, 71), "RTX4090": (23.64, 165), "RTX5090": (31.37, 209), "A6000": (47.54, 155),
-    "A100-40GB": (39.50, 312), "A100-80GB": (79.25, 312), "H100": (79.11, 989),
-    "H200": (139.72, 989), "B200": (178.35, 2250), "MI300X": (191.69, 1307),
-}  # fmt: skip
+# GiB, and dense TFLOP/s in half precision
+GPUS = {name: (gpu["gib"], gpu["half"]) for name, gpu in flops.GPUS.items() if "gib" in gpu}
+MFU = json.loads(Path(__file__).with_name("estimator").joinpath("mfu.json").read_text())["rows"]
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
 
@@ -69,13 +52,36 @@ def gib_of(text: str) -> float:
         ) from None
 
 
-def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
-    """The flags of this script, frozen, and those that are passed to the training scripts."""
+def mfu_of(text: str) -> tuple[float, float]:
+    """``--mfu``: a share of the GPU's peak, or the lowest and the highest."""
+    parts = text.split(",")
+    try:
+        low, high = map(float, parts * 2 if len(parts) == 1 else parts)
+        if 0 < low <= high <= 1:
+            return low, high
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text} is neither a share up to 1, such as 0.4, nor LOW,HIGH"
+    )
+
+
+def published_mfu(gib: float | None, parameters: int) -> tuple[float, float]:
+    """The range that was published for models of this size on the GPU with this memory; an H100's
+    without one, and of all GPUs if there are no figures of this one."""
+    name = next((name for name, (size, _) in GPUS.items() if size == gib), "H100")
+    rows = [row["mfu"] for row in MFU if name.startswith(row["gpu"]) and parameters < row["below"]]
+    lows, highs = zip(*(rows[:1] or [row["mfu"] for row in MFU]), strict=True)
+    return min(lows), max(highs)
+
+
+def make_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     # fmt: off
     flag = parser.add_argument_group("task").add_argument
-    flag("--model", default="resnet50", metavar="NAME",
-         help="any torchvision classifier, a GPT or a Llama (default: resnet50)")
+    flag("--model", metavar="NAME",
+         help="any torchvision classifier, a GPT or a Llama (default: resnet50; or llama, if "
+         "--weights is a folder with a config.json, of which nothing else is read)")
     flag("--module", metavar="FILE:FUNCTION",
          help="your own model instead. The function returns a module that takes images; or a "
          "module and a batch for it (a tensor, tuple or dict); or a module, a batch and a function "
@@ -91,6 +97,8 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     flag("--spare", type=number(float, 0), metavar="GIB",
          help="part of --memory to reserve for what is not predicted (default: 1.5, or 7%% of "
          "--memory if that is more)")
+    flag("--host-memory", type=number(float, 0, above=0), metavar="GIB",
+         help="CPU memory for each GPU, for what is offloaded; counts for what fits --memory")
     flag("--fit", action="store_true", help="find the largest batch that fits --memory")
     flag("--only", metavar="NAME,...", help="only these techniques, for example FSDP,DDP_ZeRO")
     flag("--recommend", action="store_true",
@@ -104,24 +112,36 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
          help=f"link between two GPUs: {', '.join(LINKS)}; or latency in microseconds and "
          "bandwidth in GB/s, such as 5,300; or the file that pytorch_collectives.py --sweep wrote "
          "(default: nvlink4)")
+    flag("--mfu", type=mfu_of, metavar="LOW,HIGH",
+         help="share of the GPU's peak FLOP/s that training of a decoder reaches, for tokens/s in "
+         "--recommend and --scale (default: what is published for the GPU of --memory, or an H100, "
+         "and a model of this size: estimator/mfu.json)")
     flag("--step-ms", type=number(float, 0, above=0), metavar="MS",
-         help="with --scale: compute time of a step, without communication")
+         help="with --scale: compute time of a step, without communication (default for a decoder: "
+         "by --mfu)")
     flag("--from", type=Path, dest="measured", metavar="FILE",
          help="with --scale: take the compute time from the result.json of a single-rank run")
     flag("--plot", type=Path, metavar="FILE.svg", help="with --scale: also draw a plot")
     flag("--json", action="store_true", help="print JSON, in bytes")
     flag("-h", "--help", action="help", help="print this help and exit")
     # fmt: on
-    given, others = parser.parse_known_args(words)
+    return parser
+
+
+def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
+    """The flags of this script, frozen, and those that are passed to the training scripts."""
+    given, others = make_flags().parse_known_args(words)
     args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
     if args.memory is not None:
         least, part = SPARE
         args = fill(args, spare=max(least, part * args.memory))
     check(args)
-    if args.scale and not args.step_ms:
+    if args.scale and not args.step_ms and (args.measured or not is_decoder(args)):
         args = fill(args, step_ms=step_of(args.measured))
     if args.module and "--optimizer" not in others:
         others += ["--optimizer", "adamw"]  # as the training scripts train it
+    folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
+    args = fill(args, model="llama" if not args.module and hub.is_folder(folder) else "resnet50")
     return args, ["--model", args.model, *others]
 
 
@@ -130,27 +150,39 @@ def check(args) -> None:
         fail(
             f"--memory {args.memory:g} is not more than --spare {args.spare:g}; use a lower --spare"
         )
-    if args.scale and (args.fit or args.memory):
-        fail("--scale predicts communication, --memory and --fit memory; use one of them")
+    if args.host_memory and args.memory is None:
+        fail(f"--host-memory {args.host_memory:g} needs the --memory of a GPU, too")
+    if args.scale and args.fit:
+        fail("--scale predicts communication, --fit memory; use one of them")
+    if args.mfu and not (args.recommend or args.scale):
+        fail("--mfu is for tokens/s, which --recommend and --scale predict; use one of them")
+    if args.mfu and args.scale and (args.step_ms or args.measured or not is_decoder(args)):
+        fail("--mfu gives the compute time of a decoder's step; leave out --step-ms and --from")
     if args.plot and (args.json or not args.scale):
         fail(f"--plot {args.plot} needs --scale, and not --json")
     if args.plot:
         check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
         fail("--fit needs the --memory of a GPU, for example --memory 24")
-    if args.recommend and (args.module or args.only or args.scale or args.fit):
-        own = "; for activation checkpointing in the rows of --module, let the function call "
-        own += "model.gradient_checkpointing_enable(), or what your model has for it"
-        use = f"leave out --module, --only, --scale and --fit{own if args.module else ''}"
-        fail(f"--recommend combines the techniques of a GPT or a Llama of ours; {use}")
+    if args.recommend and (args.only or args.scale or args.fit):
+        fail("--recommend predicts combinations of techniques; leave out --only, --scale and --fit")
     if args.recommend and args.memory is None:
         fail("--recommend needs the --memory of a GPU, for example --memory H100")
+
+
+def is_decoder(args) -> bool:
+    from jobs.choice import is_decoder
+
+    return not args.module and is_decoder(args.model)
 
 
 def step_of(path: Path | None) -> float:
     """Milliseconds of a step, from ``--from``."""
     if path is None:
-        fail("--scale needs the compute time of a step: --step-ms MS, or --from result.json")
+        fail(
+            "--scale needs the compute time of a step: --step-ms MS, or --from result.json; or a "
+            "GPT or a Llama as --model, whose FLOPs are known"
+        )
     try:
         found = json.loads(path.read_text())
         ranks, milliseconds = found["world_size"], found["step_ms"]["p50"]
@@ -163,20 +195,25 @@ def step_of(path: Path | None) -> float:
 
 
 def check_batch(args, chosen: list) -> None:
-    """Check that the batch can be divided, if one of the techniques divides it."""
-    if args.batch_size % args.gpus and any(gpus_of(technique) > 1 for technique in chosen):
-        near = max(args.batch_size // args.gpus, 1) * args.gpus
+    """Check that a technique with several GPUs can divide the batch."""
+    shares = [technique.shares for technique in chosen if tables.gpus_of(technique) > 1]
+    if shares and all(args.batch_size % share for share in shares):
+        least = min(shares)
+        near = max(args.batch_size // least, 1) * least
         fail(
             f"--batch-size {args.batch_size} is the global batch and is not divisible by "
-            f"{args.gpus} GPUs; use --batch-size {near}"
+            f"{least} GPUs; use --batch-size {near}"
         )
 
 
 def choose(name: str, techniques: list):
-    found = [technique for technique in techniques if technique.name.split()[0] == name.strip()]
+    """The techniques with this name in the table, or with this script."""
+    name = " ".join(name.split())
+    found = [technique for technique in techniques if technique.name == name]
+    found = found or [one for one in techniques if one.name.split()[0] == name]
     if not found:
         names = dict.fromkeys(technique.name.split()[0] for technique in techniques)
-        why = next((row.unpredicted for row in TECHNIQUES if row.name == name.strip()), "")
+        why = next((row.unpredicted for row in TECHNIQUES if row.name == name), "")
         why = f"cannot be predicted ({why})" if why else "unknown"
         fail(f"--only {name}: {why}; use some of {', '.join(names)}")
     return found
@@ -186,19 +223,23 @@ def choose(name: str, techniques: list):
 
 
 def checked(predictions):
-    """Yield all predictions; exit if the first one reports a user error, or any a bug."""
-    for index, prediction in enumerate(without_bugs(predictions)):
-        if prediction.mistake and index == 0:
-            fail(prediction.mistake)
-        yield prediction
-
-
-def without_bugs(predictions):
+    """Yield all predictions. A technique without one is a row with the reason; exit if that is the
+    same for the first two techniques, or if no technique has one."""
+    seen = []
     for prediction in predictions:
-        if prediction.error:
-            print(prediction.error, end="", file=sys.stderr)
-            raise SystemExit(1)
+        seen.append(prediction)
+        if len(seen) == 2 and seen[0].mistake == prediction.mistake != "":
+            stop(prediction)
         yield prediction
+    if all(prediction.mistake for prediction in seen):
+        stop(seen[0])
+
+
+def stop(prediction) -> None:
+    if prediction.error:
+        print(prediction.error, end="", file=sys.stderr)
+        raise SystemExit(1)
+    fail(prediction.mistake)
 
 
 # ------------------------------------------------------------------------------- communication
@@ -211,40 +252,50 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     """A row per technique, a column per number of ranks."""
     from estimator import techniques
 
-    each, compute = args.batch_size // args.gpus, args.step_ms / 1e3
-    names = [technique.name for technique in chosen]
-    tasks = [
-        partial(predict, techniques.make_technique(name, n), n * each)
-        for name in names
-        for n in RANKS
-    ]
-    shares = {name: {} for name in names}
-    for found in checked(techniques.side_by_side(tasks, at_once)):
-        if found.mistake:
-            fail(f"{found.technique.name}: {found.mistake}")
-        least, most = network.waiting(found.messages, compute, args.link)
-        share = [least / (compute + least), most / (compute + most)]
-        shares[found.technique.name][found.technique.ranks] = share
+    each = args.batch_size // args.gpus
+    slow, fast, tokens = compute_of(args, flags, each)
+    tasks, rows = [], []
+    for technique in chosen:
+        # FSDP makes a view for each rank: with 1,024, a small model is predicted sooner
+        layers = layers_of(flags) if "FSDP" in technique.name else 0
+        blocks, times = techniques.few_blocks(layers)
+        for layers, n in itertools.product(blocks or [None], (RANKS[0], RANKS[-1])):
+            one = techniques.make_technique(technique.name, n)
+            tasks.append(partial(predict, one, n * each, layers=layers))
+        rows.append((technique.name, len(blocks or [None]), times))
+    shares, speeds, found = {}, {}, techniques.side_by_side(tasks, at_once)
+    for name, models, times in rows:
+        pairs = [(next(found), next(found)) for _ in range(models)]
+        for prediction in itertools.chain(*pairs):
+            if prediction.mistake:
+                stop(prediction)
+        inputs, shares[name], speeds[name] = pairs[0][0].inputs, {}, {}
+        for n in RANKS:
+            some = [network.between(few.messages, many.messages, n) for few, many in pairs]
+            messages = network.extrapolate(*some, times=times)
+            least, _ = network.waiting(messages, slow, args.link)
+            hidden, most = network.waiting(messages, fast, args.link)
+            shares[name][n] = [least / (slow + least), most / (fast + most)]
+            speeds[name][n] = [tokens / (slow + most), tokens / (fast + hidden)]
     if args.json:
-        return print(json.dumps(shares, indent=2))
-    print(
-        f"{describe(args, flags)}, {found.inputs}, {each} samples per rank: % of a step that a "
-        f"rank waits for\ncommunication, with the best overlap with {args.step_ms:g} ms of compute "
-        "and with no overlap\n"
-    )
-    print(f"{'ranks':24}" + "".join(f"{n:>9,}" for n in RANKS))
-    for name, row in shares.items():
-        cells = [f"{100 * least:.0f}–{100 * most:.0f}" for least, most in row.values()]
-        print(f"{name:24}" + "".join(f"{cell:>9}" for cell in cells))
+        return print(json.dumps(shares | {"tokens/s": speeds} if tokens else shares, indent=2))
+    tables.print_scale(args, flags, f"{inputs}, {each} samples per rank", (fast, slow), shares)
+    tables.print_speeds(speeds if tokens else {})
     if args.plot:
-        lines, unit = {}, f"% of a step that waits ({describe(args, flags)})"
-        for name, row in shares.items():
-            least, most = (
-                [100 * share for share in each] for each in zip(*row.values(), strict=True)
-            )
-            lines[name] = {"-": (RANKS, most), "--": (RANKS, least)}
+        unit = f"% of a step that waits ({tables.describe(args, flags)})"
         key = {"--": "with the best overlap"}
-        draw.draw(args.plot, draw.percent_by_ranks(unit, lines, RANKS, key))
+        draw.draw(args.plot, draw.percent_by_ranks(unit, tables.waits_by_ranks(shares), RANKS, key))
+
+
+def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:
+    """The longest and the shortest time in seconds that a rank computes in a step; and its tokens,
+    if the times follow from them."""
+    if args.step_ms:
+        return args.step_ms / 1e3, args.step_ms / 1e3, 0
+    job = job_of(args, flags)
+    tokens = each * job.context
+    slow, fast = (tokens * job.flops_per_token / (job.flops * mfu) for mfu in job.mfu)
+    return slow, fast, tokens
 
 
 # ------------------------------------------------------------------------------ the largest batch
@@ -255,15 +306,15 @@ def search(args, chosen: list, predict, at_once: int) -> list:
     from estimator import fit, techniques
 
     found = [techniques.Prediction(technique, 0) for technique in chosen]
-    searches = [fit.trials(room_of(args)) for _ in chosen]
+    searches = [fit.trials(tables.room_of(args)) for _ in chosen]
     wanted = {i: next(search) for i, search in enumerate(searches)}
     while wanted:
         tasks = [partial(predict, chosen[i], chosen[i].unit * n) for i, n in wanted.items()]
         predictions = zip(wanted, techniques.side_by_side(tasks, at_once), strict=True)
         wanted = {}
         for i, prediction in predictions:
-            failed = prediction.mistake or prediction.error
-            if failed or prediction.peak <= room_of(args):
+            failed = prediction.mistake
+            if failed or tables.fits(args, prediction):
                 found[i] = prediction
             if not failed:
                 with contextlib.suppress(StopIteration):  # it is found
@@ -290,12 +341,15 @@ def layers_of(flags: list[str]) -> int:
 
 
 def job_of(args, flags: list[str]):
-    """The training task for ``--recommend``: the decoder, its batch and its precision."""
+    """The task for ``--recommend`` and ``--scale``: the decoder, its batch, its precision and the
+    speed of the GPU."""
     from estimator.recommend import Job
 
     size, given = size_of(flags)
     if not size:
         fail(f"--recommend does not support --model {args.model}; use gpt-LxHxD or a Llama")
+    if size.experts and args.scale:
+        fail(f"--scale does not know the FLOPs of {size.experts} experts; use --step-ms")
     if size.experts:
         fail(f"--recommend does not divide the {size.experts} experts; use --only EP instead")
     if "--dtype" not in flags:
@@ -307,27 +361,44 @@ def job_of(args, flags: list[str]):
     each = 2 if half else 4
     # --memory in GiB names no GPU: it is an H100 then
     tflops = next((flops for gib, flops in GPUS.values() if gib == args.memory), GPUS["H100"][1])
-    rest = optimizer, each, 1e12 * tflops, tuple(flags)
+    mfu = args.mfu or published_mfu(args.memory, size.count_parameters(vocabulary))
+    rest = optimizer, each, 1e12 * tflops, mfu, tuple(flags)
     return Job(size, vocabulary, context, args.batch_size, *rest)
 
 
 def recommend(args, flags: list[str], at_once: int) -> None:
-    from estimator.recommend import recommend, would_fit
+    from estimator.recommend import recommend, recommend_rows, speed_of, would_fit
 
-    job, room = job_of(args, flags), room_of(args)
-    found = recommend(job, args.gpus, room, args.link, at_once)
+    room, ideas, mfu, speeds = tables.room_of(args), ["a smaller --batch-size"], (), []
+    if args.module:
+        half, own = "float32" not in flags, load_own(args.module)
+        if "--dtype" in flags:  # which some of these scripts do not have
+            at = flags.index("--dtype")
+            del flags[at : at + 2]
+        found = recommend_rows(own, args.batch_size, args.gpus, room, flags, half, at_once)
+        if found[0].mistake:
+            stop(found[0])
+    else:
+        job = job_of(args, flags)
+        found = recommend(job, args.gpus, room, args.link, at_once)
+        flags, ideas = list(job.flags), would_fit(job, args.gpus, room) + ideas
+        mfu, speeds = job.mfu, [speed_of(job, one.technique, args.link) for one in found]
     if not found:
         fail(f"--memory {args.memory:g}: nothing comes close to fitting; give more memory")
-    print_ways(args, job, found)
+    tables.print_ways(args, flags, found, mfu, speeds)
     sys.stdout.flush()
-    if not any(one.peak <= room for one in found):
-        closest = min(found, key=lambda one: one.peak)
-        short = (closest.peak - room) / GIB
-        ideas = would_fit(job, args.gpus, room) + ["a smaller --batch-size"]
+    closest = min(found, key=lambda one: one.peak)
+    if closest.peak > room:
         fail(
             f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; the closest, "
-            f"above, needs {short:.2f} GiB more: try {' or '.join(ideas)}"
+            f"above, needs {tables.more(closest.peak - room)} more: try {' or '.join(ideas)}"
         )
+
+
+def load_own(given: str):
+    from estimator.own_model import OwnModel, load_function
+
+    return OwnModel(load_function(given), given)
 
 
 def main() -> None:
@@ -346,14 +417,13 @@ def main() -> None:
 
 def predict_all(args, flags: list[str]) -> None:
     from estimator import techniques
-    from estimator.own_model import OwnModel, load_function
 
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if args.recommend:
         return recommend(args, flags, at_once)
-    own = OwnModel(load_function(args.module), args.module) if args.module else None
+    own = load_own(args.module) if args.module else None
     size, _ = size_of(flags)
-    chosen = techniques.techniques_for(args.gpus, bool(size), bool(size and size.experts))
+    chosen = techniques.techniques_for(args.gpus, bool(size), bool(size and size.experts), flags)
     if args.scale:
         chosen = [techniques.make_technique(name, 2) for name in SCALED]
     if args.only:
@@ -366,10 +436,11 @@ def predict_all(args, flags: list[str]) -> None:
         found = search(args, chosen, predict, at_once)
     else:
         found = techniques.predict_all(chosen, predict, args.batch_size, layers_of(flags), at_once)
-    show = print_json if args.json else print_fit if args.fit else print_table
+    show = tables.print_fit if args.fit else tables.print_table
+    show = tables.print_json if args.json else show
     predictions = show(args, flags, checked(found))
     if args.memory:
-        say_what_fits(args, predictions)
+        tables.say_what_fits(args, predictions)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def stand_in_for_ranks() -> None:
         all_reduce(tensor, op, group)
         if not async_op:
             return None
-        future = torch.futures.Future()
+        future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         future.set_result([tensor])
         return SimpleNamespace(wait=lambda: None, get_future=lambda: future)
 
@@ -66,6 +66,9 @@ def stand_in_for_ranks() -> None:
         tensors, limits, *rest
     )
     dist.Reducer._rebuild_buckets = lambda reducer: False
+    # PyTorch 2.12 reads what the ranks of a pipeline have voted: that all shapes are known.
+    voted = SimpleNamespace(item=lambda: 1)
+    PipelineStage._warmup_backward_result = lambda *_, **__: voted
 
 
 def stand_in_for_meshes() -> None:
@@ -84,14 +87,24 @@ def stand_in_for_numbers() -> None:
     def swap(ours, theirs):  # for Module.to(), which fails if there are references to ours
         ours.data = theirs.detach()
 
+    rand = torch.rand
+    # LayerDrop compares one number: the largest, so that no layer is skipped
+    torch.rand = lambda *a, **b: torch.tensor(1.0) if a == ([],) and not b else rand(*a, **b)
     torch.utils.swap_tensors = swap
-    # PyTorch 2.12 reads what the ranks of a pipeline have voted: that all shapes are known.
-    voted = SimpleNamespace(item=lambda: 1)
-    PipelineStage._warmup_backward_result = lambda *_, **__: voted
     torch.nn.init.trunc_normal_ = lambda tensor, *_, **__: tensor  # it reads the drawn values
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # a copied model shares it
     with contextlib.suppress(RuntimeError):  # it is registered already
         SHAPES.impl("_fused_sgd_", lambda *_, **__: None)
+    SHAPES.impl("_grouped_mm", grouped_product, allow_override=True)
+
+
+def grouped_product(a, b, offs=None, bias=None, out_dtype=None):
+    """The result of ``F.grouped_mm``. Its own rule for fake tensors refuses float32, which GPUs and
+    CPUs multiply by one expert after the other."""
+    groups = [len(offs)] if a.ndim == b.ndim == 2 else [len(a)] if a.ndim == b.ndim == 3 else []
+    dtype, width = out_dtype or a.dtype, b.shape[-1]
+    step = max(1, 16 // dtype.itemsize)  # rows are aligned to 16 bytes
+    return a.new_empty(*groups, a.shape[-2], -(-width // step) * step, dtype=dtype)[..., :width]
 
 
 def stand_in_for_router(to_one: bool) -> None:

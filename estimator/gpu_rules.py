@@ -41,6 +41,7 @@ def stand_in_for_a_gpu() -> None:
     register(AUTOGRAD, "rms_norm", rms_norm)
     register(AUTOGRAD, "scaled_dot_product_attention", attention)
     gpt.shares_heads = lambda q: q.dtype in HALF
+    gpt.see_documents = lambda begins: None  # FlexAttention keeps what causal attention keeps
     experts.can_group = lambda tokens: tokens.dtype == torch.bfloat16
     bias.can_use_flash_attention = lambda inputs: inputs.query.dtype in HALF
     bias.can_use_efficient_attention = lambda inputs: inputs.query.dtype == torch.float32

@@ -25,11 +25,13 @@ class LiveBytes(TorchDispatchMode):
     """
 
     KINDS = ("parameters", "gradients", "optimizer", "activations", "input", "temporary", "update")
+    KINDS += ("offloaded",)
 
     def __init__(self, block: int = 512):
         super().__init__()
         self.block, self.kind, self.counts = block, "parameters", True
         self.kinds: list[str] = []  # of each storage, by its number
+        self.streams: list[int] = []  # likewise, of a GPU: FSDP communicates on its own
         self.changes: list[tuple[int, int]] = []  # number of a storage, and change in bytes
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
         self.messages: list[Message] = []
@@ -59,6 +61,7 @@ class LiveBytes(TorchDispatchMode):
         if address not in self.alive:
             self.alive[address] = len(self.kinds), 0
             self.kinds.append(self.kind)
+            self.streams.append(id(torch.cpu.current_stream()))
             weakref.finalize(storage, self.forget, address).atexit = False
         number, before = self.alive[address]
         if size != before:

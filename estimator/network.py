@@ -11,7 +11,8 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from estimator.sent import SHARES, Message
@@ -84,6 +85,30 @@ def seconds(message: Message, links: dict[str, Link]) -> float:
         return ring
     depth = math.ceil(math.log2(n))
     return min(ring, rounds * (depth * link.latency + message.size / link.bandwidth))
+
+
+def between(few: list[Message], many: list[Message], n: int) -> list[Message]:
+    """The messages of ``n`` ranks, from those of fewer and of more ranks: the same, but for the
+    rows that pad a tensor to a multiple of the ranks, which grow about linearly; or one message for
+    each rank, with a part of the same bytes."""
+    found, kinds = [], dict.fromkeys((m.kind, m.phase) for m in few)
+    for kind in kinds:
+        a, b = ([m for m in some if (m.kind, m.phase) == kind] for some in (few, many))
+        part = (n - a[0].ranks) / (b[0].ranks - a[0].ranks)
+        sizes = [
+            one.size + part * (other.size - one.size) for one, other in zip(a, b, strict=False)
+        ]
+        if len(a) != len(b):
+            count = round(len(a) + part * (len(b) - len(a)))
+            sizes = count * [sum(m.size for m in a) / count]
+        found += [dataclasses.replace(a[0], size=round(size), ranks=n) for size in sizes]
+    return found
+
+
+def extrapolate(small: list[Message], large: Sequence[Message] = (), times=0) -> list[Message]:
+    """Add the messages that a larger model has, ``times`` times."""
+    more = Counter(large) - Counter(small)
+    return small + times * [*more.elements()]
 
 
 def waiting(

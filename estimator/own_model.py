@@ -1,19 +1,23 @@
-"""The user's own model, wrapped so that it takes one tensor, as the scripts' models do; and the
-user's part of a traceback."""
+"""The user's own model, on fake tensors; and the user's part of a traceback."""
 
 import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
-from jobs import contract
-from jobs.contract import Contract, batched
+from harness.cli import fail
+from jobs import contract, own
+from jobs.classifiers import LISTS, blocks_of
+from jobs.contract import Contract, batched, to_floating
 
 ROOT, PYTHON = Path(__file__).resolve().parents[1], Path(inspect.__file__).parent
 ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "remote")
@@ -29,69 +33,87 @@ def load_function(given: str) -> Callable:
         raise SystemExit(1) from None
 
 
+class AnyLabels(Contract):
+    """A contract whose batch needs no labels: as many classes as the logits have."""
+
+    def own_loss(self, out: Any, batch: Any) -> Tensor | None:
+        loss = super().own_loss(out, batch)
+        if loss is not None or self.labels_of(batch) is not None:
+            return loss
+        logits = to_floating(self.logits(out))
+        labels = torch.zeros(len(logits), *logits.shape[2:], dtype=torch.int64)
+        return F.cross_entropy(logits, labels)
+
+
 class OwnModel:
     """The model of ``--module``, which ``make``, the user's function, creates once for each
-    predicted training step. Error messages contain ``given``, the flag's value."""
+    predicted training step. Error messages contain ``given``, the flag's value. It is trained as
+    jobs/own.py does it: the module takes a whole batch, and returns its losses."""
 
-    def __init__(self, make: Callable, given: str):
-        self.make, self.given, self.batch = make, given, None
+    def __init__(self, make: Callable, given: str, recomputes: bool = False):
+        self.make, self.given, self.batch, self.recomputes = make, given, None, recomputes
 
-    def build(self) -> nn.Module:
+    def build(self, images: Tensor) -> nn.Module:
         """Call the function, and adapt what it returns. Only for an example of a batch it needs the
         data set, which may be a function that is not called otherwise."""
-        self.contract = Contract(self.make(), self.given)
-        if self.contract.parts.batch is None and self.contract.parts.train is not None:
-            train = self.contract.data("train")
-            self.contract.bind(self.contract.collate([train[0], train[1]]))
-        self.batch = self.contract.parts.batch
-        return self.adapt(without_data(self.contract.prepare()))
-
-    def adapt(self, module: nn.Module) -> nn.Module:
-        """Let the model take the first tensor of a batch, which is all that the scripts pass."""
-        kind, own = type(module), self
-
-        def forward(module, first: Tensor) -> Tensor:
-            batch = first if own.batch is None else own.complete(first)
-            args, kwargs = own.contract.arguments(batch)
-            return own.score(kind.forward(module, *args, **kwargs), batch)
-
-        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+        contract = AnyLabels(self.make(), self.given)
+        if contract.parts.batch is None and contract.parts.train is not None:
+            train = contract.data("train")
+            contract.bind(contract.collate([train[0], train[1]]))
+        if contract.parts.batch is None:
+            contract.bind(images)
+        else:  # the example itself is not on a GPU
+            move = partial(pytree.tree_map_only, Tensor, lambda t: t.to("meta"))
+            self.batch = move(contract.parts.batch)
+        contract.parts = contract.parts._replace(batch=None)
+        module = without_data(contract.prepare())
+        for block in largest_list(module) if self.recomputes else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        own.accept_batches(contract)
         return module
 
-    def make_batch(self, n: int, dtype: torch.dtype | None) -> Tensor:
-        """Make a batch of n samples like the user's; return its first tensor."""
-        samples = len(batched(self.batch)[0])
-
-        def like(value):
-            if not torch.is_tensor(value):
-                return value
-            kind = dtype if dtype and value.is_floating_point() else value.dtype
-            grows = value.ndim and len(value) == samples
-            shape = (n, *value.shape[1:]) if grows else value.shape
-            return torch.zeros(shape, dtype=kind)
-
-        self.whole = pytree.tree_map(like, self.batch)
-        return batched(self.whole)[0]
+    def make_batch(self, n: int, images: Callable) -> own.Batch:
+        """A batch of n samples like the user's, or of images."""
+        inputs = images(n, None) if self.batch is None else of_samples(self.batch, n)
+        inputs = to_floating(inputs)
+        return own.Batch(inputs=inputs, samples=n, labels=torch.full((n,), n))
 
     def describe_sample(self) -> str:
         """The shapes of a batch's tensors, without the batch dimension."""
         shapes = dict.fromkeys("x".join(map(str, leaf.shape[1:])) for leaf in batched(self.batch))
         return ", ".join(shape for shape in shapes if shape)
 
-    def complete(self, first: Tensor):
-        """The complete batch for a first tensor, or for some of its samples."""
-        leaves, spec = pytree.tree_flatten(self.whole)
-        at = next(i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.ndim)
-        samples = len(leaves[at])
-        for i, leaf in enumerate(leaves):
-            if torch.is_tensor(leaf) and leaf.ndim and len(leaf) == samples:
-                leaves[i] = first if i == at else leaf[: len(first)]
-        return pytree.tree_unflatten(leaves, spec)
 
-    def score(self, out, batch) -> Tensor:
-        """Logits with the classes in dimension 1, or a scalar loss."""
-        loss = self.contract.own_loss(out, batch)
-        return self.contract.logits(out) if loss is None else loss.mean()
+def of_samples(batch: Any, n: int) -> Any:
+    """A batch like another one, of ``n`` samples. Detectors take lists of samples, of which one has
+    dicts."""
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list) and value is not batch
+
+    lists = [value for value in pytree.tree_leaves(batch, is_leaf=is_list) if is_list(value)]
+    if not any(isinstance(one, dict) for value in lists for one in value):
+        lists = []
+    samples = len((lists or batched(batch))[0])
+
+    def zeros(t: Tensor) -> Tensor:
+        grows = not lists and t.shape[:1] == (samples,)
+        return torch.zeros((n, *t.shape[1:]) if grows else t.shape, dtype=t.dtype)
+
+    def repeat(value: Any) -> Any:
+        return [value[i % samples] for i in range(n)] if is_list(value) else value
+
+    if lists:
+        batch = pytree.tree_map(repeat, batch, is_leaf=is_list)
+    return pytree.tree_map_only(Tensor, zeros, batch)
+
+
+def largest_list(module: nn.Module) -> list[nn.Module]:
+    """The blocks of the list that has the most parameters."""
+    lists = [part for part in module.modules() if isinstance(part, LISTS)]
+    if not lists:
+        fail("this module has no nn.ModuleList or nn.Sequential to checkpoint")
+    return [*blocks_of(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())))]
 
 
 def without_data(module: nn.Module) -> nn.Module:
@@ -104,14 +126,6 @@ def without_data(module: nn.Module) -> nn.Module:
                 new = nn.Parameter(new, old.requires_grad)
             setattr(part, name, fakes.setdefault(id(old), new))
     return module
-
-
-def let_losses_pass() -> None:
-    """If a model computes its loss itself, the scripts use that loss."""
-    cross_entropy = F.cross_entropy
-    F.cross_entropy = lambda logits, labels, **options: (
-        cross_entropy(logits, labels, **options) if logits.ndim else logits
-    )
 
 
 # ------------------------------------------------------------------------- mistakes and errors

@@ -9,22 +9,21 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from estimator import network, techniques
+from estimator.own_model import OwnModel
 from estimator.techniques import Prediction, Technique
 from harness.cli import fail
 from libraries.pipelining import default_microbatches
 from techniques import Decoder, by_dimension, decoder
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
-# The share of a GPU's peak that training reaches: Llama 3 8B on 8 H100 with FSDP, compiled, 400 of
-# 989 TFLOP/s (Liang et al. 2024, arXiv:2410.06511, table 1: 6,667 tokens/s of 8 B parameters,
-# with 6 FLOPs per token and parameter, 8 with full recomputation).
-REACHED = 0.4
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH, SECONDS = 5, 45  # stop after this many combinations, or this much time
+ROWS = "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero", "FSDP --dtype bfloat16"
+ROWS += "HSDP --shard 8 --dtype bfloat16", "FSDP_offload --dtype bfloat16"  # of an own model
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
 
 
@@ -64,18 +63,25 @@ class Way(Technique):
         said += [f"gradient accumulation {self.accumulate}"] if self.accumulate > 1 else []
         return ", ".join(said + (["offload"] if self.offload else []))
 
-    def bytes_on_host(self, job: "Job") -> float:
-        """CPU memory per rank: weights, gradients and optimizer state, with offload."""
-        each = STATE[job.optimizer] * job.parameters / self.tp / self.pp / self.shard / self.cp
-        return each * self.offload
-
-    def launch(self, job: "Job") -> str:
+    def launch(self, flags: Sequence[str], batch_size: int) -> str:
         """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
         several = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
         nodes, each = several if machines > 1 else "", self.ranks // machines
-        words = [*job.flags, "--batch-size", str(job.batch_size), *self.words()]
-        return f"torchrun {nodes}--nproc_per_node={each} pytorch_ND_parallel.py {' '.join(words)}"
+        words = [*flags, "--batch-size", str(batch_size), *self.words()]
+        return f"torchrun {nodes}--nproc_per_node={each} {self.command[0]} {' '.join(words)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowWay(Way):
+    """For the user's own model: a row of the table, with its blocks recomputed or not."""
+
+    def words(self) -> list[str]:
+        return list(self.command[1:])
+
+    def describe(self) -> str:
+        again = ", activation checkpointing of the largest nn.ModuleList"
+        return self.name + again * (self.ac == "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +95,20 @@ class Job:
     optimizer: str
     bytes: int  # of a number in the compute dtype
     flops: float  # peak FLOP/s of the GPU in half precision
+    mfu: tuple[float, float]  # shares of it that training reaches: lowest and highest
     flags: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
         return self.size.count_parameters(self.vocabulary)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of forward and backward, as MFU is usually counted: 6 for each parameter but those of the
+        embedding, and all pairs of tokens in attention, without recomputation."""
+        lookup = self.vocabulary * self.size.width
+        attention = self.size.layers * self.size.heads * self.size.head_width * self.context
+        return 6 * (self.parameters - lookup) + 12 * attention
 
     @functools.cached_property
     def decoder(self) -> Decoder:
@@ -126,7 +141,7 @@ def ways_of(job: Job, gpus: int) -> Iterator[Way]:
                         "ND_parallel", ("pytorch_ND_parallel.py",), ranks=gpus, steps=1,
                         replicate=replicate, shard=rest // replicate, tp=tp, pp=pp, cp=cp, ac=ac,
                         accumulate=accumulate, offload=offload, microbatches=microbatches,
-                        on_host=techniques.ON_HOST if offload else (),
+                        on_host=techniques.ALL_ON_HOST if offload else techniques.ON_HOST,
                     )  # fmt: skip
                     yield dataclasses.replace(way, command=(*way.command, *way.words()))
 
@@ -161,20 +176,21 @@ def kept_at_least(job: Job, way: Way) -> float:
     """Lower bound of the bytes on a GPU."""
     size, local = job.size, job.parameters / way.tp / way.pp
     shards = way.shard * way.cp
-    kept = STATE[job.optimizer] * local / shards - way.bytes_on_host(job)
+    kept = STATE[job.optimizer] * local / shards * (not way.offload)
     if way.pp > 1 and shards > 1:
         kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
     parts = way.accumulate * way.microbatches
     tokens = job.batch_size * job.context / way.replicate / shards / parts
     kv = size.head_width * size.kv_heads
     inner = (size.mlp_matrices - 1) * size.mlp_width  # before the last matrix
-    whole = 2 * size.width  # of attention and MLP: gathered inputs, or outputs to reduce
+    # Of attention and MLP: gathered inputs, or outputs to reduce. Alone, every second is recomputed
+    whole = 2 * size.width * (way.ac == "none" or (way.ac == "selective" and way.tp > 1))
     split = {
         "full": size.width,
-        "selective": 3 * size.width + 2 * kv + inner,
+        "selective": 3 * size.width + kv + (0 if size.experts else size.mlp_width),
         "none": 4 * size.width + 2 * inner,
     }[way.ac]
-    of_block = split / way.tp + (whole if way.ac != "full" else 0)
+    of_block = split / way.tp + whole
     under_way = min(way.pp, way.microbatches)
     kept += under_way * tokens * size.layers / way.pp * of_block * job.bytes
     if way.pp == 1:
@@ -182,14 +198,14 @@ def kept_at_least(job: Job, way: Way) -> float:
     return kept
 
 
-def cost_of(job: Job, way: Way, link: dict) -> tuple[float, float]:
+def cost_of(job: Job, way: Way, link: dict, mfu: float = 0.0) -> tuple[float, float]:
     """Seconds per step: the overhead, which is recomputation, idle time of a stage, and the
     communication that does not overlap with compute; and all communication, for equal overheads.
-    ``link`` is between machines, or within the machine if there is only one."""
+    ``link`` is between machines, or within the machine if there is only one. ``mfu``: the middle of
+    the job's, if it is 0."""
     tokens = job.batch_size * job.context / way.ranks
-    attention = 2 * job.size.layers * job.context * job.size.width
-    forward = tokens * (2 * job.parameters + attention) / (REACHED * job.flops)
-    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[way.ac] * forward
+    forward = tokens * job.flops_per_token / 3 / (job.flops * (mfu or sum(job.mfu) / 2))
+    again = {"none": 0.0, "selective": 0.4, "full": 1.0}[way.ac] * forward
     compute = 3 * forward + again
     idle = (way.pp - 1) / way.microbatches * compute
     sent = {True: 0.0, False: 0.0}
@@ -199,6 +215,15 @@ def cost_of(job: Job, way: Way, link: dict) -> tuple[float, float]:
     copied = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
     waiting = sent[False] + max(0.0, sent[True] - compute)
     return again + idle + waiting + copied * way.offload, sum(sent.values())
+
+
+def speed_of(job: Job, way: Way, link: dict) -> list[float]:
+    """Tokens per second and GPU: with the lowest and the highest MFU of the job, which says what
+    compute takes, and the overhead besides."""
+    tokens = job.batch_size * job.context / way.ranks
+    compute = [tokens * job.flops_per_token / (job.flops * mfu) for mfu in job.mfu]
+    pairs = zip(job.mfu, compute, strict=True)
+    return [tokens / (seconds + cost_of(job, way, link, mfu)[0]) for mfu, seconds in pairs]
 
 
 # ------------------------------------------------------------------------------------ predicted
@@ -229,6 +254,27 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
         try_out([smallest(job, gpus)])
     good.sort(key=lambda one: cost_of(job, one.technique, link))
     return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
+
+
+def recommend_rows(
+    own: OwnModel, batch_size: int, gpus: int, room: int, flags: list[str], half: bool, at_once: int
+) -> list[Prediction]:
+    """The same for the user's own model, of the rows of data parallelism: without offload first,
+    then without recomputation, then what sends least."""
+    names = ROWS if half else dict.fromkeys(name.partition(" --dtype")[0] for name in ROWS)
+    machines, left = divmod(gpus, MACHINE)
+    tasks = []
+    for name, ac in itertools.product(names, ("none", "full")):
+        row = vars(techniques.make_technique(name, gpus, flags))
+        way = RowWay(**row, ac=ac, offload=row["on_host"] == techniques.ALL_ON_HOST)
+        model = OwnModel(own.make, own.given, recomputes=ac == "full")
+        if "HSDP" not in name or (machines > 1 and not left):
+            tasks.append(partial(techniques.predict, way, batch_size, flags, None, model))
+    found = [*techniques.side_by_side(tasks, at_once)]
+    usable = [one for one in found if not one.mistake]
+    good = [one for one in usable if one.peak <= room]
+    good.sort(key=lambda one: (one.technique.offload, one.technique.ac != "none", one.sent))
+    return good[:ENOUGH] or sorted(usable, key=lambda one: one.peak)[:1] or found[:1]
 
 
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:

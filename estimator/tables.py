@@ -1,9 +1,8 @@
 """What estimate.py prints: tables, JSON, and the line that says what fits."""
 
 import json
+import math
 import textwrap
-
-from tqdm import tqdm
 
 from harness.cli import fail
 from jobs.choice import FAMILIES
@@ -26,8 +25,24 @@ def describe(args, flags: list[str]) -> str:
     return args.module or " ".join(flags).removeprefix("--model ")
 
 
+def words_of(args, flags: list[str]) -> list[str]:
+    """The flags of a training script: ``flags`` begin with ``--model`` and a name."""
+    return ["--module", args.module, *flags[2:]] if args.module else list(flags)
+
+
 def fits(args, prediction) -> bool:
-    return bool(prediction.kinds) and prediction.peak <= room_of(args)
+    """Whether a prediction fits the GPU; and the CPU memory, if that is given."""
+    host = args.host_memory is None or prediction.host <= args.host_memory * GIB
+    return bool(prediction.kinds) and prediction.peak <= room_of(args) and host
+
+
+def more(size: int) -> str:
+    """How much is missing, rounded up: never 0."""
+    return (
+        f"{-(-size // 2**20)} MiB"
+        if size < 0.1 * GIB
+        else f"{math.ceil(100 * size / GIB) / 100:.2f} GiB"
+    )
 
 
 def room_of(args) -> int:
@@ -41,24 +56,26 @@ def gpus_of(technique) -> int:
 
 def print_table(args, flags: list[str], predictions) -> list:
     """Print a row for each technique, without columns that contain only 0."""
-    shown = collect(predictions)
-    several = any(gpus_of(found.technique) > 1 for found in shown)
-    each = f" = {args.gpus} x {args.batch_size // args.gpus}" if several else ""
+    shown = list(predictions)
+    shares = max(found.technique.shares for found in shown)
+    each, left = divmod(args.batch_size, shares)
+    each = f" = {shares} x {each}" if shares > 1 and not left else ""
     print(f"{describe(args, flags)}, {inputs_of(shown)}global batch {args.batch_size}{each}:")
     print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step;")
     print(f"{optimizer_of(flags)}, in float32 where neither the row nor a flag has a --dtype\n")
     rows = [cells_of(args, found) for found in shown]
     titles = [
         title
-        for title in ("peak", *COLUMNS, "sent", "fits")
+        for title in ("peak", *COLUMNS, "host", "sent", "fits")
         if title == "peak" or {row.get(title, "") for row in rows} - {"", "0"}
     ]
     widths = {title: max(5 + (title == "sent"), len(title)) for title in titles}
     widths["peak"] = max(5, *(len(row.get("peak", "")) for row in rows))
-    print("".ljust(NAME), "GPUs", *(title.rjust(width) for title, width in widths.items()))
+    width = max(NAME, *(len(found.technique.name) for found in shown))
+    print("".ljust(width), "GPUs", *(title.rjust(width) for title, width in widths.items()))
     for found, row in zip(shown, rows, strict=True):
         cells = [row[title].rjust(width) for title, width in widths.items()] if row else []
-        name = f"{found.technique.name:{NAME}} {gpus_of(found.technique):4}"
+        name = f"{found.technique.name:{width}} {gpus_of(found.technique):4}"
         print(name, *(cells or [found.mistake]))
     print_notes(shown)
     return shown
@@ -85,11 +102,6 @@ def print_notes(shown: list) -> None:
               f"gradients\ntwice, which is {size} more.")  # fmt: skip
 
 
-def collect(predictions) -> list:
-    """A list of all predictions, with a progress bar in a terminal."""
-    return list(tqdm(predictions, desc="predicted", unit="", leave=False, disable=None))
-
-
 def inputs_of(shown: list) -> str:
     return next((f"{found.inputs}, " for found in shown if found.inputs), "")
 
@@ -101,8 +113,7 @@ def cells_of(args, found) -> dict[str, str]:
     sizes = {"peak": found.peak}
     sizes |= {title: sum(found.kinds[k] for k in kinds) for title, kinds in COLUMNS.items()}
     cells = {title: size_of(size) for title, size in sizes.items()}
-    cells |= {"sent": f"{found.sent / 1e6:,.0f}"}
-    cells |= {"peak": "<1M"} if cells["peak"] == "0" else {}
+    cells |= {"host": size_of(found.host), "sent": f"{found.sent / 1e6:,.0f}"}
     cells |= {"peak": f"{cells['peak']}-{size_of(found.most)}"} if found.most else {}
     if args.memory:
         surely = "yes" if found.most <= room_of(args) else "maybe"
@@ -112,33 +123,43 @@ def cells_of(args, found) -> dict[str, str]:
 
 def size_of(size: int) -> str:
     """A size in bytes as a short string."""
+    mib = size / 2**20
+    if mib < 9.95:
+        return f"{mib:.1f}M" if mib >= 0.05 else "0"
     if size < 0.1 * GIB:
-        return f"{size / 2**20:.0f}M" if size > 2**19 else "0"
+        return f"{mib:.0f}M"
     return f"{size / GIB:.2f}"[:5].rstrip(".")
 
 
-def print_ways(args, job, found: list) -> None:
-    """Print each combination in a few lines, with its command."""
+def print_ways(args, flags: list[str], found: list, mfu, speeds: list[list[float]]) -> None:
+    """Print each combination in a few lines, with its command; and with the speed of each, at the
+    lowest and the highest ``mfu``, if these are known."""
     print(
-        f"{describe(args, list(job.flags))}, global batch {job.batch_size}, GPUs: {args.gpus} of "
+        f"{describe(args, flags)}, global batch {args.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} reserved:"
     )
     print("least recomputation, idle time and communication that compute does not hide first;")
-    print("peaks are predictions per GPU")
+    at = ", speeds at an MFU of {:g} to {:g}".format(*mfu) if mfu else ""
+    print(f"peaks are predictions per GPU{at}")
     for number, one in enumerate(found, 1):
         way = one.technique
         parts = {name: sum(one.kinds[kind] for kind in kinds) for name, kinds in COLUMNS.items()}
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
-        again = {"full": "all of", "selective": "all but matmuls and attention of"}.get(way.ac)
+        again = {"full": "all of", "selective": "every second matmul of"}.get(way.ac)
         idle = (way.pp - 1) / way.microbatches
         costs = [f"sends {one.sent / 1e9:,.{0 if one.sent > 1e11 else 1}f} GB per step"]
         costs += [f"recomputes {again} forward"] if again else []
-        host = way.bytes_on_host(job)
-        costs += [f"keeps {in_words(host)} per GPU in CPU memory"] if host else []
+        costs += [f"keeps {in_words(one.host)} per GPU in CPU memory"] if one.host else []
         costs += [f"idle for {idle:.0%} of its compute time"] if idle else []
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs)}")
-        print(f"   {way.launch(job)}")
+        if mfu:
+            print("   {:,.0f} to {:,.0f} tokens/s per GPU".format(*speeds[number - 1]))
+        print(f"   {way.launch(words_of(args, flags), args.batch_size)}")
+    if args.module and any(one.technique.ac == "full" for one in found):
+        print("\nactivation checkpointing, in the function of --module:")
+        print("for block in model.LAYERS:")
+        print("    block.forward = partial(checkpoint, block.forward, use_reentrant=False)")
 
 
 def in_words(size: int) -> str:
@@ -146,7 +167,7 @@ def in_words(size: int) -> str:
 
 
 def print_fit(args, flags: list[str], predictions) -> list:
-    shown = collect(predictions)
+    shown = list(predictions)
     where = f"{inputs_of(shown)}{args.gpus} GPUs of {args.memory:.1f} GiB"
     print(f"{describe(args, flags)}, {where}: the largest global batch\n")
     print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
@@ -165,12 +186,13 @@ def print_json(args, flags: list[str], predictions) -> list:
         {
             "technique": found.technique.name, "batch_size": found.batch_size,
             "kinds": found.kinds, "inputs": found.inputs, "mistake": found.mistake,
-            "peak": found.peak, "sent": found.sent,
+            "peak": found.peak, "host": found.host, "sent": found.sent,
             "sent_in": {
                 name: sum(message.sent for message in found.messages if message.phase == kind)
                 for name, kind in PHASES.items()
             },
-            "command": [*found.technique.command, *flags], "gpus": gpus_of(found.technique),
+            "command": [*found.technique.command, *words_of(args, flags)],
+            "gpus": gpus_of(found.technique),
         } | ({"fits": fits(args, found)} if args.memory else {})
         | ({"most": found.most} if found.most else {})
         for found in shown
@@ -195,9 +217,44 @@ def say_what_fits(args, predictions: list) -> None:
             "use more --gpus, or a smaller model"
         )
     closest = min((f for f in predictions if not f.mistake), key=lambda found: found.peak)
-    short = closest.peak / GIB + args.spare - args.memory
+    if closest.peak <= room_of(args):
+        fail(
+            f"--host-memory {args.host_memory:g}: nothing fits; {closest.technique.name} comes "
+            f"closest, and keeps {in_words(closest.host)} per GPU in CPU memory"
+        )
+    short = more(closest.peak - room_of(args))
     fail(
         f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; "
-        f"{closest.technique.name} comes closest, {short:.2f} GiB too large: use more "
+        f"{closest.technique.name} comes closest, {short} too large: use more "
         f"--gpus or a smaller --batch-size (--fit finds the largest)"
     )
+
+
+def print_scale(args, flags: list[str], about: str, compute: tuple, shares: dict) -> None:
+    """Print the shares of a step that ranks wait, in a row per technique: for the ``compute`` time
+    in seconds, shortest and longest."""
+    times = " to ".join(f"{1e3 * seconds:.3g}" for seconds in dict.fromkeys(compute))
+    print(
+        f"{describe(args, flags)}, {about}: % of a step that a rank waits for\ncommunication, "
+        f"with the best overlap with {times} ms of compute and with no overlap\n"
+    )
+    ranks = next(iter(shares.values()))
+    print(f"{'ranks':24}" + "".join(f"{n:>9,}" for n in ranks))
+    for name, row in shares.items():
+        cells = [f"{100 * least:.0f}–{100 * most:.0f}" for least, most in row.values()]
+        print(f"{name:24}" + "".join(f"{cell:>9}" for cell in cells))
+
+
+def print_speeds(speeds: dict[str, dict[int, list[float]]]) -> None:
+    for name, row in speeds.items():
+        cells = [f"{low:,.0f}–{high:,.0f}" for low, high in (row[min(row)], row[max(row)])]
+        print(f"{name}: {cells[0]} tokens/s per GPU on {min(row)}, {cells[1]} on {max(row):,}")
+
+
+def waits_by_ranks(shares: dict) -> dict[str, dict]:
+    """The lines of a plot of these shares, for :mod:`report.draw`."""
+    lines = {}
+    for name, row in shares.items():
+        least, most = ([100 * share for share in each] for each in zip(*row.values(), strict=True))
+        lines[name] = {"-": (tuple(row), most), "--": (tuple(row), least)}
+    return lines

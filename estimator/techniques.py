@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 import torch
 import torchvision
 from torch._subclasses.fake_tensor import FakeTensorMode
+from tqdm import tqdm
 
 from estimator import trial
 from estimator.live_bytes import highest
@@ -25,7 +26,8 @@ from estimator.sent import Message
 from techniques import TECHNIQUES, Case, technique
 from techniques import Technique as Row
 
-ON_HOST = ("parameters", "gradients", "optimizer", "update")  # of offload
+ON_HOST = ("offloaded",)  # kinds of memory on the CPU; with offload of FSDP:
+ALL_ON_HOST = ("parameters", "gradients", "optimizer", "update", *ON_HOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Technique:
     command: tuple[str, ...]  # the script and its flags
     ranks: int = 0  # 0 without a launcher
     gpus: int = 1  # of a single process that divides the batch
-    unit: int = 1  # the batch is a multiple of this many samples
-    on_host: tuple[str, ...] = ()  # kinds of memory on the CPU
+    shares: int = 1  # among which the batch is divided: the GPUs without those of TP and CP
+    unit: int = 1  # and is a multiple of this many samples, with gradient accumulation
+    on_host: tuple[str, ...] = ON_HOST
     rank: int = 0  # the predicted one
     steps: int = trial.STEPS
     tp: int = 1  # numbers of ranks of tensor, pipeline, context and expert parallelism
@@ -47,14 +50,18 @@ class Technique:
     to_one: bool = False  # all tokens are routed to the experts of one rank
 
 
-def techniques_for(gpus: int, is_gpt: bool = False, has_experts=False) -> list[Technique]:
+def techniques_for(
+    gpus: int, is_gpt: bool = False, has_experts=False, flags: Sequence[str] = ()
+) -> list[Technique]:
     """The techniques for a number of GPUs, of those that the root's list has estimated; some need
-    a GPT, and bring experts if it has none."""
+    a GPT, and bring experts if it has none. ``flags`` of the user replace theirs, also in the name
+    of a row."""
     rows = [row for row in TECHNIQUES if is_gpt or "needs_gpt" not in row.traits]
     cases = [(row, case) for row in rows for case in row.cases if "estimated" in case.traits]
-    names = [name_of(*one) for one in cases if is_for(one[1], gpus)]
+    names = [name_of(*one, flags) for one in cases if is_for(one[1], gpus)]
     own = re.compile(r" --(experts|top-k) \d+" if has_experts else "$^")
-    return [make_technique(own.sub("", name), gpus) for name in names]
+    names = dict.fromkeys(own.sub("", name) for name in names)
+    return [make_technique(name, gpus, flags) for name in names]
 
 
 def is_for(case: Case, gpus: int) -> bool:
@@ -64,31 +71,43 @@ def is_for(case: Case, gpus: int) -> bool:
     return "alone" in case.traits if gpus == 1 else gpus > row and gpus % row == 0
 
 
-def name_of(row: Row, case: Case) -> str:
-    """The name in the tables: of a configuration of DeepSpeed, only the name of the file."""
-    flags = re.sub(r"--deepspeed_config config/(\w+)_config.json", r"\1", case.flags)
+def name_of(row: Row, case: Case, own: Sequence[str] = ()) -> str:
+    """The name in the tables, with the values of the user's flags, which are the last ones: of a
+    configuration of DeepSpeed, only the name of the file."""
+    flags = case.flags
+    for flag, value in values_of(own).items():
+        flags = re.sub(rf"(?<!\S){flag} \S+", f"{flag} {value}", flags)
+    flags = re.sub(r"--deepspeed_config (?:\S+/)?(\w+?)(?:_config)?\.json", r"\1", flags)
     return f"{row.name} {flags}".strip()
 
 
-def make_technique(name: str, gpus: int) -> Technique:
-    """The technique with this name in the tables."""
+def values_of(flags: Sequence[str]) -> dict[str, str]:
+    words = " ".join(flags).replace("=", " ").split()
+    pairs = itertools.pairwise(words)
+    return {flag: value for flag, value in pairs if flag[:2] == "--" != value[:2]}
+
+
+def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Technique:
+    """The technique with this name in the tables; ``own``: the user's flags."""
     script, *flags = name.split()
     if script == "DeepSpeed":
         flags = ["--deepspeed_config", str(trial.ROOT / "config" / f"{flags[0]}_config.json")]
-    given = dict(zip(flags, flags[1:], strict=False))  # with values
+    given = values_of([*flags, *own])
     launched = "one_process" not in technique(script).traits
     kind = script.removesuffix("_by_hand").lower()
     split = {
         k: int(given.get(f"--{k}", gpus if kind == k else 1)) for k in ("tp", "pp", "cp", "ep")
     }
     shares = gpus // split["tp"] // split["cp"] if launched or script == "DP" else 1
+    shares //= split["pp"] if script == "ND_parallel" else 1
     return Technique(
         name,
         (f"pytorch_{script}.py", *flags),
         ranks=gpus if launched else 0,
         gpus=gpus if script == "DP" else 1,
+        shares=shares,
         unit=shares * int(given.get("--accumulate", 1)),
-        on_host=ON_HOST if script == "FSDP_offload" else (),
+        on_host=ALL_ON_HOST if script == "FSDP_offload" else ON_HOST,
         **split,
     )
 
@@ -103,8 +122,9 @@ class Prediction:
     peaks: Sequence[dict[str, int]] = ()  # of each part of the step: see :meth:`LiveBytes.peaks`
     messages: Sequence[Message] = ()  # communication of a step
     inputs: str = ""  # description of a sample
-    mistake: str = ""  # the script's error message, if it failed
-    error: str = ""  # a traceback, if there was a bug
+    mistake: str = ""  # why there is no prediction, in one line
+    error: str = ""  # the traceback, if that was an error of the user's model or a bug
+    host: int = 0  # bytes in CPU memory
     most: int = 0  # the peak if all tokens are routed to the experts of one rank; 0: no matter
 
     @property
@@ -131,21 +151,21 @@ def predict(
             with contextlib.redirect_stdout(nothing):
                 run = trial.run_script(words, technique.ranks, classes, own, **one)
     except trial.NEEDS_NUMBERS as error:
-        where = f"{place_of(error)}{error.func}"
-        return found(mistake=f"{where}: its result depends on numbers, which are not there")
-    except NotImplementedError as error:
-        return found(mistake=str(error))
+        return found(mistake=f"{place_of(error)}{trial.why_numbers(error)}")
     except SystemExit:
         _, _, said = complaint.getvalue().strip().rpartition(": error: ")
         return found(mistake=said.splitlines()[0] if said else "it ended before its first step")
     except Exception as error:
-        return found(error=own_traceback(error))
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return found(mistake=place_of(error) + said, error=own_traceback(error))
     live, inputs = run
     peaks = live.peaks(technique.on_host)
     kinds = dict(highest(peaks))
     # nn.DataParallel's first GPU holds the whole batch and scatters it.
     kinds["input"] *= technique.gpus
-    return found(kinds, peaks, live.messages, inputs)
+    on_gpu = set(live.KINDS) - set(technique.on_host)
+    host = live.peak((*on_gpu, "update"))  # the CPU's optimizer is fused
+    return found(kinds, peaks, live.messages, inputs, host=sum(host.values()))
 
 
 def few_blocks(blocks: int) -> tuple[list[int], int]:
@@ -159,15 +179,17 @@ def few_blocks(blocks: int) -> tuple[list[int], int]:
 
 def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
     """Add the difference of two models to the smaller one, ``times`` times."""
-    if small.error or small.mistake or large.error or large.mistake:
-        return large if large.error or large.mistake else small
+    if small.mistake or large.mistake:
+        return large if large.mistake else small
     peaks = [
         {kind: few[kind] + times * (more[kind] - few[kind]) for kind in few}
         for few, more in zip(small.peaks, large.peaks, strict=True)
     ]
     few, many = sum_messages(small.messages), sum_messages(large.messages)
     messages = [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
-    return dataclasses.replace(small, kinds=highest(peaks), peaks=peaks, messages=messages)
+    host = small.host + times * (large.host - small.host)
+    found = {"kinds": highest(peaks), "peaks": peaks, "messages": messages, "host": host}
+    return dataclasses.replace(small, **found)
 
 
 def sum_messages(messages: Iterable[Message]) -> Counter:
@@ -222,14 +244,15 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
     for one, some in itertools.groupby(found, lambda one: one[0].technique):
         (small, times), *larger = some
         stages[one.to_one].append(extrapolate(small, larger[0][0], times) if larger else small)
-    fullest = max(stages[0], key=lambda one: (bool(one.error or one.mistake), one.peak))
+    fullest = max(stages[0], key=lambda one: (bool(one.mistake), one.peak))
     busiest, most = max(stages[0], key=lambda one: one.sent), [one.peak for one in stages[1]]
     return dataclasses.replace(fullest, messages=busiest.messages, most=max(most, default=0))
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
-    """Run each task in its own process; yield the results in order. ``ChildProcessError``, with the
-    exit code: a process was killed."""
+    """Run each task in its own process, with a progress bar on a terminal; yield the results in
+    order. ``ChildProcessError``, with the exit code: a process was killed."""
+    bar = tqdm(total=len(tasks), desc="predicted", unit="", leave=False, disable=None)
     with FakeTensorMode(), torch.no_grad():  # imports many modules, here instead of in each process
         torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
     context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch
@@ -251,6 +274,7 @@ def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
                 running[ours] = index, process
             for pipe in wait(list(running)):
                 index, process = running.pop(pipe)
+                bar.update()
                 try:
                     done[index] = pipe.recv()
                 except EOFError:

@@ -18,11 +18,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import harness.world
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
-from estimator.own_model import OwnModel, let_losses_pass
+from estimator.own_model import OwnModel
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +32,18 @@ NEEDS_NUMBERS = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
+
+
+def why_numbers(error: Exception) -> str:
+    """What a user can do about one of ``NEEDS_NUMBERS``."""
+    if isinstance(error, fake_tensor.UnsupportedOperatorException):
+        return f"{error.func} has no rule for fake tensors; call another operation there"
+    if isinstance(error, fake_tensor.DynamicOutputShapeException):
+        what, use = "the shape of a result depends on", "use a fixed shape (torch.where with zeros)"
+    else:
+        what, use = "the model branches on", "use torch.where or torch.cond"
+    what = f"{what} the values of a tensor ({error.func}), which fake tensors do not have"
+    return f"{what}; {use}, or return a model or a batch without this step"
 
 
 class Finished(BaseException):
@@ -43,7 +56,7 @@ class Job:
     of images and, if the script allows it, of the model's weights."""
 
     def __init__(self, classes: int | None, own: OwnModel | None, order):
-        self.n_classes, self.own, self.order = classes, own, order
+        self.n_classes, self.own, self.order, self.density = classes, own, order, 1.0
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
         from jobs import choice
@@ -61,35 +74,30 @@ class Job:
         return 10 * self.args.batch_size
 
     def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
-        """``--model``, with the memory format of a GPU; or the user's model, whose output for a
-        batch of two gives the shape of labels. Not on the meta device: a fake tensor is already
-        allocated without data, as to_empty() would do."""
+        """``--model``, with the memory format of a GPU; or the user's model. Not on the meta
+        device: a fake tensor is already allocated without data, as to_empty() would do."""
         if not self.own:
             models = args.task.models
             make = getattr(models, "make_shapes", models.make_model)
             with torch.device("cpu"):
                 model = make(args, classes)
             return model.to(memory_format=self.order) if channels_last else model
-        with torch.device("cpu"), torch.no_grad():
-            model = self.own.build()
-            logits = model(self.inputs(2, None))
-        self.label_shape = (*logits.shape[:1], *logits.shape[2:])
-        return model
+        with torch.device("cpu"):
+            return self.own.build(self.images(2, None))
 
-    def inputs(self, n: int, dtype: torch.dtype | None) -> Tensor:
-        if self.own and self.own.batch is not None:
-            return self.own.make_batch(n, dtype)
-        if self.args.context is not None:
-            return torch.zeros(n, self.args.context, dtype=torch.int64)
+    def images(self, n: int, dtype: torch.dtype | None) -> Tensor:
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
         return images.contiguous(memory_format=self.order)
 
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        inputs = self.inputs(n, dtype)
-        shape = (n, *inputs.shape[1:]) if self.is_gpt else (n,)
         if self.own:
-            shape = (n, *self.label_shape[1:])
-        return inputs, torch.zeros(shape, dtype=torch.int64)
+            batch = self.own.make_batch(n, self.images)
+            return batch, batch
+        if self.args.context is None:
+            return self.images(n, dtype), torch.zeros(n, dtype=torch.int64)
+        shape = (n, self.args.context) if self.is_gpt else (n,)
+        rows = torch.zeros(n, *self.args.row, dtype=torch.int64)
+        return rows, torch.zeros(shape, dtype=torch.int64)
 
     def weight(self, labels: Tensor) -> float:
         return 1.0
@@ -123,7 +131,7 @@ class Loader:
 class ShortRun:
     """Stands in for :class:`harness.run.Run`, as far as a script uses it before it ends."""
 
-    start_epoch, epochs = 0, 1
+    epochs_left = staticmethod(lambda: [0])
     total_steps: int
     live: LiveBytes
     sent: int  # messages of the measured step
@@ -234,8 +242,6 @@ def run_script(
     if layers:
         find = decoder.size_of_name
         decoder.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)
-    if own:
-        let_losses_pass()
     if ranks is not None:
         common.make_store = lambda args: None
         common.hangs.listen = lambda timeout: None
@@ -271,6 +277,7 @@ def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
 def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
     """Measure until :class:`Finished`, separately for forward and backward."""
     call_backward = torch.autograd.backward  # also used by Tensor.backward and pipelines
+    make = saved_tensors_hooks.__init__  # what they make of activations is on the CPU
 
     def backward(*args, **kwargs):
         before, live.kind = live.kind, "temporary"
@@ -279,8 +286,21 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
         live.begin_phase()
         live.kind = before
 
-    torch.autograd.backward = backward
-    numberless = contextlib.nullcontext() if ranks is None else fake_tensor.FakeTensorMode()
+    def make_hooks(hooks, pack, unpack):
+        def pack_on_cpu(tensor):
+            before, live.kind = live.kind, "offloaded"
+            packed, live.kind = pack(tensor), before
+            return packed
+
+        ours = type(hooks) is saved_tensors_hooks  # not those of torch.utils.checkpoint
+        make(hooks, pack_on_cpu if ours else pack, unpack)
+
+    torch.autograd.backward, saved_tensors_hooks.__init__ = backward, make_hooks
+    numberless = (
+        contextlib.nullcontext()
+        if ranks is None
+        else fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    )
     with numberless, live, contextlib.suppress(Finished):
         yield
 

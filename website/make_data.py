@@ -109,11 +109,11 @@ def cell(model: str, gpus: int, memory: str) -> dict:
         [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count())
     row = {"model": model, "gpus": gpus, "memory": memory, "gib": args.memory, "spare": args.spare}
     row |= {"estimate": f"python estimate.py {' '.join(words)}", "peak": found.peak}
-    host = found.technique.bytes_on_host(job)
-    in_cpu = f", {host / 2**30:,.1f} GiB per GPU in CPU memory" if host else ""
+    in_cpu = f", {found.host / 2**30:,.1f} GiB per GPU in CPU memory" if found.host else ""
     row |= {"way": found.technique.describe() + in_cpu, "fits": found.peak <= room}
     if row["fits"]:
-        return row | {"command": found.technique.launch(job), "sent": found.sent}
+        command = found.technique.launch(job.flags, job.batch_size)
+        return row | {"command": command, "sent": found.sent}
     return row | {"ideas": [*recommend.would_fit(job, gpus, room), "a smaller --batch-size"]}
 
 

@@ -1,0 +1,48 @@
+"""estimate.py --module: any architecture, any row; and what is recommended for one."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, cases
+from test_estimate import HALF, estimate
+
+FILE = ROOT / "tests" / "architectures.py"
+ARCHITECTURES = re.findall(
+    r'^    "(\w+)": ', FILE.read_text().partition("\nARCHITECTURES")[2], re.M
+)
+REASONS = {  # of rows that cannot be predicted
+    "clip": "ValueError: fully_shard doesn't support scalar parameters",
+    "detector": "values of a tensor",  # all rows
+}
+USUAL = [("two_inputs", f"{HALF},DDP_AMP,FSDP"), ("mixtral", "DDP_AMP,FSDP")]
+
+
+@cases("name, only", [*USUAL, *((name, "") for name in ARCHITECTURES)], lambda _, only: only)
+def test_architectures(name, only):
+    """All rows, or ``only`` some. One that fails says why; DDP keeps as many bytes of gradients as
+    of weights, and FSDP half of them."""
+    flags = f"--module {FILE}:{name} -b 8 --gpus 2 --json" + f" --only {only}" * bool(only)
+    if name == "detector":
+        assert REASONS[name] in estimate(flags, code=2).stderr
+        return
+    rows = {row["technique"]: row for row in json.loads(estimate(flags).stdout)}
+    for row in rows.values():
+        assert bool(row["kinds"]) != bool(row["mistake"])
+        assert not row["mistake"] or REASONS[name] in row["mistake"], row["technique"]
+    ddp, fsdp = rows["DDP_AMP --dtype bfloat16"]["kinds"], rows["FSDP"]["kinds"]
+    assert ddp["gradients"] == pytest.approx(ddp["parameters"], rel=0.05, abs=2**17)
+    assert not fsdp or fsdp["parameters"] <= 0.6 * ddp["parameters"] + 2**17
+
+
+def test_a_module_of_ones_own_is_recommended():
+    """Without recomputation first, which takes less memory; with the command."""
+    flags = f"--module {FILE}:gemma -b 64 --gpus 2 --recommend --memory 1 --spare 0"
+    text = estimate(flags).stdout
+    peaks = dict(re.findall(r"^\d\. (.*): peak (\S+) MiB", text, re.M))
+    *plain, last = peaks
+    again = ", activation checkpointing of the largest nn.ModuleList"
+    assert again not in "".join(plain) and last.endswith(again)
+    assert float(peaks[last]) < float(peaks[last.removesuffix(again)])
+    assert f"torchrun --nproc_per_node=2 pytorch_FSDP.py --module {FILE}:gemma" in text
+    assert "for block in model.LAYERS:" in text
