@@ -3,10 +3,10 @@
 Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, gpt, shakespeare (needs its text in data/),
             by_hand, cpu, gpu, ecosystem, reviews (needs data/movie_reviews), scaling, inference,
-            collectives and estimate. Each row runs in fresh processes with its own launch command,
-            and the rows alternate (A B C, A B C, ...). The results go to results/SUITE.json. A row
-            that fails reports why, and the others continue.
-            (The last three suites have steps instead of rows; the last step measures.)
+            collectives, estimate, one_gpu and published. Each row runs in fresh processes with its
+            own launch command, and the rows alternate (A B C, A B C, ...). The results go to
+            results/SUITE.json. A row that fails reports why, and the others continue.
+            (The last five suites have steps instead of rows; the last step measures.)
 Dry run     python benchmark.py --suite gpu --dry-run
             Prints each row's command, and why this machine would skip it. Starts nothing.
 Resume      Run the same command again: an interrupted measurement continues where it stopped.
@@ -53,7 +53,7 @@ CONFIG, RESULTS, RUNS = ROOT / "config", ROOT / "results", ROOT / "runs" / "benc
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Of result.json, not in each run of a row
 LEFT_OUT = ("settings", "versions", "git_commit", "gpu_uuids", "trained_between", "breakdown")
-LEFT_OUT += ("seconds", "train_loss", "classes")
+LEFT_OUT += ("seconds", "train_loss", "eval_step", "classes")
 LAG = 1.0  # seconds: the driver's utilization is a mean over up to the last second
 
 

@@ -93,10 +93,7 @@ def order_of(schedule: str, ranks: int, microbatches: int) -> list[list[tuple]]:
 
 def end_times(order: list[list[tuple]], seconds) -> dict[tuple, float]:
     """Of each part, if each rank begins its next part as soon as it can and messages take no time.
-
-    Args:
-        seconds: of a part (kind, stage, micro-batch).
-    """
+    ``seconds``: of a part (kind, stage, micro-batch)."""
     last = max(stage for parts in order for _, stage, _ in parts)
     ends, clocks, left = {}, [0] * len(order), [collections.deque(parts) for parts in order]
 

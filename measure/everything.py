@@ -23,16 +23,8 @@ FAILED, STOPPED = 1, 130  # exit codes
 
 
 def measure(root: Path, commit: str, gpu: bool, only: Iterable[str] = ()) -> list[str]:
-    """Run the parts that are not done; returns the names of those that failed.
-
-    Args:
-        commit: of the code.
-        gpu: whether there is one, for the parts that need it.
-        only: these parts; all if it is empty.
-
-    Raises:
-        Unusable: the machine is too busy for a part with times, or a part is unknown.
-    """
+    """Run the parts that are not done, of ``only`` if it has any; returns the names of those that
+    failed. ``Unusable``: a part is unknown, or the machine is too busy for one with times."""
     parts = list_parts(root, gpu)
     if unknown := set(only) - set(parts):
         raise Unusable(f"--only {unknown.pop()}: the parts are {', '.join(parts)}")

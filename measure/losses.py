@@ -1,6 +1,6 @@
 """Compare the evaluation loss of a technique with that of the one it replaces, for three seeds.
 
-    python measure/losses.py muon [flags, such as --data-dir]
+    python measure/losses.py muon
     python measure/losses.py float8
 
 muon    pytorch_Muon.py against AdamW, after 600 steps of nanoGPT's recipe
@@ -11,7 +11,6 @@ Writes results/losses.json.
 """
 
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -41,30 +40,29 @@ ROWS = {
 RESULTS = ROOT / "results" / "losses.json"
 
 
-def loss(command: str, flags: list[str]) -> float:
+def loss(command: str) -> float:
     """The last evaluation loss of a run on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        words = shlex.split(f"torchrun --standalone --nproc_per_node=2 {command}")
-        words += [*flags, "--output-dir", folder]
-        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        words = f"torchrun --standalone --nproc_per_node=2 {command} --output-dir {folder}"
+        subprocess.run(words.split(), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return json.loads(Path(folder, "result.json").read_text())["eval_loss"][-1]
 
 
 def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=ROWS)
-    args, others = parser.parse_known_args()
-    rows, flags = [], FLAGS[args.what]
-    for row in ROWS[args.what]:
+    what = parser.parse_args().what
+    rows, flags = [], FLAGS[what]
+    for row in ROWS[what]:
         script, _, own = row.partition(" ")
         command = f"{script} {flags} {own} --seed"
-        losses = [loss(f"{command} {seed}", others) for seed in range(3)]
+        losses = [loss(f"{command} {seed}") for seed in range(3)]
         rows.append({"script": row, "losses": losses})
         print(row, *(f"{each:.4f}" for each in losses), flush=True)
     found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    found[args.what] = {
+    found[what] = {
         "rows": rows, "flags": flags, "hardware": hardware(), "versions": versions(),
-        "git_commit": git_commit(), "files": files_of(ROOT, ROWS[args.what]),
+        "git_commit": git_commit(), "files": files_of(ROOT, ROWS[what]),
     }  # fmt: skip
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -15,9 +15,7 @@ in CPU memory here, even where a script keeps them on the GPU.
 
 import itertools
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -28,9 +26,9 @@ from torchvision import transforms
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-from harness import measure  # noqa: E402
 from harness.clock import StepClock  # noqa: E402
-from harness.result import used_tf32  # noqa: E402
+from harness.progress import RunState  # noqa: E402
+from harness.result import describe, gather_figures  # noqa: E402
 from jobs import images as image_job  # noqa: E402
 
 
@@ -89,34 +87,20 @@ def main():
         if args.loop == "pytorch_train":  # its running loss and accuracy
             return loss.item(), (logits.argmax(1) == labels).sum().item()
 
-    started, clock = time.perf_counter(), StepClock([device])
+    clock, state = StepClock([device]), RunState(torch.zeros(()))
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     clock.start()
     for images, labels in itertools.islice(batches, args.max_steps):
         step(images, labels)
         clock.tick()
+        state.step += 1
     clock.read()
-    clock.pause()
-    settled = clock.settled()
-    speed = args.batch_size / statistics.median(settled)
-    milliseconds = 1e3 * torch.tensor(settled)
-    result = {
-        "technique": f"peer: {args.loop}", "command": measure.launch_command(), "world_size": 1,
-        "devices": 1, "device": measure.device_name(device),
-        "gpu_uuids": measure.gpu_uuids([device]), "trained_between": clock.spans,
-        "threads": torch.get_num_threads(),
-        "model": args.model, "dataset": train_set.name, "precision": args.dtype,
-        "tf32": used_tf32(args.dtype, device),
-        **train_set.describe(), "image_size": args.image_size, "global_batch_size": args.batch_size,
-        "optimizer": args.optimizer, "steps": len(clock.seconds),
-        "seconds_total": time.perf_counter() - started, **train_set.rates(speed),
-        "step_ms": {f"p{p}": milliseconds.quantile(p / 100).item() for p in (50, 95)},
-        "peak_memory_gib": {"allocated": None, "reserved": None} | clock.peak_memory,
-        "state_bytes": None, "eval_loss": [None], "eval_accuracy": [None], "eval_samples": 0,
-    }  # fmt: skip
+    result = describe(args, train_set, state, clock, model)
+    result |= gather_figures(clock, model, optimizer, {}) | {"technique": f"peer: {args.loop}"}
+    result |= {"state_bytes": None, "eval_loss": [None], "eval_accuracy": [None]}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{args.loop}: median {speed:,.1f} {train_set.units}/s")
+    print(f"{args.loop}: median {result[result['rate']]:,.1f} {train_set.units}/s")
 
 
 if __name__ == "__main__":

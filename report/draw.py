@@ -174,11 +174,8 @@ def digest_of(path: Path) -> str | None:
 
 
 def draw(path: Path, data: dict) -> None:
-    """Draw a picture: plots without a background and with grey text, for light and dark pages.
-
-    Args:
-        data: as the functions above return it.
-    """
+    """Draw what the functions above return: plots without a background and with grey text, for
+    light and dark pages."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -204,19 +201,14 @@ def draw(path: Path, data: dict) -> None:
 
 
 def draw_lines(axes, data: dict) -> None:
-    """Lines and points of one colour for each title.
-
-    Args:
-        data: ``lines``, x and y by title and by matplotlib's style, of which the first is in the
-            legend; ``axes``, their settings; and maybe ``widths`` of the titles, ``key``, what
-            another style means, and the place of the ``legend``.
-    """
+    """Lines and points of one colour for each title. ``data`` has ``lines``: x and y by title and
+    matplotlib's style, of which the first is in the legend; ``axes``: their settings; and maybe
+    ``widths`` of the titles, ``key``: what another style means, and the place of the ``legend``."""
     widths = data.get("widths", itertools.repeat(1.5))
     titles = zip(data["lines"].items(), widths, itertools.cycle(COLOURS), strict=False)
     for (title, styles), width, colour in titles:
         for i, (style, points) in enumerate(styles.items()):
-            label = None if i else title
-            axes.plot(*points, style, color=colour, linewidth=width, label=label)
+            axes.plot(*points, style, color=colour, linewidth=width, label=None if i else title)
     for style, meaning in data.get("key", {}).items():
         axes.plot([], [], style, color=GREY, label=meaning)
     axes.set(**data["axes"])

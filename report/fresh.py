@@ -18,12 +18,8 @@ SHOWN = 6  # files; if there are more, the note says how many
 
 
 def files_of(root: Path, commands: Iterable[str], below: Iterable[str] = BELOW) -> dict[str, str]:
-    """The hash of each file that counts, by its path.
-
-    Args:
-        commands: what was measured. Every script and every file of config/ that they name counts.
-        below: files and folders that count in addition.
-    """
+    """The hash of each file that counts, by its path: every script and every file of config/ that
+    the measured commands name, and the files and folders in ``below``."""
     named = {word for command in commands for word in shlex.split(command)}
     paths = {root / name for name in {*below, *named}}
     paths |= {path for name in below for path in (root / name).rglob("*.py")}

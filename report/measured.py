@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from report.blocks import Column, digits, draw, field, footer, machine_line, size_name
-from report.results import Unusable
+from report.blocks import Column, digits, draw, field, footer, gib, machine_line, size_name
+from report.results import NOT_YET, Unusable
 from report.suites import KEPT, KEPT_ZH, spread
 from techniques import LESSONS
 
@@ -27,8 +27,7 @@ def in_order(rows: list[dict]) -> list[dict]:
 
 def by_script(rows: list[dict]) -> list[list[dict]]:
     """The rows of each script, in the order of the course."""
-    groups = itertools.groupby(in_order(rows), lambda row: row["script"])
-    return [[*group] for _, group in groups]
+    return [[*group] for _, group in itertools.groupby(in_order(rows), lambda row: row["script"])]
 
 
 def worst_first(rows: list[dict]) -> list[dict]:
@@ -67,16 +66,8 @@ def kept_parts(rows: list[dict], ranks: int) -> str:
 
 def sent_parts(rows: list[dict], ranks: int) -> str:
     sent = {row["ranks"]: sorted(row["sent"].items()) for row in rows}.get(ranks, ())
-    return ", ".join(f"{digits(n)} {with_hyphen(kind)}" for kind, n in sent if digits(n) != "0")
-
-
-def with_hyphen(kind: str) -> str:
-    return kind.replace("_", "-")
-
-
-def sent_by_optimizer(row: dict) -> str:
-    theory = f" ({row['sent_theory']:.2f})" if "sent_theory" in row else ""
-    return f"{row['sent']:.2f}{theory}"
+    parts = [f"{digits(n)} {kind}" for kind, n in sent if digits(n) != "0"]
+    return ", ".join(parts).replace("_", "-")
 
 
 # fmt: off
@@ -104,7 +95,7 @@ PROOF = {  # tables of results/proof.json: the order of the rows, and the column
         Column(KEPT, KEPT_ZH, lambda row: f"{row['kept']:,.2f} ({row['kept_theory']:,.2f})"),
         Column("sent kB (theory)", "发送 kB（理论）",
                lambda row: f"{row['sent'] / 1e3:,.0f} ({row['sent_theory'] / 1e3:,.0f})"),
-        Column("in", "方式", lambda row: ", ".join(map(with_hyphen, sorted(row["how"])))),
+        Column("in", "方式", lambda row: ", ".join(sorted(row["how"])).replace("_", "-")),
     ]),
     "silent": (worst_first, [MISTAKE, SCRIPT, field("value", "off by", "偏差", ".2f")]),
     "silent_examples": (worst_first, [
@@ -115,7 +106,8 @@ PROOF = {  # tables of results/proof.json: the order of the rows, and the column
     "optimizers": (lambda rows: sorted(rows, key=lambda row: (row["ranks"], -row["sent"])), [
         Column("script", "脚本", lambda row: f"`{row['script']}`"), RANKS,
         Column("sent per matrix element (theory)", "每个矩阵元素的通信量（理论）",
-               sent_by_optimizer),
+               lambda row: f"{row['sent']:.2f}" + (
+                   f" ({row['sent_theory']:.2f})" if "sent_theory" in row else "")),
         field("calls", "collectives", "集合通信次数"),
         field("flops", "FLOPs x N", "FLOPs × N", ".2f"),
     ]),
@@ -129,8 +121,7 @@ def proof_table(name: str, rows: list[dict]) -> str:
 
 def proof_blocks(root: Path, proof: dict) -> dict[str, str]:
     return {
-        name: proof_table(name, proof[name])
-        + footer(root, proof["measured"][name], "proof.json")
+        name: proof_table(name, proof[name]) + footer(root, proof["measured"][name], "proof.json")
         for name in PROOF
     }
 
@@ -183,6 +174,23 @@ def saves_block(root: Path, found: dict) -> str:
         Column("complete after ms", "写完所需毫秒", whole.get, ",.0f"),
     ) + footer(root, found, "saves.json", machine_line(found["hardware"]),
                after=f"`{found['command']}`")
+
+
+def one_gpu_block(root: Path, found: dict) -> str:
+    """One rank of several, alone on a GPU: predicted and measured memory, and compute."""
+    if not found["rows"]:
+        return NOT_YET.format("one_gpu")
+    sizes = {"predicted": "预测", "allocated": "已分配", "reserved": "已保留"}
+    return draw(
+        found["rows"], Column("technique", "技术", lambda row: f"`{row['name']}`"),
+        field("layers", "layers", "层数"), field("context", "context", "上下文长度", ","),
+        *(Column(f"{kind} GiB", f"{chinese} GiB", lambda row, kind=kind: gib(row[kind]))
+          for kind, chinese in sizes.items()),
+        Column("predicted / allocated", "预测 / 已分配",
+               lambda row: row["allocated"] and row["predicted"] / row["allocated"], ".3f"),
+        Column("compute, s per step", "计算，每步秒数",
+               lambda row: row["failed"] or f"{row['step_seconds']:.2f}"),
+    ) + footer(root, found, "one_gpu.json", machine_line(found["hardware"], on_cpu=False))
 
 
 def losses_blocks(root: Path, found: dict) -> dict[str, str]:
@@ -260,18 +268,16 @@ def inference_table(found: dict) -> str:
         p50, p95 = now["latency_ms"]["p50"], now["latency_ms"]["p95"]
         return f"{now['images_per_second']:,.1f} ({p50:.1f}, {p95:.1f})"
 
-    def first(key: tuple) -> dict:
-        return next(iter(rows[key].values()))
-
-    def memory(key: tuple) -> float:
-        return first(key)["peak_memory_gib"]["device"] or first(key)["peak_memory_gib"]["process"]
+    first = {key: next(iter(group.values())) for key, group in rows.items()}
+    memory = {key: row["peak_memory_gib"] for key, row in first.items()}
 
     return draw(
         rows, Column("runtime", "运行时", lambda key: key[0]),
         Column("precision", "精度", lambda key: key[1]),
         *(Column(f"batch {n}", f"批 {n}", lambda key, n=n: speed(rows[key], n)) for n in sizes),
-        Column("memory GiB", "内存 GiB", memory, ".2f"),
-        Column("first call s", "首次调用 s", lambda key: first(key)["first_call_s"], ".2f"))
+        Column("memory GiB", "内存 GiB",
+               lambda key: memory[key]["device"] or memory[key]["process"], ".2f"),
+        Column("first call s", "首次调用 s", lambda key: first[key]["first_call_s"], ".2f"))
 # fmt: on
 
 
@@ -285,6 +291,6 @@ def inference_block(root: Path, found: dict) -> str:
 
 
 BLOCKS = {  # of the files in results/ with one table
-    "hangs": hangs_block, "bubble": bubble_block, "saves": saves_block,
+    "hangs": hangs_block, "bubble": bubble_block, "saves": saves_block, "one_gpu": one_gpu_block,
     "collectives": sweep_block, "inference": inference_block,
 }  # fmt: skip

@@ -12,12 +12,12 @@ from pathlib import Path
 from report import draw, measured, predictions, suites
 from report.blocks import TITLES, Column
 from report.blocks import draw as table
-from report.results import ROOT, WORDS, Unusable, load, read_result, size_of
+from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
 from techniques import BEYOND, COURSE, HOOD, LESSONS, TECHNIQUES, Technique
 
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "peers", "gpu", "reviews", "parallel")
 SUITES += ("local_sgd", "ecosystem")  # with tables of their own
-RESULTS = (*SUITES, *measured.BLOCKS, "scaling", "estimate", "proof", "losses")
+RESULTS = (*SUITES, *measured.BLOCKS, "scaling", "estimate", "published", "proof", "losses")
 OUTCOMES = ("faults", "faults_checkpoint", "faults_copies", "corrupt")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -70,8 +70,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks |= measured.losses_blocks(root, results["losses"])
     blocks |= {name: block(root, results[name]) for name, block in measured.BLOCKS.items()}
     for name in OUTCOMES:
-        path = root / "results" / f"{name}.txt"
-        blocks[name.replace("_", "-")] = measured.outcomes_block(path)
+        blocks[name.replace("_", "-")] = measured.outcomes_block(root / "results" / f"{name}.txt")
     for name in SUITES:
         blocks |= suite_blocks(root, name, results)
     blocks |= predictions.blocks(root, results)
@@ -90,7 +89,7 @@ def suite_blocks(root: Path, name: str, results: dict[str, dict]) -> dict[str, s
             root, found, results["proof"], suite["front"], results["estimate"]["suites"][name]
         )
     if not found["rows"]:
-        blocks[suite["tables"][0]] = f"not measured yet: `python benchmark.py --suite {name}`"
+        blocks[suite["tables"][0]] = NOT_YET.format(name)
     return blocks
 
 
@@ -98,13 +97,15 @@ def technique_block(root: Path, row: Technique, results: dict[str, dict]) -> str
     """A technique's rows, the command that shows its diff, and its tagged lines."""
     names = ("parallel",) if row.course == BEYOND else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
-    for suite in ("by_hand",) if row.shows else names:
+    for suite in ("by_hand", "parallel") if row.shows else names:
         found = results[suite]
         rows = [r for r in found["rows"] if r["runs"] and r["runs"][0]["technique"] == row.script]
         rows = [r for r in rows if r["table"] == rows[0]["table"]]  # the first that has some
         if rows:
             run = rows[0]["runs"][0]
-            parts.append(f"{run['model']}, {size_of(run)}, {run['device']}:")
+            side = run.get("image_size")
+            size = f"context {run['context']}" if "context" in run else f"{side}×{side}"
+            parts.append(f"{run['model']}, {size}, {run['device']}:")
             parts.append(suites.techniques_table(rows, found.get("times", True)))
     parts.append(f"```bash\ndiff pytorch_{row.parent}.py {row.script}.py\n```")
     lines = technique_lines((root / f"{row.script}.py").read_text(), row.shows)
@@ -181,11 +182,8 @@ def fill_navigation(text: str) -> str:
 
 
 def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> str:
-    """The text of a page with all its tables updated.
-
-    Args:
-        missing: the blocks that are on no page so far; those of this page are removed.
-    """
+    """The text of a page with all its tables updated. ``missing``: the blocks that are on no page
+    so far; those of this page are removed."""
     up = "../" * (len(path.relative_to(root).parts) - 1)
 
     def block(match: re.Match) -> str:

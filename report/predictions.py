@@ -13,20 +13,24 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     found, scaled = results["estimate"], results["scaling"]
     where = measured_where(root, scaled, scaled["rows"])
     published = published_table(found) + footer(root, found, "estimate.json")
-    return {"estimate": published, "scaling": scaling_table(found, scaled) + where}
+    tables = {"estimate": published, "scaling": scaling_table(found, scaled) + where}
+    return tables | language_models(root, results["published"])
 
 
-def published_table(found: dict) -> str:
-    """Published and predicted figures."""
-    # fmt: off
-    return draw(
-        found["published"], Column("technique", "技术", lambda row: f"`{row['name']}`"),
-        field("gpus", "GPUs", "GPU 数"), field("published_gb", "published GB", "公布值 GB", ".2f"),
-        Column("predicted for that job", "对该任务的预测",
-               lambda row: row["predicted"] / 1e9, ".2f"),
-        Column("ratio", "比值", lambda row: row["predicted"] / 1e9 / row["published_gb"], ".3f"),
-    )
-    # fmt: on
+def language_models(root: Path, found: dict) -> dict[str, str]:
+    """Peaks, speeds, and the differences and ratios of two of them, published and predicted."""
+    run = Column("run", "运行", lambda row: f"[{row['name']}]({row['source']})")
+    pair = field("from", "from", "从"), field("to", "to", "到")
+    first = {"peaks": (run, field("memory", "metric", "指标")), "differences": pair}
+    first |= {"speeds": (run,), "slopes": pair}
+    titles = {"published": "公布值", "lowest": "最低预测", "highest": "最高预测"}
+    after, blocks = footer(root, found, "published.json"), {}
+    for name, columns in first.items():
+        form = ",.0f" if name == "speeds" else ".2f"
+        figures = [field(key, key, chinese, form) for key, chinese in titles.items()]
+        table = draw(found[name], *columns, *figures, field("off", "off", "偏差", "+.1%"))
+        blocks[f"published-{name}"] = table + after
+    return blocks
 
 
 def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
@@ -38,11 +42,22 @@ def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
     }
 
 
+# fmt: off
+def published_table(found: dict) -> str:
+    """Published and predicted figures."""
+    return draw(
+        found["published"], Column("technique", "技术", lambda row: f"`{row['name']}`"),
+        field("gpus", "GPUs", "GPU 数"), field("published_gb", "published GB", "公布值 GB", ".2f"),
+        Column("predicted for that job", "对该任务的预测",
+               lambda row: row["predicted"] / 1e9, ".2f"),
+        Column("ratio", "比值", lambda row: row["predicted"] / 1e9 / row["published_gb"], ".3f"),
+    )
+
+
 def scaling_table(found: dict, scaled: dict) -> str:
     """The step time on two ranks: predicted from one rank and communication, and measured."""
     took = steps_of(found, scaled)
     predicted = {name: took[name][1] + 1e3 * found["messages"][name]["2"] for name in took}
-    # fmt: off
     return draw(
         took, Column("technique", "技术", "`{}`".format),
         Column("step ms, 1 rank", "每步毫秒，1 进程", lambda name: took[name][1], ".0f"),
@@ -50,7 +65,7 @@ def scaling_table(found: dict, scaled: dict) -> str:
         Column("2 ranks, measured", "2 进程，实测", lambda name: took[name][2], ".0f"),
         Column("ratio", "比值", lambda name: predicted[name] / took[name][2], ".2f"),
     )
-    # fmt: on
+# fmt: on
 
 
 def plots(results: dict) -> dict[str, dict]:

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+NOT_YET = "not measured yet: `python benchmark.py --suite {}`"
 SCHEMA = 1  # of the files in results/ that a suite leaves
 # Chinese, by the English words: of whole cells, of phrases in notes, and of pictures.
 WORDS = json.loads(Path(__file__).with_name("chinese.json").read_text())
@@ -16,11 +17,7 @@ class Unusable(Exception):
 
 
 def load(path: Path) -> dict:
-    """A result; empty if there is none.
-
-    Raises:
-        Unusable: it is damaged or has another schema.
-    """
+    """A result; empty if there is none. ``Unusable``: it is damaged or has another schema."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -58,13 +55,6 @@ def unit_of(run: dict) -> str:
     """The unit of :func:`speeds_of`."""
     names = (name for name in ("tokens", "reviews") if f"{name}_per_second" in run)
     return f"{next(names, 'images')}/s"
-
-
-def size_of(run: dict) -> str:
-    """The size of an input: image size or context."""
-    if "context" in run:
-        return f"context {run['context']}"
-    return f"{run['image_size']}×{run['image_size']}"
 
 
 def name_of(row: dict) -> str:

@@ -91,12 +91,14 @@ def title(row: dict) -> str:
     return f"`{name_of(row)}`" + (f" ({len(row['runs'])} runs; then {row['failed']})" * bool(some))
 
 
-def title_or_why(row: dict) -> str:
-    return title(row) + ("" if row["runs"] else f" ({speed(row)})")
-
-
 def steps(row: dict) -> str:
     return "{:.0f} ({:.0f})".format(*(middle(row["runs"], "step_ms", p) for p in ("p50", "p95")))
+
+
+def model_flops(row: dict) -> str | None:
+    """Model TFLOP/s of a device, and in brackets their share of its peak, if that is known."""
+    each, share = (middle(row["runs"], name) for name in ("model_tflops", "mfu"))
+    return each and f"{each:.3g}" + (f" ({share:.0%})" if share else "")
 
 
 def measured(title: str | Callable, chinese: str | dict, value: Callable, form="") -> Column:
@@ -126,11 +128,13 @@ STATE = measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0]))
 # The columns of a technique's rows: for which suites and runs each is there; its titles and cells.
 COLUMNS: list[tuple[str, Column]] = [
     ("timed", Column("technique", "技术", title)),
-    ("untimed", Column("technique", "技术", title_or_why)),
+    ("untimed", Column("technique", "技术", lambda row: title(row) + (
+        "" if row["runs"] else f" ({speed(row)})"))),
     ("", RANKS),
     ("", measured("precision", "精度", precision)),
     ("timed", SPEED),
     ("timed", measured("step ms (p95)", "每步毫秒（p95）", steps)),
+    ("timed flops", measured("TFLOP/s (MFU)", "TFLOP/s（MFU）", model_flops)),
     ("timed text", median("first step s", "首步秒数", "first_step_seconds", form=",.1f")),
     ("timed no_text", measured(
         "epoch s", "每轮秒数",
@@ -155,6 +159,7 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
     text = bool(runs) and unit_of(runs[0]) == "tokens/s"  # without a meaningful epoch
     known = {"timed" if times else "untimed", "text" if text else "no_text"}
     known |= {"gpu"} if any(run["device"] != "cpu" for run in runs) else set()
+    known |= {"flops"} if middle(runs, "model_tflops") is not None else set()
     known |= {"weights"} if middle(runs, "weights_difference") is not None else set()
     return draw(rows, *(column for needs, column in COLUMNS if set(needs.split()) <= known))
 

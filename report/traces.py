@@ -29,11 +29,8 @@ Rank = dict[str, list[Bar]]  # bars by kind
 
 
 def read_traces(folder: Path) -> list[Rank]:
-    """The rows of all ranks, on a common clock that starts with the first of them.
-
-    Raises:
-        Unusable: there is no trace, or one cannot be read or lacks the rows.
-    """
+    """The rows of all ranks, on a common clock that starts with the first of them. ``Unusable``:
+    there is no trace, or one cannot be read or lacks the rows."""
     found = []
     for rows in read_ranks(folder):
         kinds = {kind: [] for kind in KINDS}

@@ -55,8 +55,7 @@ def main():
         server = file_servers.s3(Path(folder), port, os.environ)
         os.environ.update(server.env)
         with file_servers.running(server):
-            clean = run_trials(args, Path(folder))
-    sys.exit(clean != args.trials)
+            run_trials(args, Path(folder))
 
 
 def run_trials(args, folder):
@@ -83,7 +82,7 @@ def run_trials(args, folder):
         shutil.rmtree(here)
         shutil.rmtree(there)
     print(f"{args.trials} trials: {clean} clean, {args.trials - clean} wrong, 0 hung")
-    return clean
+    sys.exit(clean != args.trials)
 
 
 def in_process(folder, action):
@@ -94,16 +93,15 @@ def in_process(folder, action):
 
 
 def start(folder, action):
+    def act():
+        os.chdir(folder)
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+            action()
+
     folder.mkdir(exist_ok=True)
-    child = multiprocessing.get_context("fork").Process(target=act, args=(folder, action))
+    child = multiprocessing.get_context("fork").Process(target=act)
     child.start()
     return child
-
-
-def act(folder, action):
-    os.chdir(folder)
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        action()
 
 
 def wait_for_upload():

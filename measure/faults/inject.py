@@ -2,14 +2,14 @@
 
     python measure/faults/inject.py --trials 200 --seed 7 --script pytorch_torchrun_DDP.py
 
-A trial is a small deterministic job on some ranks under ``torchrun --standalone --max-restarts 3``,
-in which one fault happens: of a random kind, on a random rank, at a random step and phase (see
-victim.py). It is
+A trial is a small deterministic job on some ranks, in which one fault happens: of a random kind, on
+a random rank, at a random step and phase (see victim.py). Its ranks are started as by ``torchrun
+--standalone --max-restarts 3``, but forked (see agent.py): three times as fast. It is
 
     clean    it finished after one restart, from the last snapshot, with the same bits in every
              weight as a run without a fault, and left no process behind
     wrong    it ended in another way
-    hung     it did not end within --limit seconds
+    hung     it did not end within four minutes
 
 Exit code: 0 if all trials were clean, else 1.
 """
@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fork_server import Server  # noqa: E402
 
 from harness.measure import git_commit  # noqa: E402
+from techniques import TECHNIQUES  # noqa: E402
 
 KINDS = {"kill": 4, "term": 2, "exception": 2, "stop": 1}  # with weights: the last takes long
 PHASES = ["data", "forward", "backward", "optimizer"]
@@ -46,7 +47,10 @@ JOB = (
     "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 3 "
     "--model small_resnet_dropout --snapshot-every 2 --deterministic --device cpu --timeout 10"
 )
-STEPS_PER_EPOCH, SNAPSHOT_EVERY = 4, 2
+GPT = "--model gpt-4x4x16 --context 16"
+APART = ("DDP", "compile", "checkpoint")  # another launcher, minutes to compile, own snapshots
+MORE = {"LoRA": "--merge", "ND_parallel": "--tp 2"}  # to write all weights; to split a layer
+STEPS_PER_EPOCH, SNAPSHOT_EVERY, RANKS, LIMIT = 4, 2, 2, 240  # seconds of a trial
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -57,28 +61,32 @@ def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--script", nargs="+", default=["pytorch_torchrun_DDP.py"],
-        metavar="'SCRIPT FLAGS'", help="each trial takes one of them, at random")  # fmt: skip
+    parser.add_argument("--script", nargs="+", metavar="'SCRIPT FLAGS'",
+        help="each trial takes one of them, at random (default: all techniques)")  # fmt: skip
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="of a trial")
-    parser.add_argument("--forked", action="store_true",
-        help="fork ranks from a process with PyTorch imported: three times as fast")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
-    for script in args.script:
-        if not (ROOT / script.split()[0]).is_file():
-            parser.error(f"--script {script}: no such script; try pytorch_torchrun_DDP.py")
+    args.script = args.script or list(every_script())
+    if missing := [one for one in args.script if not (ROOT / one.split()[0]).is_file()]:
+        parser.error(f"--script {missing[0]}: no such script; try pytorch_torchrun_DDP.py")
 
-    args.server = Server(os.environ | ENVIRONMENT) if args.forked else None
+    args.server = Server(os.environ | ENVIRONMENT)
     try:
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
             outcomes = run_trials(args, Path(folder))
     finally:
-        if args.server:
-            args.server.close()
+        args.server.close()
     sys.exit(outcomes.count("clean") != args.trials)
+
+
+def every_script():
+    """Of techniques.py, with the flags of the first case that is proven on so many ranks."""
+    for row in TECHNIQUES:
+        if row.name not in APART and "one_process" not in row.traits:
+            flags = next((case.flags for case in row.cases if RANKS in case.ranks), "")
+            words = [f"{row.script}.py", flags, GPT * ("needs_gpt" in row.traits)]
+            yield " ".join(filter(None, [*words, MORE.get(row.name)]))
 
 
 def run_trials(args, folder):
@@ -94,7 +102,7 @@ def run_trials(args, folder):
         [kind] = rng.choices(args.kinds, [KINDS[kind] for kind in args.kinds])
         phase = rng.choice(args.phases)
         script = rng.choice(args.script) if len(args.script) > 1 else args.script[0]
-        rank, step = rng.randrange(args.ranks), rng.randint(1, 10)
+        rank, step = rng.randrange(RANKS), rng.randint(1, 10)
         faults.append({"kind": kind, "rank": rank, "step": step, "phase": phase, "script": script})
     outcomes, waits = [], []
     folders = [folder / str(number) for number in range(args.trials)]
@@ -136,7 +144,7 @@ def try_one(args, expected, output, fault):
     code, events = run(args, output, fault)
     try:
         if code is None:
-            return "hung", None, f" (it was ended after {args.limit:.0f} s)"
+            return "hung", None, f" (it was ended after {LIMIT} s)"
         starts = [event for event in events if event["what"] == "start"]
         broken = next((event for event in events if event["what"] == "fault"), None)
         if broken is None:
@@ -173,20 +181,18 @@ def run(args, output, fault):
     output.mkdir()
     events = output / "events"
     events.touch()
-    agent = "python measure/faults/agent.py" if args.forked else "torchrun"
     script, _, flags = fault["script"].partition(" ")  # its flags come last, and so they count
     command = (
-        f"{agent} --standalone --max-restarts 3 --nproc_per_node={args.ranks} "
+        f"python measure/faults/agent.py --standalone --max-restarts 3 --nproc_per_node={RANKS} "
         f"measure/faults/victim.py {script} {JOB} {flags} --output-dir {output}"
     )
     env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(fault | {"events": str(events)})}
     env["TMPDIR"] = str(output)  # where torchrun leaves a folder
     with open(output / "log", "w") as log:
-        options = {"stdout": log, "stderr": log, "cwd": ROOT, "env": env}
-        start = args.server.start if args.forked else subprocess.Popen
-        process = start(shlex.split(command), **options)
+        words = shlex.split(command)
+        process = args.server.start(words, stdout=log, stderr=log, cwd=ROOT, env=env)
         try:
-            code = process.wait(args.limit)
+            code = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
