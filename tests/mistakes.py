@@ -34,7 +34,7 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
     "input gradients not all-reduced": {"return all_reduce(gradient)": "return gradient"},
     "softmax over local tokens only": {"Sum.apply(logits.exp().sum(1))": "logits.exp().sum(1)"},
     "clipped by the norm of each stage": {"dist.all_reduce(squares := own": "(squares := own"},
-    "micro-batch losses summed instead of averaged": {"weight(labels) / parts": "weight(labels)"},
+    "micro-batch losses summed instead of averaged": {"density / parts": "density"},
     "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
     "expert gradients summed instead of averaged": {"experts.sources =": "not_used ="},
     "load balanced on each rank alone": {},  # see main()
@@ -53,7 +53,7 @@ class FusedAttention(gpt.Attention):
 
     def forward(self, x: torch.Tensor, places) -> torch.Tensor:
         q, k, v = (self.split(part) for part in self.fused(x).chunk(3, -1))
-        return self.dropout(self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+        return self.dropout(self.out(self.attend(q, k, v, *places[1]).transpose(1, 2).flatten(2)))
 
 
 def main():

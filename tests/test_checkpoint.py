@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import ROOT, launch, launcher, read_run, snapshots, succeed
 from safetensors.torch import load_file
-from test_snapshots import stop
 
 JOB = "--model gpt-2x2x16 --context 16 --dataset synthetic --train-samples 400 --eval-samples 8"
 JOB += " --batch-size 8 --epochs 1 --print-freq 1 --dropout 0.1 --deterministic --snapshot-every 3"
@@ -16,43 +15,38 @@ RUN = "runs/pytorch_checkpoint"  # as the page has it
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """A folder with a run that was stopped by SIGTERM, and then resumed to its end."""
+def whole(tmp_path_factory):
+    """A folder with a run."""
     root = tmp_path_factory.mktemp("checkpoint")
-    finished = stop(f"{COMMAND} --output-dir {root / RUN}", root / RUN, forked=True)
-    [said] = [line for line in finished.lines if line.startswith("stopped by SIGTERM")]
-    assert f"snapshot {snapshots(root / RUN)[0]}; resume with --resume auto" in said
-    assert all((folder / ".metadata").exists() for folder in snapshots(root / RUN))
-    finished = succeed(f"{COMMAND} --output-dir {root / RUN} --resume auto", forked=True)
-    assert f"resumed from {said.split()[9].rstrip(';')} at epoch 1, step" in finished.stdout
+    succeed(f"{COMMAND} --output-dir {root / RUN}", forked=True)
     assert len(snapshots(root / RUN)) == 3, "two, and the one that was written last"
     return root
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_weights_alone_as_one_file_and_as_safetensors(stopped, monkeypatch):
+def test_weights_alone_as_one_file_and_as_safetensors(whole, monkeypatch):
     """By the lines of the page. And DCP says nothing of a bit that has flipped."""
     page = (ROOT / "docs/techniques/checkpoint.md").read_text()
     [lines] = re.findall(r"```python\n(from pathlib .*?)```", page, re.DOTALL)
-    monkeypatch.chdir(stopped)
+    monkeypatch.chdir(whole)
     exec(lines, {})
-    expected, _ = read_run(stopped / RUN)
-    [safetensors] = (stopped / "safetensors").glob("*.safetensors")
+    expected, _ = read_run(whole / RUN)
+    [safetensors] = (whole / "safetensors").glob("*.safetensors")
     for found in (torch.load("model.pt", weights_only=True), load_file(safetensors)):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     row = expected["blocks.0.attention.query.weight"][0].numpy().tobytes()
-    [shards] = [p for p in snapshots(stopped / RUN)[0].glob("*.distcp") if row in p.read_bytes()]
+    [shards] = [p for p in snapshots(whole / RUN)[0].glob("*.distcp") if row in p.read_bytes()]
     shards.write_bytes(shards.read_bytes().replace(row, bytes([row[0] ^ 1]) + row[1:]))
     exec(lines, {})
     found = torch.load("model.pt", weights_only=True)
     assert sum(torch.equal(found[name], expected[name]) for name in expected) == len(expected) - 1
 
 
-def test_another_model_and_another_script_are_refused_in_one_line(stopped, tmp_path):
+def test_another_model_and_another_script_are_refused_in_one_line(whole, tmp_path):
     for ours, other, words in (
         ("gpt-2x2x16", "gpt-2x2x32", "--model gpt-2x2x16, and this run has gpt-2x2x32"),
         ("checkpoint.py --async-save", "FSDP.py", "is DCP's own; use the script"),
     ):
-        command = f"{COMMAND.replace(ours, other)} --output-dir {tmp_path} --resume {stopped / RUN}"
+        command = f"{COMMAND.replace(ours, other)} --output-dir {tmp_path} --resume {whole / RUN}"
         assert words in launch(command, forked=True).refusal

@@ -166,32 +166,24 @@ def test_cifar10_is_read_from_its_own_files(tmp_path, monkeypatch):
     """The files' real format, with other pixels, and hence other checksums."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
-    rng, pixels = np.random.default_rng(0), {}
-
-    def write(name, content):
-        data = pickle.dumps(content)
-        (folder / name).write_bytes(data)
-        return [name, hashlib.md5(data).hexdigest()]
-
-    def batch(name, n):
-        pixels[name] = rng.integers(0, 256, (n, 3072), dtype=np.uint8)
-        return write(name, {"data": pixels[name], "labels": rng.integers(10, size=n).tolist()})
-
+    pixels = np.random.default_rng(0).integers(0, 256, (110, 3, 32, 32), dtype=np.uint8)
+    files = {name: {"data": part.reshape(-1, 3072), "labels": [3] * len(part)}
+             for name, part in zip("abc", np.split(pixels, [50, 100]), strict=True)}  # fmt: skip
+    files["names"] = {"label_names": [f"name {i}" for i in range(10)]}
+    sums = {name: hashlib.md5(pickle.dumps(content)).hexdigest() for name, content in files.items()}
+    for name, content in files.items():
+        (folder / name).write_bytes(pickle.dumps(content))
     cifar10 = torchvision.datasets.CIFAR10
-    names = [f"data_batch_{i}" for i in range(1, 6)]
-    monkeypatch.setattr(cifar10, "train_list", [batch(name, 20) for name in names])
-    monkeypatch.setattr(cifar10, "test_list", [batch("test_batch", 10)])
-    name, md5 = write("batches.meta", {"label_names": [f"name {i}" for i in range(10)]})
-    monkeypatch.setattr(cifar10, "meta", {"filename": name, "key": "label_names", "md5": md5})
-
+    monkeypatch.setattr(cifar10, "train_list", [(name, sums[name]) for name in "ab"])
+    monkeypatch.setattr(cifar10, "test_list", [("c", sums["c"])])
+    meta = {"filename": "names", "key": "label_names", "md5": sums["names"]}
+    monkeypatch.setattr(cifar10, "meta", meta)
     args = arguments(dataset="auto", data_dir=tmp_path, train_samples=70)
     train_set, eval_set = common.make_datasets(args)
-    assert (train_set.name, len(train_set), len(eval_set)) == ("cifar10", 70, 10)
-    expected = np.concatenate([pixels[name] for name in names])[:70].reshape(70, 3, 32, 32)
-    assert np.array_equal(train_set.images.numpy(), expected)
-    assert train_set.classes[3] == "name 3"
-
-    (folder / "data_batch_2").write_bytes(b"cut off")
+    assert (train_set.name, len(eval_set)) == ("cifar10", 10)
+    assert np.array_equal(train_set.images.numpy(), pixels[:70])
+    assert train_set.classes[3] == "name 3" and set(train_set.labels.tolist()) == {3}
+    (folder / "b").write_bytes(b"cut off")
     with refused(f"{tmp_path} is damaged"):
         common.make_datasets(arguments(dataset="cifar10", data_dir=tmp_path))
 

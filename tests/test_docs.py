@@ -88,17 +88,6 @@ def test_first_command(checkout):
     assert shown == [*ours[:3], *ours[3:4] * 5, *ours[4:]], "the README's example output"
 
 
-@pytest.mark.full
-def test_the_first_command_learns(checkout):
-    """All of it, in the time of a coffee; after a step at a rate of nearly 0 it is chance. (Without
-    BatchNorm, whose running statistics are useless after one step on any data.)"""
-    path = checkout / "runs/pytorch_torchrun_DDP/result.json"
-    succeed(FIRST, cwd=checkout)
-    assert json.loads(path.read_text())["eval_accuracy"][-1] > 0.93
-    succeed(f"{FIRST} --norm group --max-steps 1 --lr 1e-9", cwd=checkout, forked=True)
-    assert json.loads(path.read_text())["eval_accuracy"][-1] < 0.3
-
-
 @cases("command", LESSONS, TYPED.__contains__)
 def test_each_command_as_typed(command, checkout):
     """With a short job instead of the default one."""

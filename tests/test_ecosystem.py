@@ -1,11 +1,10 @@
 """The scripts with Accelerate, Lightning and transformers: each trains as its raw counterpart."""
 
-import functools
 import signal
 
 import pytest
 import torch
-from conftest import HOOKED, ROOT, cases, distance, free_port, launch, launcher, read_run, succeed
+from conftest import HOOKED, ROOT, cases, distance, free_port, hooked, launch, read_run, succeed
 from test_snapshots import stop
 
 for library in ("accelerate", "lightning", "transformers"):
@@ -19,40 +18,9 @@ HALF = f"{COMMON} --dtype bfloat16 --model shufflenet_v2_x0_5"
 DDP, FSDP, DEEPSPEED = "pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_DeepSpeed"
 TRAINER, FABRIC = "lightning_Trainer", "lightning_Fabric"
 SHARDED, STAGE_2 = f"{TRAINER} --strategy fsdp", f"{TRAINER} --strategy deepspeed_stage_2"
-# What `accelerate launch` puts into the environment, for runs without it
-FILE = {
-    "accelerate_FSDP": "ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true "
-    "FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP FSDP_CPU_RAM_EFFICIENT_LOADING=false",
-    "accelerate_DeepSpeed": "ACCELERATE_USE_DEEPSPEED=true "
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE=config/zero_stage2_config.json",
-}
-FILE = {name: dict(word.split("=") for word in words.split()) for name, words in FILE.items()}
 MEASURED = "technique options command settings seconds_total seconds_train trained_between"
 MEASURED += " images_per_second tokens_per_second samples_per_second reviews_per_second"
-MEASURED += " first_step_seconds step_ms seconds peak_memory_gib breakdown"
-
-
-def start(script, ranks, flags):
-    name, _, own = script.partition(" ")
-    return f"torchrun --standalone --nproc_per_node={ranks} {HOOKED} {name}.py {own} {flags}"
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """A function that trains, forked as a script's own launcher would start it; it returns the
-    weights and the result. The same run is done only once."""
-
-    @functools.cache
-    def get(script, ranks, flags):
-        output = tmp_path_factory.mktemp("run")
-        command = f"{start(script, ranks, flags)} --output-dir {output}"
-        finished = succeed(command, forked=True, **FILE.get(script, {}))
-        assert not finished.our_warnings
-        return read_run(output)
-
-    return get
-
-
+MEASURED += " first_step_seconds step_ms seconds peak_memory_gib breakdown model_tflops"
 EIGHT = f"{IMAGES} --max-steps 8"
 JOBS = {"images": f"{IMAGES} --max-steps 12 --epochs 2", "eight": EIGHT, "gpt": GPT, "half": HALF}
 JOBS |= {"reviews": REVIEWS, "fp32": EIGHT.replace("--double ", "")}
@@ -79,8 +47,9 @@ def test_as_the_raw_script(script, raw, ranks, job, train, review_folder):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert result.keys() == expected.keys()
     for name in result.keys() - set(MEASURED.split()):
-        close = name in ("train_loss", "eval_loss")
-        wanted = pytest.approx(expected[name], rel=1e-12) if close else expected[name]
+        close = name in ("train_loss", "eval_loss", "gradient_norm")
+        wanted = expected[name]  # no norm, where nothing is clipped
+        wanted = pytest.approx(wanted, rel=1e-12) if close and wanted is not None else wanted
         assert result[name] == wanted, name
     ours, theirs = (each["breakdown"]["ranks"] for each in (result, expected))
     assert [rank.keys() for rank in ours] == [rank.keys() for rank in theirs]
@@ -106,7 +75,7 @@ def test_one_resumes_from_the_snapshots_of_another(name, train, tmp_path):
     raw, turns, flags = RESUMED[name]
     for script, steps in turns:
         job = f"{flags} --max-steps {steps} --output-dir {tmp_path} --resume auto"
-        finished = succeed(start(script, 2, job), forked=True, **FILE.get(script, {}))
+        finished = succeed(hooked(script, 2, job), forked=True)
         assert ("resumed from" in finished.stdout) == (steps > turns[0][1]), str(finished)
     weights, result = read_run(tmp_path)
     expected, whole = train(raw, 2, f"{flags} --max-steps {turns[-1][1]}")
@@ -124,7 +93,7 @@ LAUNCHED |= {"accelerate_DeepSpeed": DEEPSPEED}
 def test_by_its_own_launcher(script, train, tmp_path):
     """Ranks share the cores, and the command is noted as it was typed."""
     job = JOBS["fp32" if "DeepSpeed" in script else "eight"].replace("_dropout", "")
-    command = f"{launcher(script, 2, HOOKED)} {job} --output-dir {tmp_path}"
+    command = hooked(script, 2, f"{job} --output-dir {tmp_path}")
     if script == FABRIC:
         start = f"fabric run --accelerator=cpu --devices=2 --strategy=ddp --main-port={free_port()}"
         command = f"{start} {HOOKED} {script}.py {job} --output-dir {tmp_path}"
@@ -141,7 +110,7 @@ STOPPED = ["accelerate_DDP", TRAINER, "transformers_Trainer", SHARDED, FABRIC]
 @cases("script", STOPPED, STOPPED[:3].__contains__)
 def test_a_signal_ends_in_a_snapshot(script, tmp_path):
     """Each library has a handler of its own; Lightning's would send a broadcast from within."""
-    command = start(script, 2, f"{IMAGES} --epochs 1000 --output-dir {tmp_path}")
+    command = hooked(script, 2, f"{IMAGES} --epochs 1000 --output-dir {tmp_path}")
     finished = stop(command, tmp_path, forked=True)
     assert finished.code == 128 + signal.SIGTERM, str(finished)
     [said] = [line for line in finished.lines if line.startswith("stopped by SIGTERM after step")]
@@ -151,7 +120,7 @@ def test_a_signal_ends_in_a_snapshot(script, tmp_path):
 @pytest.mark.parametrize("script, on_nan, code", [(TRAINER, "stop", 3), (FABRIC, "skip", 0)])
 def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, code, tmp_path):
     flags = f"{EIGHT} --on-nan {on_nan} --output-dir {tmp_path}"
-    finished = launch(start(script, 2, flags), forked=True, HOOKS="poison:gradient,5,5,0")
+    finished = launch(hooked(script, 2, flags), forked=True, HOOKS="poison:gradient,5,5,0")
     said = finished.stdout + finished.stderr
     assert finished.code == code, said
     assert "step 5: the gradient of conv1.weight is NaN or Inf" in said
@@ -161,12 +130,13 @@ def test_a_bad_gradient_is_seen_before_the_step(script, on_nan, code, tmp_path):
         assert all(t.isfinite().all() for t in read_run(tmp_path)[0].values())
 
 
+BY_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 CLI = {"LT_CLI_USED": "1", "LT_DEVICES": "1"}
 WRONG = [  # what a launcher was asked for, and the script is not for
     ("accelerate_FSDP", 2, {}, "config/accelerate_FSDP.yml"),
-    ("accelerate_DDP", 2, FILE["accelerate_FSDP"], "a file with distributed_type FSDP"),
+    ("accelerate_DDP", 2, {"ACCELERATE_USE_FSDP": "true"}, "a file with distributed_type FSDP"),
     ("accelerate_DeepSpeed", 2, {}, "config/accelerate_DeepSpeed.yml"),
-    ("accelerate_DeepSpeed --deepspeed_config {adam}", 1, FILE["accelerate_DeepSpeed"], "adam"),
+    ("accelerate_DeepSpeed --deepspeed_config {adam}", 1, BY_DEEPSPEED, "adam"),
     ("accelerate_DDP --batch-size 128", 3, {}, "; use --batch-size 126"),
     (FABRIC, 1, CLI | {"LT_STRATEGY": "fsdp"}, "--strategy=fsdp: this script supports only DDP"),
     (FABRIC, 1, CLI | {"LT_STRATEGY": "ddp", "LT_PRECISION": "bf16-mixed"}, "`--precision=bf16-"),
@@ -177,5 +147,6 @@ WRONG = [  # what a launcher was asked for, and the script is not for
 def test_what_the_launcher_was_asked_for_and_the_script_is_not(script, ranks, env, words, tmp_path):
     adam = tmp_path / "adam.json"
     adam.write_text('{"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}')
-    command = start(script.format(adam=adam), ranks, f"--output-dir {tmp_path}/run")
+    name, _, flags = script.format(adam=adam).partition(" ")
+    command = f"torchrun --nproc_per_node={ranks} {name}.py {flags} --output-dir {tmp_path}/run"
     assert words in launch(command, forked=True, **env).refusal

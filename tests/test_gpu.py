@@ -18,6 +18,7 @@ from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32"
 RESNET = "--model resnet18 --image-size 64"
+LONG = "--model gpt-12x4x256 --context 512 --optimizer sgd --max-steps 4"
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
 
@@ -33,6 +34,8 @@ def train(script, world_size, flags, output, through="", **env):
     env = {"CUDA_VISIBLE_DEVICES": VISIBLE} | env
     finished = succeed(f"{command} {JOB} {flags} --output-dir {output}", **env)
     assert not finished.our_warnings
+    if "LoRA" in script:  # it writes adapters instead of all weights
+        return None, json.loads((output / "result.json").read_text())
     return read_run(output)
 
 
@@ -51,11 +54,12 @@ ALIKE = [  # all weights as on one GPU
 ]
 ON_GPTS = ["pytorch_float8", "pytorch_float8 --scaling rowwise --compile"]
 ON_GPTS += ["pytorch_FSDP_TP --tp 1", "pytorch_FSDP_TP --tp 1 --dtype bfloat16"]
+ON_GPTS += ["pytorch_FSDP --packed", "pytorch_CP --packed --attention allgather"]
 ON_GPTS += [  # of which a rank may be alone
     f"{t.script} {dtype}".rstrip()
     for t in TECHNIQUES
     if "needs_gpt" in t.traits and t.name not in ("float8", "FSDP_TP")
-    for dtype in ("", "--dtype bfloat16")
+    for dtype in ("", *["--dtype bfloat16"] * ("by_hand" not in t.name))
 ]
 BEYOND = [f"pytorch_{name}" for name in ("TP", "TP --sequence-parallel", "PP", "CP", "EP")]
 BEYOND += [f"pytorch_CP --attention {name}" for name in ("allgather", "ulysses")]
@@ -76,7 +80,6 @@ def test_one_gpu(script, tmp_path):
     _, result = train(script, 1, f"{RESNET} --epochs 2", tmp_path)
     assert result["device"] == torch.cuda.get_device_name(0)
     assert result["devices"] == len(result["gpu_uuids"]) == (GPUS if "_DP" in script else 1)
-    assert (tmp_path / "flight_recorder").is_dir(), "of NCCL's watchdog"
     memory = result["peak_memory_gib"]
     assert 0 < memory["allocated"] <= memory["reserved"] < memory["process"]
     assert memory["dataset"] > 0 and len(result["trained_between"]) == 2
@@ -88,7 +91,8 @@ def test_one_gpu(script, tmp_path):
 @pytest.mark.parametrize("script", [*SCRIPTS, *ON_GPTS, OFFLOAD, *DEEPSPEED])
 def test_a_language_model(script, tmp_path):
     _, result = train(script, 1, "--model gpt-2x2x64 --context 32 --epochs 4", tmp_path)
-    assert result["eval_loss"][-1] < 3.2 and result["tokens_per_second"] > 0
+    first, *_, last = result["eval_loss"]
+    assert last < (first if "LoRA" in script else 3.2) and result["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -100,13 +104,22 @@ def test_no_step_waits_between_prints(script, tmp_path):
     assert len(steps) == 8 and {int(step) for step, kinds in steps.items() if kinds} <= {3, 6, 8}
 
 
-def test_the_same_bits_with_and_without_the_images_on_the_gpu(tmp_path):
-    """A loader with processes cannot keep them there."""
-    flags = f"{RESNET} --epochs 2 --deterministic"
-    held, with_images = train("pytorch_SingleGPU", 1, flags, tmp_path / "held")
-    sent, without = train("pytorch_SingleGPU", 1, f"{flags} --workers 1", tmp_path / "sent")
-    assert with_images["peak_memory_gib"]["dataset"] > without["peak_memory_gib"]["dataset"] == 0
-    assert all(torch.equal(held[name], sent[name]) for name in held)
+OFF_THE_GPU = {  # script, job, the flag that moves it to the CPU, peak of what, GiB saved at least
+    "images": ("pytorch_SingleGPU", f"{RESNET} --deterministic", "--workers 1", "dataset", 0),
+    "activations": ("pytorch_activation_checkpointing", LONG, "--offload", "allocated", 1 / 8),
+}
+
+
+@pytest.mark.parametrize("what", OFF_THE_GPU)
+def test_the_same_weights_with_and_without_it_on_the_gpu(what, tmp_path):
+    """A loader with processes keeps no images there. Of 12 inputs of 1/64 GiB each, three stay.
+    PyTorch has no deterministic loss of a GPT there."""
+    script, job, flag, kind, least = OFF_THE_GPU[what]
+    flags, exact = f"{job} --epochs 2", "--deterministic" in job
+    held, more = train(script, 1, flags, tmp_path / "held")
+    sent, less = train(script, 1, f"{flags} {flag}", tmp_path / "sent")
+    assert more["peak_memory_gib"][kind] > less["peak_memory_gib"][kind] + least
+    torch.testing.assert_close(held, sent, rtol=0, atol=0 if exact else 1e-5)
 
 
 def test_each_rank_sees_one_gpu(tmp_path):
@@ -152,6 +165,25 @@ def test_kernels_of_a_ring(dtype, kv_heads):
     assert not any(t.shape[-2:] == (20, 50) for t in kept)
 
 
+@pytest.mark.parametrize("width", [16, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flex_attention_to_documents(dtype, width):
+    """As with a mask; of a length that is no multiple of its blocks, and of narrow heads."""
+    torch.manual_seed(0)
+    lengths = [[50, 150, 100], [1, 298, 1]]
+    begins = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)]
+                           for row in lengths], device="cuda")  # fmt: skip
+    seen, times = attention_kernels.see_documents(begins), torch.arange(300, device="cuda")
+    assert not torch.is_tensor(seen)
+    shapes = [(2, heads, 300, width) for heads in (4, 2, 2)]
+    given = [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+    found = attend(*given, seen)
+    expected = attend(*given, attention_kernels.mask(begins, times, times))
+    gradient = torch.randn_like(found)
+    ours, theirs = ([t, *torch.autograd.grad(t, given, gradient)] for t in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
 def test_float8_where_it_is_said_to_be():
     pytest.importorskip("torchao")
     from pytorch_float8 import multiplies_float8
@@ -184,6 +216,7 @@ def test_two_gpus_end_with_the_weights_of_one(script, tmp_path):
     weights, result = train(script, n, flags, tmp_path / "all")
     devices = (1, GPUS) if script == "pytorch_DP" else (n, n)
     assert (result["world_size"], result["devices"]) == devices
+    assert devices[0] == 1 or (tmp_path / "all/flight_recorder").is_dir(), "of NCCL's watchdog"
     assert result["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
 

@@ -27,11 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import common
 from jobs import decoder
 from libraries import download, hub
-from techniques import LIBRARIES
+from techniques import LIBRARIES, TECHNIQUES
 
 LAST = "step-00000002-evaluated"
-ONLY_GPT = ("pytorch_TP", "pytorch_FSDP_TP", "pytorch_CP", "pytorch_EP", "pytorch_PP")
-ONLY_GPT += ("pytorch_PP_by_hand",)
+ONLY_GPT = {t.script for t in TECHNIQUES if "needs_gpt" in t.traits}
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 A_GPT = f"{SMALL} --model gpt-4x2x16 --context 16"
 LIBRARY = {t.script: t.script.partition("_")[0] for t in LIBRARIES}

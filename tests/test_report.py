@@ -223,8 +223,9 @@ def test_ranks_are_drawn_on_one_clock(tmp_path):
     write(tmp_path / "rank1.pt.trace.json.gz", GPU + trace_rows.make_rows(GPU, 1), base=1_100_000)
     ranks = traces.read_traces(tmp_path)
     assert [rank["phases"][0].begin for rank in ranks] == [0, pytest.approx(0.1)]
-    draw.draw(tmp_path / "x.svg", {"ranks": ranks, "words": {}})
-    texts = [text.text for text in ElementTree.parse(tmp_path / "x.svg").iter(f"{SVG}text")]
+    drawn = tmp_path / "timeline.svg"
+    assert succeed(f"python timeline.py {tmp_path}", forked=True).lines == [f"drawn: {drawn}"]
+    texts = [text.text for text in ElementTree.parse(drawn).iter(f"{SVG}text")]
     assert texts.count("all_reduce 3.91 KiB") == 2 and texts.count("rank 1") == 1
     assert texts.count("backward") == 3, "two bars, and the legend"
     bars = [traces.Bar("all_reduce", a, a + 3, 8) for a in (0, 1, 4)]
@@ -256,14 +257,6 @@ def test_what_the_pages_say_is_to_be_seen(name):
         assert len(of["backward"]) == (2 if "accumulation" in name else 1)
         assert sent[0].begin > of["backward"][-1].begin
         assert in_phase["optimizer"] == (["broadcast"] * 2 if "ZeRO" in name else [])
-
-
-def test_draw_as_typed(tmp_path):
-    """The command is python timeline.py FOLDER."""
-    write(tmp_path / "rank0.pt.trace.json.gz", trace_rows.make_rows(GPU, 0))
-    finished = succeed(f"python timeline.py {tmp_path}", forked=True)
-    assert finished.lines == [f"drawn: {tmp_path}/timeline.svg"]
-    ElementTree.parse(tmp_path / "timeline.svg")
 
 
 GOOD = gzip.compress(json.dumps({"traceEvents": trace_rows.make_rows(GPU, 0)}).encode())

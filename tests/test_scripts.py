@@ -22,8 +22,6 @@ JOB += " --print-freq 2 --seed 5"
 STEPS = 2 * (250 // 48)
 LAUNCHED = ("pytorch_DDP", 2)  # by torch.distributed.launch; the others are forked
 RUNS = [LAUNCHED, ("pytorch_SingleGPU", 1)]
-MORE = [("pytorch_DDP", 3), ("pytorch_torchrun_DDP", 3)]
-RUNS += [pytest.param(run, marks=pytest.mark.full) for run in MORE]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)

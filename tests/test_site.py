@@ -36,7 +36,7 @@ def browser():
 
 
 @pytest.fixture(params=[390, 1280])
-def page(request, site, browser):
+def page(request, browser, site):  # in this order: without a browser, nothing is built
     """That notes whatever it asks for which is not a file of the site, and errors of scripts."""
     opened = browser.new_page(viewport={"width": request.param, "height": 900})
     opened.goto_page = lambda name: opened.goto(f"file://{site}/{name}.html")
