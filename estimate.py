@@ -207,10 +207,9 @@ def check_batch(args, chosen: list) -> None:
 
 
 def choose(name: str, techniques: list):
-    """The techniques with this name in the table, or with this script."""
+    """The techniques with this name in the table, and all of this script."""
     name = " ".join(name.split())
-    found = [technique for technique in techniques if technique.name == name]
-    found = found or [one for one in techniques if one.name.split()[0] == name]
+    found = [one for one in techniques if name in (one.name, one.name.split()[0])]
     if not found:
         names = dict.fromkeys(technique.name.split()[0] for technique in techniques)
         why = next((row.unpredicted for row in TECHNIQUES if row.name == name), "")

@@ -33,7 +33,7 @@ MISTAKES = {  # name: lines of a script, and what somebody might write in their 
     },
     "input gradients not all-reduced": {"return all_reduce(gradient)": "return gradient"},
     "softmax over local tokens only": {"Sum.apply(logits.exp().sum(1))": "logits.exp().sum(1)"},
-    "clipped by the norm of each stage": {"dist.all_reduce(squares := own": "(squares := own"},
+    "clipped by the norm of each stage": {"dist.all_reduce(squares :=": "(squares :="},
     "micro-batch losses summed instead of averaged": {"density / parts": "density"},
     "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
     "expert gradients summed instead of averaged": {"experts.sources =": "not_used ="},
