@@ -143,15 +143,15 @@ def main():
         owners, microbatches = divide(args, layers, args.pp, at_once)
     common.announce(args, device, readers=shares)
     # ND: the dimension that sends most is innermost, because launchers number the ranks of a
-    # machine consecutively. tp sends in every layer, cp in every attention, shards once per block,
-    # replicas once per step. pp sends least and suits the links between machines.
+    # machine consecutively: tp in each layer, cp in each attention, shards by block, pp least.
     # cp ranks have different tokens, so FSDP treats them like other data-parallel ranks
     sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     pipeline, here = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     if args.cp > 1:  # ND: groups of their own, within those of shard
-        ranks = torch.arange(world_size).view(-1, args.cp, args.tp).mT.reshape(-1, args.cp)
-        cp, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        span = args.cp * args.tp
+        groups = [[*range(r, r + span, args.tp)] for r in range(world_size) if r % span < args.tp]
+        cp, _ = dist.new_subgroups_by_enumeration(groups)
     # ND: hides the advice to flatten mesh dimensions
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # ND: dropout differs by rank, but not among tp ranks that have the same positions
@@ -206,8 +206,8 @@ def main():
         setattr(model, name, buffer.to(device))  # offload: not sharded, stay on the GPU
     tied = set()
     if args.tie and owners[-1] > 0:
-        ranks = torch.arange(world_size).view(args.pp, -1)[[0, -1]].mT
-        ends, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # PP: they share a matrix
+        last = range(world_size - world_size // args.pp, world_size)  # PP: they share a matrix
+        ends, _ = dist.new_subgroups_by_enumeration([[r - last[0], r] for r in last])
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
     loss_fn = partial(mean_loss, train_set, parts)
     if args.pp > 1:
