@@ -223,11 +223,12 @@ def choose(name: str, techniques: list):
 
 def checked(predictions):
     """Yield all predictions. A technique without one is a row with the reason; exit if that is the
-    same for the first two techniques, or if no technique has one."""
+    same for the first two scripts, or if no technique has one."""
     seen = []
     for prediction in predictions:
         seen.append(prediction)
-        if len(seen) == 2 and seen[0].mistake == prediction.mistake != "":
+        scripts = {one.technique.name.split()[0] for one in seen}
+        if len(scripts) == 2 and {one.mistake for one in seen} == {prediction.mistake} != {""}:
             stop(prediction)
         yield prediction
     if all(prediction.mistake for prediction in seen):
