@@ -95,7 +95,8 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
             logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             # Accelerate: steps optimizer and scheduler, and clears the gradients, in here
             accelerator.backward(loss)  # DeepSpeed: averages the gradients in buckets
             run.log(loss)  # copied from the device only when it is printed

@@ -306,7 +306,7 @@ def evaluate(
         model: plain or wrapped. Returns ``None`` on ranks of a pipeline that have no logits.
         loader: in order; on several ranks with ``DistributedSampler(shuffle=False)``.
         cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
-        head: makes logits of outputs ``[tokens, width]``; ``cut`` then flattens labels.
+        head: makes logits of outputs ``[tokens, width]``.
     """
     if own := getattr(loader.dataset, "evaluate", None):  # the user's own loss
         return own(model, loader, device)
@@ -321,14 +321,14 @@ def evaluate(
         seen += len(labels)
         if (out := model(images)) is None:
             continue
-        # Some positions at a time, of up to half a GiB of logits, as a vocabulary may be large
+        # Some labels at a time, of up to half a GiB of logits, as a vocabulary may be large
         parts = 1 + labels.numel() * len(loader.dataset.classes) // 2**27
-        pieces = (t.chunk(parts, -1 if out.ndim > 2 else 0) for t in (out, cut(labels), cut(real)))
-        for some, answers, counted in zip(*pieces, strict=True):
+        flat = out.flatten(0, -2), cut(labels).flatten(), cut(real).flatten()
+        for some, answers, counted in zip(*(t.chunk(parts) for t in flat), strict=True):
             some = whole(head(some)).to(torch.get_default_dtype())
             losses = F.cross_entropy(some, answers, reduction="none") * counted
             correct = (some.argmax(1) == answers) & counted
-            sums += torch.stack([losses, correct, counted]).flatten(1).sum(1, dtype=torch.float64)
+            sums += torch.stack([losses, correct, counted]).sum(1, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(sums)
     loss, correct, samples = sums.tolist()

@@ -114,7 +114,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             fabric.backward(loss)  # DDP: averages the gradients in buckets
             if args.clip_grad:
                 # Fabric: would raise an exception before --on-nan can report it

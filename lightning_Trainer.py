@@ -90,9 +90,9 @@ class Task(lightning.LightningModule):
         self.model.train()  # Trainer: leaves it in the mode that it finds
 
     def training_step(self, batch, batch_index):
-        images, labels = batch
-        logits = self.model(images)
-        return F.cross_entropy(logits, labels) * self.run.train_set.weight(labels)
+        logits, labels = self.model(batch[0]), batch[1]
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        return loss * self.run.train_set.weight(labels)
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
         if self.deepspeed:  # DeepSpeed: has its own step

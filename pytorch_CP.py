@@ -208,7 +208,7 @@ def main():
             tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions).to(torch.get_default_dtype())
-            total = F.cross_entropy(logits, labels, reduction="sum")  # CP: maybe of no label
+            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
             loss = total / labels.numel() / train_set.density  # CP: equal shards
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:

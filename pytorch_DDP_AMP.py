@@ -90,7 +90,8 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
                 logits = model(images)
-                loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+                loss *= train_set.weight(labels)  # chat: by tokens
             # DDP: averages the gradients in buckets, as they become ready
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:

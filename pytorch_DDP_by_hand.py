@@ -116,7 +116,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # by hand: full buckets are averaged meanwhile
             for bucket in buckets:
                 if args.average != "overlap":

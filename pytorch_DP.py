@@ -79,7 +79,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = parallel(images)  # DP: scatters the batch, copies weights, computes, gathers
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # DP: clipping needs unscaled gradients

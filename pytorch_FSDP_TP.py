@@ -1,8 +1,7 @@
 """Train on several devices with tensor parallelism within a row of the mesh, FSDP across rows.
 
-Differs     from pytorch_TP.py: the ranks form a 2-D device mesh. The ranks of a row process the
-            same part of the batch with tensor parallelism. The ranks of a column have the same
-            tensor-parallel shards, and FSDP shards these again. Lines tagged "# 2-D:".
+Differs     from pytorch_TP.py: in a 2-D device mesh, the ranks of a row process the same part of
+            the batch, and FSDP shards the shards of a column again. Lines tagged "# 2-D:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2
             torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2 --sequence-parallel
 Use it      on several machines: tensor parallelism, which sends most, within one, and FSDP, which
@@ -178,7 +177,8 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images).to(torch.get_default_dtype())
-                loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+                loss *= train_set.weight(labels)  # chat: by tokens
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             add_up_gradients(model)  # TP: those of norms and routers, over the ranks
             if args.clip_grad:

@@ -123,7 +123,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)

@@ -1,7 +1,7 @@
 """Train on many devices with several techniques combined on one device mesh.
 
-Differs     from pytorch_torchrun_DDP.py: this script combines the other scripts and imports their
-            functions. Its own lesson is the order to apply them in. Lines tagged "# ND:".
+Differs     from pytorch_FSDP_TP.py in most lines: it is not one technique. It imports the functions
+            of the other scripts; its own lesson is the order to apply them in, tagged "# ND:".
 Command:    torchrun --nproc_per_node=4 pytorch_ND_parallel.py --tp 2
             torchrun --nproc_per_node=8 pytorch_ND_parallel.py --model llama-4x4x64 --dp-shard 2
             --tp 2 --pp 2 --ac full --dtype bfloat16

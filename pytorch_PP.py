@@ -93,7 +93,7 @@ def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, 
 
 
 def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    total = F.cross_entropy(logits, labels, reduction="sum")  # of a shard, maybe of no label
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return total / labels.numel() / data.density / parts
 
 

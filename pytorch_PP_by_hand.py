@@ -116,7 +116,7 @@ class Pipe:
 
 
 def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits, labels) * data.weight(labels) / parts
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten()) * data.weight(labels) / parts
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:

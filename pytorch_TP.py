@@ -168,7 +168,8 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(images).to(torch.get_default_dtype())
-                loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+                loss *= train_set.weight(labels)  # chat: by tokens
                 loss.backward()  # TP: gradients of this rank's shards are complete
             add_up_gradients(model)  # TP: those of norms and routers, over the ranks
             if args.clip_grad:

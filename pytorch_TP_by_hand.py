@@ -79,13 +79,13 @@ def own(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
-    """``F.cross_entropy`` of ``[batch, vocabulary, time]``. For each label, ranks exchange three
+    """``F.cross_entropy`` of ``[batch, time, vocabulary]``. For each label, ranks exchange three
     numbers instead of logits: the largest, the sum of exponentials, and the label's own."""
-    (labels, here), counted = own(labels, logits.shape[1]), labels >= 0  # chat: others are masked
+    (labels, here), counted = own(labels, logits.shape[2]), labels >= 0  # chat: others are masked
     logits = logits.to_local()
-    logits = logits - all_reduce(logits.detach().amax(1), dist.ReduceOp.MAX)[:, None]
-    total = Sum.apply(logits.exp().sum(1))  # by hand: g, so backward sends nothing
-    right = Sum.apply(logits.gather(1, labels[:, None])[:, 0] * here)
+    logits = logits - all_reduce(logits.detach().amax(2), dist.ReduceOp.MAX)[..., None]
+    total = Sum.apply(logits.exp().sum(2))  # by hand: g, so backward sends nothing
+    right = Sum.apply(logits.gather(2, labels[..., None])[..., 0] * here)
     return ((total.log() - right) * counted).sum() / counted.sum()
 
 
@@ -109,8 +109,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
             layer.forward = partial(look_up if name == "token" else linear, layer)
 
     def as_dtensor(model: nn.Module, inputs: tuple, logits: Tensor) -> DTensor:
-        like = torch.empty(len(logits), len(model.vocabulary), logits.shape[2], device="meta")
-        return DTensor.from_local(logits, mesh, [Shard(1)], shape=like.shape, stride=like.stride())
+        like = torch.empty(*logits.shape[:2], len(model.vocabulary), device="meta")
+        return DTensor.from_local(logits, mesh, [Shard(2)], shape=like.shape, stride=like.stride())
 
     model.register_forward_hook(as_dtensor)  # by hand: evaluation gathers it
 

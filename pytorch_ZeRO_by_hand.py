@@ -155,7 +155,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # by hand: waits for each full bucket
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")

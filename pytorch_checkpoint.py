@@ -55,8 +55,7 @@ def save(run, model, optimizer, group, writing):
         for old in {*folder.parent.glob("step-*")} - kept if rank == 0 else ():
             (old / ".metadata").unlink(missing_ok=True)  # DCP: first, as it was written last
             shutil.rmtree(old)
-        if run.args.async_save and not run.ends_now:
-            # DCP: a future. It returns when the shards are copied; a thread writes the copy.
+        if run.args.async_save and not run.ends_now:  # DCP: a future, once shards are copied
             options = {"async_stager": STAGER} if torch.__version__ >= "2.14" else {}
             return dcp.async_save(tensors, checkpoint_id=folder, process_group=group, **options)
         dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
@@ -144,7 +143,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)  # FSDP: all-gathers each block
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)

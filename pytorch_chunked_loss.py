@@ -112,7 +112,7 @@ def main():
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
-        run.report(common.evaluate(model, eval_loader, device, torch.flatten, model.head))
+        run.report(common.evaluate(model, eval_loader, device, head=model.head))
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report

@@ -72,7 +72,7 @@ def main():
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # DDP: no second copy of the gradients
-        # hook: one bucket on gloo, whose threads would mix up powersgd's all-reduces of several
+        # hook: one bucket on gloo, which would match all-reduces of several in the wrong order
         bucket_cap_mb=None if device.type == "cuda" else 1_000_000,
     )
     model.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
@@ -100,7 +100,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(images)
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)

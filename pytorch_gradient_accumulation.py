@@ -98,7 +98,7 @@ def main():
                 last = part == args.accumulate - 1
                 with contextlib.nullcontext() if last else model.no_sync():
                     logits = model(images_of[part])
-                    loss = F.cross_entropy(logits, labels_of[part])
+                    loss = F.cross_entropy(logits.flatten(0, -2), labels_of[part].flatten())
                     loss *= train_set.weight(labels_of[part])
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
                     loss.backward()  # DDP: averages the gradients, in the last micro-batch

@@ -77,7 +77,8 @@ def main():
         for images, labels in run.batches(train_loader, epoch, dtype):  # half: in this dtype
             half_model.zero_grad()  # otherwise gradients would accumulate
             logits = half_model(images).float()  # half: the softmax needs fp32 precision
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             (loss * loss_scale).backward()  # half: keeps gradients that float16 would round to 0
             for weight, half in pairs:
                 weight.grad = half.grad.float().div_(loss_scale)

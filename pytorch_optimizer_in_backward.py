@@ -102,7 +102,8 @@ def main():
         model.train()
         for images, labels in run.batches(train_loader, epoch):
             logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
-            loss = F.cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed

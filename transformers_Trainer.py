@@ -49,7 +49,8 @@ class Trainer(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = model(inputs["images"])
-        self.loss = F.cross_entropy(logits, inputs["targets"]) * inputs["weight"]
+        loss = F.cross_entropy(logits.flatten(0, -2), inputs["targets"].flatten())
+        self.loss = loss * inputs["weight"]
         return self.loss
 
 

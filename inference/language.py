@@ -103,7 +103,7 @@ class CachedRunner:
         new, begin = tokens[:, self.seen :], self.seen
         self.seen = tokens.shape[1]
         positions = torch.arange(begin, self.seen, device=self.runner.device)
-        return self.runner.model(new.to(self.runner.device), positions)[:, :, -1].cpu()
+        return self.runner.model(new.to(self.runner.device), positions)[:, -1].cpu()
 
     def remove(self) -> None:
         for block in self.runner.model.blocks:
@@ -124,7 +124,7 @@ def continue_text(args, runner: Runner) -> str:
         if cache and tokens.shape[1] > args.context:
             cache = cache.remove()
         whole = tokens[:, -args.context :].contiguous()
-        logits = cache(tokens) if cache else runner(whole)[:, :, -1]
+        logits = cache(tokens) if cache else runner(whole)[:, -1]
         tokens = torch.cat([tokens, draw(logits, args.temperature, args.most, generator)], 1)
     return to_text(args, tokens[0].tolist())
 
@@ -155,7 +155,7 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
     numbers = torch.arange(len(text)).split(args.batch_size)
     for batch in tqdm(numbers, "test", leave=False, disable=None):
         tokens, labels = text.prepare_evaluation((batch,), "cpu")
-        logits = runner(tokens).double()
+        logits, labels = runner(tokens).double().flatten(0, 1), labels.flatten()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).sum().item()
         n += (labels >= 0).sum().item()

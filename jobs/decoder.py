@@ -175,10 +175,3 @@ def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
         config = hub.make_config(size, context, vocabulary, bool(args.tie))
     left_out = {"vocabulary"} | ({"head.weight"} if args.tie else set())
     hub.write_folder(folder, config, {n: t for n, t in weights.items() if n not in left_out})
-
-
-def check_deterministic(name: str, model: nn.Module) -> None:
-    """Reject decoders on a GPU, where PyTorch's reduction of a loss with a dimension besides batch
-    and classes is not deterministic (``nll_loss2d_forward_out_cuda_template``)."""
-    why = f"PyTorch computes the loss of {name} deterministically on CPUs only"
-    fail(f"--deterministic: {why}; use --device cpu")

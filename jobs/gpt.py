@@ -150,8 +150,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens ``[batch, time]`` to logits ``[batch, vocabulary, time]``, the shape
-    that ``F.cross_entropy`` takes with labels ``[batch, time]``.
+    """Tokens ``[batch, time]`` to logits ``[batch, time, vocabulary]``.
 
     Linear layers have no bias; a key's bias, for example, would cancel in the softmax. Weights are
     initialized by :func:`jobs.decoder.init_weights`. ``vocabulary``: code points of the tokens'
@@ -196,8 +195,7 @@ class Decoder(nn.Module):
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits from the output of the last block."""
-        # A copy, which the loss would make anyway; and FSDP warns about views.
-        return self.head(self.norm(x)).transpose(1, 2).contiguous()
+        return self.head(self.norm(x))
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """``tokens`` are packed if they are ``[batch, 2, time]``, with the position of each in its

@@ -89,6 +89,9 @@ class Batch(OrderedDict):
     def to(self, device) -> "Batch":
         return Batch(pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(self)))
 
+    def flatten(self) -> "Batch":
+        return self
+
     def some(self, index) -> "Batch":
         return Batch(some(dict(self), len(self), index))
 
@@ -214,8 +217,8 @@ def make_model(args, classes: list[str]) -> nn.Module:
 
 
 def accept_batches(contract: Contract) -> None:
-    """Let the module take a :class:`Batch` and return its losses ``[n]``, whose mean is the loss;
-    in evaluation the sums of losses, of correct answers and of labels ``[1, 3]``."""
+    """Let the module take a :class:`Batch` and return its losses ``[n, 1]``, whose mean is the
+    loss; in evaluation the sums of losses, of correct answers and of labels ``[1, 3]``."""
     kind = contract.kind
 
     @functools.wraps(kind.forward)
@@ -230,7 +233,8 @@ def accept_batches(contract: Contract) -> None:
             kwargs["num_items_in_batch"] = labels.clamp(min=1)
         loss, correct = contract.score(kind.forward(module, *args, **kwargs), inputs, labels)
         if module.training:
-            return loss * batch["samples"] / len(batch) / batch["labels"].clamp(min=1)
+            losses = loss * batch["samples"] / len(batch) / batch["labels"].clamp(min=1)
+            return losses[:, None]
         return torch.stack([loss.double(), correct.double(), labels.double()])[None]
 
     contract.parts.module.__class__ = type(kind.__name__, (kind,), {"forward": forward})

@@ -84,4 +84,4 @@ def make_shapes(
     with torch.device("meta"):
         tokens = torch.empty(size, dtype=torch.int64)
         hidden = torch.empty(batch, time // parts, width, dtype=dtype, requires_grad=True)
-        return [tokens, hidden, torch.empty(batch, classes, time, requires_grad=True)]
+        return [tokens, hidden, torch.empty(batch, time, classes, requires_grad=True)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    TABLES,
     cases,
     launch,
     launcher,
@@ -32,14 +33,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 20 --batch-size 24 --context 24"
 JOB += " --max-steps 3 --double"
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-ROPE = {
-    "default": None,
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": dict(YARN, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
-    "yarn": YARN, "yarn_factor": YARN | {"attention_factor": 1.3},
-    "yarn_scales": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False},
-}  # fmt: skip
+ROPE = TABLES["rope"]
 MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LETTERS = " abcdefghijklmnopqrstuvwxyz"  # of the synthetic text
 VOCABULARY = len(LETTERS)
@@ -111,7 +105,7 @@ def route(router, x):
 
 @torch.no_grad()
 def logits_of(model):
-    return model(TOKENS).logits.transpose(1, 2)
+    return model(TOKENS).logits
 
 
 @pytest.fixture
@@ -124,17 +118,7 @@ def in_float64(monkeypatch):
                     monkeypatch.setattr(module, "forward", forward)
 
 
-ARCHITECTURES = [
-    ("llama", 2, 12, "default"), ("llama", 1, 16, "linear"), ("llama", 4, 12, "llama3"),
-    ("mistral", 1, 16, "default"), ("mistral", 4, 16, "yarn_factor"),
-    ("qwen2", 1, 16, "yarn"), ("qwen2", 4, 12, "default"),
-    ("qwen3", 1, 16, "yarn_scales"), ("qwen3", 4, 16, "default"),
-    ("qwen3_moe", 1, 16, "llama3"), ("qwen3_moe", 4, 16, "yarn"),
-    ("mixtral", 1, 16, "yarn"), ("mixtral", 4, 16, "linear"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind, kv, head_dim, rope", ARCHITECTURES)
+@pytest.mark.parametrize("kind, kv, head_dim, rope", TABLES["decoders"])
 def test_we_read_what_transformers_writes(kind, kv, head_dim, rope, tmp_path, our_logits, request):
     """The same logits: within 1e-5 in fp32, and 1e-10 where transformers' norms compute in
     float64, too."""
@@ -311,12 +295,7 @@ def test_its_own_tokenizer(tmp_path):
     assert speak(run) == speak(tmp_path / "out") == speak(folder) and len(speak(run)[0][0]) < 15
 
 
-WRONG = {  # of a folder's config.json
-    "hidden_act": "gelu", "model_type": "gemma", "attention_bias": True, "mlp_bias": True,
-    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "hidden_size": None,
-    "mlp_only_layers": [1], "decoder_sparse_step": 2, "router_jitter_noise": 0.1,
-    "partial_rotary_factor": 0.5, "quantization_config": {"bits": 4},
-}  # fmt: skip
+WRONG = TABLES["unknown_in_config"]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -103,7 +103,7 @@ def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
                 place = args.seed, epoch, index
                 tokens, labels = train_set.prepare(batch, "cpu", *place, share=(rank, n))
                 optimizer.zero_grad()
-                F.cross_entropy(model(tokens), labels).backward()
+                F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
                 if args.clip_grad:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
                 optimizer.step()
