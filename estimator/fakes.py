@@ -91,7 +91,7 @@ def stand_in_for_numbers() -> None:
     # LayerDrop compares one number: the largest, so that no layer is skipped
     torch.rand = lambda *a, **b: torch.tensor(1.0) if a == ([],) and not b else rand(*a, **b)
     torch.utils.swap_tensors = swap
-    torch.nn.init.trunc_normal_ = lambda tensor, *_, **__: tensor  # it reads the drawn values
+    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it reads drawn values
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # a copied model shares it
     with contextlib.suppress(RuntimeError):  # it is registered already
         SHAPES.impl("_fused_sgd_", lambda *_, **__: None)

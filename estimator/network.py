@@ -95,9 +95,8 @@ def between(few: list[Message], many: list[Message], n: int) -> list[Message]:
     for kind in kinds:
         a, b = ([m for m in some if (m.kind, m.phase) == kind] for some in (few, many))
         part = (n - a[0].ranks) / (b[0].ranks - a[0].ranks)
-        sizes = [
-            one.size + part * (other.size - one.size) for one, other in zip(a, b, strict=False)
-        ]
+        pairs = zip(a, b, strict=False)
+        sizes = [one.size + part * (other.size - one.size) for one, other in pairs]
         if len(a) != len(b):
             count = round(len(a) + part * (len(b) - len(a)))
             sizes = count * [sum(m.size for m in a) / count]

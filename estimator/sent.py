@@ -7,8 +7,7 @@ ranks (Thakur et al. 2005, doi:10.1177/1094342005051521):
     reduce-scatter   bytes * (N - 1) / N         of the full input
     all-gather       bytes * (N - 1) / N         of the full output
     all-to-all       bytes * (N - 1) / N         of a rank's input, in equal parts
-    broadcast        bytes * (N - 1) / N
-    reduce           bytes * (N - 1) / N
+    broadcast, reduce: bytes * (N - 1) / N
     scatter          bytes * (N - 1) / N         of a rank's output, in equal parts
     send             bytes
 """

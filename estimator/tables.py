@@ -38,11 +38,9 @@ def fits(args, prediction) -> bool:
 
 def more(size: int) -> str:
     """How much is missing, rounded up: never 0."""
-    return (
-        f"{-(-size // 2**20)} MiB"
-        if size < 0.1 * GIB
-        else f"{math.ceil(100 * size / GIB) / 100:.2f} GiB"
-    )
+    if size < 0.1 * GIB:
+        return f"{-(-size // 2**20)} MiB"
+    return f"{math.ceil(100 * size / GIB) / 100:.2f} GiB"
 
 
 def room_of(args) -> int:

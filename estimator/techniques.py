@@ -28,6 +28,12 @@ from techniques import Technique as Row
 
 ON_HOST = ("offloaded",)  # kinds of memory on the CPU; with offload of FSDP:
 ALL_ON_HOST = ("parameters", "gradients", "optimizer", "update", *ON_HOST)
+ADVICE = {  # by a part of an error's message
+    "doesn't require gradient": "this script cannot train a model with frozen parameters",
+    "no attribute 'requires_grad'": "this script needs blocks that return one tensor, not a tuple",
+    "tensors was saved during": "a block saves less when recomputed; a cache needs use_cache=False",
+    "to view Float as Byte": "DeepSpeed doesn't support scalar parameters; use a tensor of size 1",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +162,8 @@ def predict(
         _, _, said = complaint.getvalue().strip().rpartition(": error: ")
         return found(mistake=said.splitlines()[0] if said else "it ended before its first step")
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        advice = next((f" ({ADVICE[part]})" for part in ADVICE if part in str(error)), "")
+        said = " ".join(f"{type(error).__name__}: {error}".split())[: 200 - len(advice)] + advice
         return found(mistake=place_of(error) + said, error=own_traceback(error))
     live, inputs = run
     peaks = live.peaks(technique.on_host)

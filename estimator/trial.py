@@ -296,11 +296,8 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
         make(hooks, pack_on_cpu if ours else pack, unpack)
 
     torch.autograd.backward, saved_tensors_hooks.__init__ = backward, make_hooks
-    numberless = (
-        contextlib.nullcontext()
-        if ranks is None
-        else fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    )
+    fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    numberless = contextlib.nullcontext() if ranks is None else fake
     with numberless, live, contextlib.suppress(Finished):
         yield
 

@@ -69,11 +69,9 @@ def plan(schedule: str, ranks: int, microbatches: int):
     owners = ranks_of_stages(schedule, ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        parts = [
-            PipelineStage(nn.Identity(), number, len(owners), torch.device("cpu"))
-            for number, owner in enumerate(owners)
-            if owner == 0
-        ]
+        own = [number for number, owner in enumerate(owners) if owner == 0]
+        among = len(owners), torch.device("cpu")
+        parts = [PipelineStage(nn.Identity(), number, *among) for number in own]
         return SCHEDULES[schedule](parts if len(parts) > 1 else parts[0], microbatches)
     finally:
         dist.destroy_process_group()

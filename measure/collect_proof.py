@@ -20,6 +20,7 @@ from report import fresh  # noqa: E402
 
 PROOF = ROOT / "results" / "proof.json"
 TABLES = "parity parity_gpt bytes sent loss shared silent parity_shared silent_examples optimizers"
+TABLES += " combinations"
 
 
 def read_measured(paths):
@@ -32,18 +33,17 @@ def read_measured(paths):
             key = row["script"], row.get("ranks"), row.get("optimizer"), row.get("mistake")
             found[node.get("name")][key] = row
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    about = {"machine": platform.processor() or platform.machine()}
     before, tables = json.loads(PROOF.read_text()), {}
     measured = before["measured"]
     for table, rows in found.items():
         rows = sorted(rows.values(), key=lambda row: json.dumps(row, sort_keys=True))
-        tables[table] = rows or before[table]
+        tables[table] = rows or before.get(table, [])
         if rows:
             scripts = {f"{row['script'].split()[0]}.py" for row in rows}
             below = ["examples/silent/two_ranks.py"] if table == "silent_examples" else fresh.BELOW
             files = fresh.files_of(ROOT, scripts, below)
             measured[table] = {"git_commit": git_commit(), "versions": versions, "files": files}
-    return about | {"measured": measured} | tables
+    return {"machine": platform.processor() or platform.machine(), "measured": measured} | tables
 
 
 if __name__ == "__main__":

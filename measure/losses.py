@@ -10,6 +10,7 @@ float8  pytorch_float8.py against bfloat16, after 300 steps.
 Writes results/losses.json.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -24,12 +25,9 @@ from report.fresh import files_of  # noqa: E402
 
 RECIPE = "@config/shakespeare.args --device cpu --print-freq 500"
 FLAGS = {"muon": f"{RECIPE} --max-steps 600", "float8": f"{RECIPE} --max-steps 300"}
+MUON = itertools.product(("pytorch_FSDP", "pytorch_Muon"), (0.001, 0.002, 0.004))
 ROWS = {
-    "muon": [
-        f"{script}.py --lr {lr}"
-        for script in ("pytorch_FSDP", "pytorch_Muon")
-        for lr in (0.001, 0.002, 0.004)
-    ],
+    "muon": [f"{script}.py --lr {lr}" for script, lr in MUON],
     "float8": [
         "pytorch_FSDP.py",
         "pytorch_FSDP.py --dtype bfloat16",

@@ -118,11 +118,9 @@ def run_alone(row: dict, device: str, folder: Path) -> dict:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     if on_cpu:
         return {"allocated": sum(live.peak().values())}
-    return {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "step_seconds": statistics.median(TimedRun.seconds),
-    }
+    found = {"allocated": torch.cuda.max_memory_allocated()}
+    found |= {"reserved": torch.cuda.max_memory_reserved()}
+    return found | {"step_seconds": statistics.median(TimedRun.seconds)}
 
 
 def predict(row: dict, device: str, folder: Path) -> dict:

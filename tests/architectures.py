@@ -1,27 +1,26 @@
-"""Small models of many architectures, as functions for --module: see test_estimate.py."""
+"""Small models of many architectures, as functions for --module: see test_architectures.py. Those
+of transformers are in architectures.yaml."""
+
+from functools import partial
+from pathlib import Path
 
 import torch
 import torchvision
 import transformers
+import yaml
 from torch import nn
 
-IDS = torch.zeros(2, 16, dtype=torch.int64)
 IMAGES = torch.zeros(2, 3, 32, 32)
-TEXT = {"input_ids": IDS, "labels": IDS}
-BLOCKS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-BLOCKS |= {"num_attention_heads": 4}
-VISION = BLOCKS | {"image_size": 32, "patch_size": 16}
-WORDS = BLOCKS | {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-GROUPED = WORDS | {"num_key_value_heads": 2}
-MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SIDES = {"d_model": 32, "vocab_size": 96, "pad_token_id": 0, "decoder_start_token_id": 0}
-for side in ("encoder", "decoder"):
-    SIDES |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+PLAIN = {"weights": None, "weights_backbone": None, "num_classes": 5}
+LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-def of(name, batch, **sizes):
-    kind = getattr(transformers, name)
-    return lambda: (kind(kind.config_class(**sizes)), batch)
+def listed(name):
+    kind, shapes, sizes = LISTED[name]
+    kind = getattr(transformers, kind)
+    of = {key: torch.int64 if key in ("input_ids", "labels") else None for key in shapes}
+    batch = {key: torch.zeros(shape, dtype=of[key]) for key, shape in shapes.items()}
+    return kind(kind.config_class(**sizes)), batch
 
 
 class TwoInputs(nn.Module):
@@ -76,23 +75,18 @@ def denoiser():
 
 
 def segmentation():
-    options = {"weights": None, "weights_backbone": None, "num_classes": 5}
-    model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(**options)
+    model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(**PLAIN)
     return model, torch.zeros(2, 3, 64, 64), lambda out, _: out["out"].square().mean()
 
 
 def detector():
-    options = {"weights": None, "weights_backbone": None, "num_classes": 5}
-    model = torchvision.models.detection.fcos_resnet50_fpn(**options)
+    model = torchvision.models.detection.fcos_resnet50_fpn(**PLAIN)
     targets = [{"boxes": torch.zeros(1, 4), "labels": torch.zeros(1, dtype=torch.int64)}] * 2
     return model, ([*IMAGES], targets), lambda out, _: sum(out.values())
 
 
 def clip():
-    sizes = {"text_config": WORDS, "vision_config": VISION, "projection_dim": 16}
-    model = transformers.CLIPModel(transformers.CLIPConfig(**sizes))
-    batch = {"input_ids": IDS, "pixel_values": IMAGES}
-    return model, batch, lambda out, _: out.logits_per_text.square().mean()
+    return *listed("clip"), lambda out, _: out.logits_per_text.square().mean()
 
 
 ARCHITECTURES = {
@@ -105,35 +99,6 @@ ARCHITECTURES = {
     "video": lambda: (torchvision.models.video.mc3_18(num_classes=5), torch.zeros(2, 3, 4, 32, 32)),
     "swin": lambda: torchvision.models.swin_t(num_classes=5),
     "convnext": lambda: torchvision.models.convnext_tiny(num_classes=5),
-    "mixtral": of("MixtralForCausalLM", TEXT, **GROUPED, num_local_experts=4),
-    "qwen3_moe": of("Qwen3MoeForCausalLM", TEXT, **GROUPED, **MIXTURE, num_experts=4),
-    "deepseek": of(
-        "DeepseekV3ForCausalLM", TEXT, **WORDS, **MIXTURE, num_key_value_heads=4, n_group=1,
-        n_routed_experts=4, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    ),
-    "gemma": of("Gemma2ForCausalLM", TEXT, **GROUPED, head_dim=8),
-    "mamba": of("MambaForCausalLM", TEXT, hidden_size=32, num_hidden_layers=2, vocab_size=96),
-    "t5": of(
-        "T5ForConditionalGeneration", TEXT, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-        vocab_size=96, decoder_start_token_id=0,
-    ),
-    "bart": of("BartForConditionalGeneration", TEXT, **SIDES, bos_token_id=0, eos_token_id=0),
-    "whisper": of(
-        "WhisperForConditionalGeneration",
-        {"input_features": torch.zeros(2, 80, 200), "labels": IDS},
-        **SIDES, max_source_positions=100, bos_token_id=0, eos_token_id=0,
-    ),
-    "hubert": of(
-        "HubertForSequenceClassification",
-        {"input_values": torch.zeros(2, 4000), "labels": torch.zeros(2, dtype=torch.int64)},
-        **BLOCKS, conv_dim=[16] * 7, mask_time_prob=0.0,
-    ),
     "clip": clip,
-    "masked_autoencoder": of(
-        "ViTMAEForPreTraining", {"pixel_values": IMAGES}, **VISION, decoder_hidden_size=32,
-        decoder_num_hidden_layers=1, decoder_num_attention_heads=4, decoder_intermediate_size=32,
-    ),
-    "modernbert": of("ModernBertForMaskedLM", TEXT, **WORDS, cls_token_id=0, sep_token_id=0),
-}  # fmt: skip
-globals().update(ARCHITECTURES)
+}
+globals().update({name: partial(listed, name) for name in LISTED} | ARCHITECTURES)

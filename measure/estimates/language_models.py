@@ -9,6 +9,7 @@ have reserved for them, which depends on the order of allocations and on FSDP's 
 import json
 import os
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,13 @@ FIGURES = "published", "lowest", "highest"
 
 class GraphBytes(LiveBytes):
     """Counts as if a traced graph ran: all on one stream, and a tensor is freed after the last
-    operation that reads it. Eager PyTorch frees what autograd saved after the whole node."""
+    operation that reads it. Eager PyTorch frees what autograd saved after the whole node, as it
+    does for the loss if only the ``model`` is traced."""
 
-    def __init__(self):
+    def __init__(self, model: bool):
         super().__init__()
         self.last, self.freed = {}, {}  # by storage number, and by index into changes
+        self.eager = ("activations", "temporary") if model else ()  # kinds that llama.py sets
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -45,7 +48,8 @@ class GraphBytes(LiveBytes):
 
     def forget(self, address: int) -> None:
         number, _ = self.alive[address]
-        self.freed[len(self.changes)] = self.last[number] - 0.5  # before the next change
+        if self.kinds[number] not in self.eager:
+            self.freed[len(self.changes)] = self.last[number] - 0.5  # before the next change
         super().forget(address)
 
     def reorder(self) -> None:
@@ -66,11 +70,15 @@ def predict(row: dict, layers: int) -> list[int]:
     if "script" in row:
         options = {"classes": llama.VOCABULARY, "rank": row["rank"], "layers": layers}
         live, _ = trial.run_script(row["script"].split(), row["gpus"], **options)
-        return [sum(live.peak().values()), 0]
-    live = GraphBytes() if row.get("graph") else LiveBytes()
-    ranks = row["gpus"] * (row["program"] == "pretrain")
-    count(live, ranks, partial(getattr(llama, row["program"]), layers=layers, **row["options"]))
-    if row.get("graph"):
+        before, left = live.changes[: live.begin], Counter()
+        for number, more in before:
+            left[number] += more  # 0: of another stage, which torchtitan has without data
+        live.changes[: live.begin] = [change for change in before if left[change[0]]]
+    else:
+        live = GraphBytes(row["graph"] == "model") if "graph" in row else LiveBytes()
+        train = partial(getattr(llama, row["program"]), layers=layers, **row["options"])
+        count(live, row["gpus"] * (row["program"] == "pretrain"), train)
+    if "graph" in row:
         live.reorder()
     [(_, *peaks)] = replay(live, [len(live.changes)], expandable=True)
     return peaks
@@ -100,16 +108,13 @@ def compare(done: dict[str, list[int]]) -> dict:
         peaks[row["name"]] = row | beside(row["published"], of_tensors, highest, highest)
     for row in GIVEN["speeds"]:
         speeds[row["name"]] = row | beside(row["published"], *predict_speed(row))
-    differences = [
-        {"from": one, "to": other}
-        | beside(*(peaks[one][key] - peaks[other][key] for key in (*FIGURES, "highest")))
-        for one, other in GIVEN["pairs"]
-    ]
-    slopes = [
-        {"from": one, "to": other}
-        | beside(*(speeds[other][key] / speeds[one][key] for key in FIGURES))
-        for one, other in GIVEN["slopes"]
-    ]
+    differences, slopes = [], []
+    for one, other in GIVEN["pairs"]:
+        figures = (peaks[one][key] - peaks[other][key] for key in (*FIGURES, "highest"))
+        differences.append({"from": one, "to": other} | beside(*figures))
+    for one, other in GIVEN["slopes"]:
+        figures = (speeds[other][key] / speeds[one][key] for key in FIGURES)
+        slopes.append({"from": one, "to": other} | beside(*figures))
     tables = {"peaks": [*peaks.values()], "differences": differences}
     return tables | {"speeds": [*speeds.values()], "slopes": slopes}
 

@@ -1,11 +1,12 @@
-"""Train a Llama on fake tensors as two libraries do: torchtitan, at commit 5940ddeb5 and as of June
-2026, and torchtune at 1814feb17.
+"""Train a Llama on fake tensors as two libraries do: torchtitan, at commit 5940ddeb5 and as of
+February to June 2026, and torchtune at 1814feb17.
 
 Both have a norm of separate operations in fp32, rotate by complex numbers in fp32, copy the keys
 and values that several heads use, and free the logits before backward.
 """
 
 import contextlib
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -22,21 +23,20 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 from jobs.gpt import MLP, Attention, Decoder
 from jobs.llama import LlamaSize
 from libraries import attention
+from measure.estimates import GIVEN
 from pytorch_TP import parallelize
 
 VOCABULARY = 128_256
-SIZES = {
-    "3b": LlamaSize(28, 24, 3072, 8192, 0.0, 8, 8192),
-    "8b": LlamaSize(32, 32, 4096, 8192, 0.0, 8, 14_336),
-    "70b": LlamaSize(80, 64, 8192, 8192, 0.0, 8, 28_672),
-}
+SIZES = {name: LlamaSize(*numbers) for name, numbers in GIVEN["sizes"].items()}
 mm, scattered = torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default
 attended = {torch.ops.aten._scaled_dot_product_flash_attention.default: (1,)}
-SAVED = {  # which of a block's products, from query to down, and which other results
-    "inputs": {},
-    "every second": attended | {mm: (1, 3, 5, 7), scattered: (1, 2)},  # torchtitan's
-    "needed": attended | {mm: (1, 2, 3, 4, 5, 6)},  # no gradient needs the last
-    "needed, TP": attended | {mm: (1, 2, 3, 5, 6), scattered: (1,)},
+attended_TP = attended | {scattered: (1,)}
+SAVED = {  # by block, in turn: which products, from query to down, and which other results
+    "inputs": [{}],
+    "every second": [attended | {mm: (1, 3, 5, 7), scattered: (1, 2)}],  # torchtitan's
+    "every second, traced": [attended_TP | {mm: (1, 3, 5)}, attended_TP | {mm: (2, 6)}],
+    "needed": [attended | {mm: (1, 2, 3, 4, 5, 6)}],  # no gradient needs the last
+    "needed, TP": [attended_TP | {mm: (1, 2, 3, 5, 6)}],
 }
 
 
@@ -55,27 +55,30 @@ def rotate(x, turns):
 class Llama(Decoder):
     """Their Llama, with the names of ours. ``group``: ranks that share a sequence."""
 
-    def __init__(self, size: LlamaSize, context: int, make_norm=RMSNorm, tie=False, group=None):
+    def __init__(self, size: LlamaSize, positions: int, make_norm=RMSNorm, tie=False, **attention):
         make_mlp = partial(MLP, size.width, size.mlp_width, gated=True)
         make = partial(Attention, size, rotate=rotate), make_mlp
         super().__init__(range(VOCABULARY), size, make_norm, *make, tie)
-        self.turns = torch.empty(context, size.head_width // 2, dtype=torch.complex64)
+        self.turns = torch.empty(positions, size.head_width // 2, dtype=torch.complex64)
         for block in self.blocks:
-            block.attention.attend = partial(attend, group=group)
+            block.attention.attend = partial(attend, **attention)
 
-    def forward(self, tokens, chunks):
-        x = self.token(tokens)
-        for block in self.blocks:
-            x = block(x, ((self.turns,), ()))
-        return [self.head(part) for part in self.norm(x).chunk(chunks, 1)]
+    def forward(self, tokens, chunks, hooks):
+        with hooks:  # not of the head
+            x, turns = self.token(tokens), self.turns[: tokens.shape[1]]
+            for block in self.blocks:
+                x = block(x, ((turns,), ()))
+            x = self.norm(x)
+        return [self.head(part) for part in x.chunk(chunks, 1)]
 
 
-def attend(q, k, v, group):
-    copies = q.shape[1] // k.shape[1]
-    k, v = (t.unsqueeze(2).expand(-1, -1, copies, -1, -1).flatten(1, 2) for t in (k, v))
+def attend(q, k, v, group=None, copies=True):
+    if copies:
+        n = q.shape[1] // k.shape[1]
+        k, v = (t.unsqueeze(2).expand(-1, -1, n, -1, -1).flatten(1, 2) for t in (k, v))
     if group:
         k, v = (attention.all_gather(t, 2, group) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not copies)
 
 
 class FusedLoss(torch.autograd.Function):
@@ -108,19 +111,20 @@ def fused_mlp(mlp, x):
     return mlp.down(FusedGate.apply(mlp.gate(x), mlp.up(x)))
 
 
-def recompute(blocks: nn.ModuleList, saved: dict) -> None:
+def recompute(blocks: nn.ModuleList, saves: str) -> None:
     """Activation checkpointing; selective if some operations' results are saved."""
 
-    def policy(counts, context, func, *_, **__):
+    def policy(kept, counts, context, func, *_, **__):
         key = func, context.is_recompute
         counts[key] += 1
-        kept = counts[key] in saved.get(func, ())
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        save = counts[key] in kept.get(func, ())
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     options = {"use_reentrant": False, "preserve_rng_state": False}
-    if saved:
-        options["context_fn"] = lambda: selective(partial(policy, defaultdict(int)))
-    for block in blocks:
+    for block, kept in zip(blocks, itertools.cycle(SAVED[saves]), strict=False):
+        choose = partial(policy, kept)
+        if kept:
+            options["context_fn"] = lambda f=choose: selective(partial(f, defaultdict(int)))
         block.forward = partial(checkpoint, block.forward, **options)
 
 
@@ -129,21 +133,22 @@ def pretrain(
     reshard="default", recent=False,
 ):  # fmt: skip
     """torchtitan: bf16, AdamW in fp32. ``cp``: the ranks of FSDP share a sequence. ``recent``: with
-    a fused norm, and embedding and head as units of FSDP, as in 2026."""
+    a fused norm, no copied heads, and embedding and head as units of FSDP, as in 2026."""
     mesh = device_mesh.init_device_mesh("cpu", (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
     live.counts = False  # until it is sharded
     make_norm = partial(nn.RMSNorm, eps=1e-5) if recent else RMSNorm
-    group = mesh["fsdp"].get_group() if cp else None
-    model = Llama(replace(SIZES[model], layers=layers), context, make_norm, group=group)
+    heads = {"group": mesh["fsdp"].get_group() if cp else None, "copies": not recent}
+    model = Llama(replace(SIZES[model], layers=layers), context, make_norm, **heads)
     if tp > 1:
         parallelize(model, mesh["tp"], sequence_parallel=True)
     if saves != "all":
-        recompute(model.blocks, SAVED[saves])
+        recompute(model.blocks, saves)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     options = {"mesh": mesh["fsdp"], "mp_policy": policy}
     if recent:
         fully_shard(model.token, **options)
-        fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
+        always = {"reshard_after_forward": reshard == "always"}
+        fully_shard([model.norm, model.head], **options, **always)
     for block in model.blocks:
         kept = reshard == "never" or reshard == "default" and block is model.blocks[-1]
         fully_shard(block, **options, reshard_after_forward=not kept)
@@ -171,7 +176,7 @@ def finetune(
     ``compiled``: blocks or loss, which then save what fused kernels need."""
     live.counts = False
     make_norm = partial(nn.RMSNorm, eps=1e-5) if "blocks" in compiled else RMSNorm
-    model = Llama(replace(SIZES[model], layers=layers), context, make_norm, tie=True)
+    model = Llama(replace(SIZES[model], layers=layers), 131_072, make_norm, tie=True)
     for block in model.blocks if "blocks" in compiled else ():
         block.mlp.forward = partial(fused_mlp, block.mlp)
     model.requires_grad_(not rank)
@@ -180,7 +185,7 @@ def finetune(
             setattr(module, name, Adapted(getattr(module, name), rank))
     model = model.to(torch.bfloat16)
     if saves != "all":
-        recompute(model.blocks, SAVED[saves])
+        recompute(model.blocks, saves)
     take_steps(live, model, batch, context, fused_loss="loss" in compiled, **options)
 
 
@@ -206,11 +211,13 @@ def take_steps(
     hooks = torch.autograd.graph.saved_tensors_hooks(*away) if offload else contextlib.nullcontext()
     for _ in range(2):
         live.begin_step()
+        live.kind = "parameters"
         tokens, labels = (torch.zeros(batch, context, dtype=torch.int64) for _ in range(2))
         optimizer.zero_grad()
         with loss_parallel() if parallel else contextlib.nullcontext():
-            with hooks:
-                logits = model(tokens, chunks)
+            logits = model(tokens, chunks, hooks)
+            live.kind = "activations"  # of the loss, and "temporary" in its backward
+            logits[0].register_hook(lambda _: setattr(live, "kind", "gradients"))
             parts = zip((p.flatten(0, 1) for p in logits), labels.chunk(chunks, 1), strict=True)
             if not fused_loss or chunks == 1:  # else it is part of the loss
                 parts = ((part.float(), y) for part, y in parts)

@@ -51,10 +51,8 @@ GPT = "--model gpt-4x4x16 --context 16"
 APART = ("DDP", "compile", "checkpoint")  # another launcher, minutes to compile, own snapshots
 MORE = {"LoRA": "--merge", "ND_parallel": "--tp 2"}  # to write all weights; to split a layer
 STEPS_PER_EPOCH, SNAPSHOT_EVERY, RANKS, LIMIT = 4, 2, 2, 240  # seconds of a trial
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-}
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": PATH}
 
 
 def main():

@@ -31,10 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, filesystem
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -161,8 +158,8 @@ def before_optimizer(*_):
         call_collectives(FAULT["kind"], world().rank == FAULT["rank"])
 
 
-register_optimizer_step_pre_hook(before_optimizer)
-register_optimizer_step_post_hook(after_first_step)
+optimizer.register_optimizer_step_pre_hook(before_optimizer)
+optimizer.register_optimizer_step_post_hook(after_first_step)
 
 write_data, rename = FileSystemWriter.write_data, filesystem.FileSystem.rename
 written = 0  # checkpoints of torch.distributed.checkpoint
