@@ -1,4 +1,4 @@
-"""The loop of plain.py with FSDP2; the logits exist only for a chunk of tokens at a time:
+"""The loop of fsdp.py; the logits exist only for a chunk of tokens at a time:
 torchrun --nproc_per_node=2 chunked_loss.py"""
 
 import gc

@@ -1,4 +1,4 @@
-"""The loop of plain.py with FSDP2, bfloat16 and recomputed activations:
+"""The loop of ddp.py with FSDP2, bfloat16 and recomputed activations:
 torchrun --nproc_per_node=2 fsdp.py"""
 
 import gc

@@ -47,7 +47,7 @@ def off_by(mistake):
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model(torch.ones(8, WIDTH, dtype=torch.float32)).sum().backward()
     shards = sum(p.to_local().nbytes for p in model.parameters())
-    a_block = 2 * WIDTH**2 + 4 * 2 * WIDTH * RANK  # right: bytes in bfloat16, and in fp32
+    a_block = 2 * WIDTH**2 + 4 * 2 * WIDTH * RANK  # bytes in bfloat16, and in fp32
     return (shards + kept[-1]) / (BLOCKS * a_block / world_size + a_block) - 1
 
 

@@ -27,7 +27,7 @@ def off_by(mistake):
         parameter.grad = None
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
+        parameter.register_post_accumulate_grad_hook(update)  # right after FSDP2's average
     for x, y in zip(inputs, targets, strict=True):
         F.mse_loss(model(x[rank::world_size]), y[rank::world_size]).backward()
     return difference(model, train_alone())

@@ -38,7 +38,7 @@ def off_by(mistake):
     head = tp.ColwiseParallel(output_layouts=Replicate())
     model = tp.parallelize_module(make_model(), mesh, {"0": embedding, "1": head})
     if mistake is None:
-        model[1].weight = model[0].weight  # wrong without this line: ties them again
+        model[1].weight = model[0].weight  # wrong without this line, which ties them again
     trained, alone = train(model)[:1], train(make_model())[:1]  # the embedding
     return difference(trained, alone, start=make_model()[:1])
 

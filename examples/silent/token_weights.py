@@ -42,7 +42,7 @@ def off_by(mistake):
     for i, (inputs, targets) in enumerate(parts):
         with model.no_sync() if i < PARTS - 1 else contextlib.nullcontext():
             logits = model(inputs).transpose(1, 2)
-            total = F.cross_entropy(logits, targets, reduction="sum")  # without those of -100
+            total = F.cross_entropy(logits, targets, reduction="sum")  # right: without -100
             if mistake == "over ranks":
                 loss = total / (mine >= 0).sum()  # wrong: DDP averages the ranks' means
             elif mistake == "over parts":

@@ -1,0 +1,34 @@
+"""Functions for a decoder of transformers, to put in place of those of an example."""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER, DATA, LENGTH = "model", "text.txt", 1024  # a model of the Hub; tokens of a row
+
+
+def make_model():  # without the dtype, a folder in bfloat16 would give a bfloat16 AdamW
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+def layers_of(model):
+    return model.model.layers
+
+
+def make_data():
+    with open(DATA, encoding="utf-8") as file:
+        tokens = torch.tensor(AutoTokenizer.from_pretrained(FOLDER)(file.read())["input_ids"])
+    rows = [tokens[i : i + LENGTH + 1] for i in range(0, len(tokens) - LENGTH, LENGTH)]
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]  # shifted by one
+    few = 1 + len(rows) // 10  # for evaluation
+    return rows[few:], rows[:few]
+
+
+def loss_of(model, batch):  # the model's own loss would be a mean over this rank's labels
+    logits, labels = model(batch["input_ids"], use_cache=False).logits.float(), batch["labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
+
+
+def export(model, weights):
+    model.save_pretrained(f"{OUT}/best", state_dict=weights)
+    AutoTokenizer.from_pretrained(FOLDER).save_pretrained(f"{OUT}/best")
