@@ -15,9 +15,8 @@ between two steps, by kind, and sends in a step, by collective, in fp32:
 
 Kinds are named as in ``state_bytes`` of a ``result.json``, collectives as in ``estimator/sent.py``.
 ``options``: the script's flags; ``optimizer``, "sgd" (with momentum) or "adamw"; :func:`decoder`.
-
 They are the mean over the ranks of what is sent, and the rank that keeps most, where blocks and the
-vocabulary are divided evenly. ``sends`` returns ``None`` where no formula is exact. A row has both.
+vocabulary are divided evenly. ``sends`` returns ``None`` where no formula is exact.
 """
 
 import json
@@ -271,7 +270,7 @@ class Technique(NamedTuple):
     sends: Callable[[int, Options], Bytes | None]
     cases: tuple[Case, ...]  # the first is the one that lists show
     traits: frozenset[str] = frozenset()
-    shows: tuple[str, ...] = ()  # definitions that its page shows instead of tagged lines
+    shows: tuple[str, ...] = ()  # definitions that its page shows instead of its diff
     unpredicted: str = ""  # why estimate.py has no row for it; otherwise a case is estimated
 
     @property
@@ -287,39 +286,32 @@ def row(script, parent, course, keeps, sends, *cases, traits="", **more) -> Tech
     return Technique(script, parent, course, keeps, sends, cases, frozenset(traits.split()), **more)
 
 
-COURSE = ("Start", "Faster", "Model does not fit", "Beyond data parallelism", "Under the hood")
-START, FASTER, FIT, BEYOND, HOOD = COURSE
+COURSE = ("One GPU", "Data parallelism", "Memory", "Model parallelism")
+COURSE += ("Fine-tuning and inference", "Precision and optimizers", "Under the hood")
+ONE, DDP, FIT, MODEL, TUNE, PRECISION, HOOD = COURSE
 LIBRARY, SCHEDULE = "Libraries", "--pipeline-schedule {}".format
 BFLOAT16, STAGE = "--dtype bfloat16", "--deepspeed_config config/zero_stage{}_config.json".format
 DATA, FSDP = (replicated, averaged), (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
-    row("pytorch_SingleGPU", "", START, replicated, nothing,
+    row("pytorch_SingleGPU", "", ONE, replicated, nothing,
         case("", 1, traits="same_bits killed estimated alone"), traits="one_process"),
-    row("pytorch_half_precision", "SingleGPU", START, half_precision, nothing,
-        case(BFLOAT16, 1, traits="estimated alone"), case(f"{BFLOAT16} --master-weights", 1),
-        traits="one_process rounds"),
-    row("pytorch_auto_mixed_precision", "SingleGPU", START, replicated, nothing,
-        case(BFLOAT16, 1, traits="estimated alone"), traits="one_process rounds"),
-    row("pytorch_DP", "SingleGPU", START, replicated, nothing,
+    row("pytorch_DP", "SingleGPU", DDP, replicated, nothing,
         case("", 1, traits="full estimated"), traits="one_process"),
-    row("pytorch_DDP", "SingleGPU", START, *DATA,
+    row("pytorch_DDP", "SingleGPU", DDP, *DATA,
         case("", 2, traits="full estimated"), traits="own_launcher"),
-    row("pytorch_torchrun_DDP", "DDP", START, *DATA,
+    row("pytorch_torchrun_DDP", "DDP", DDP, *DATA,
         case("", 2, 1, 3, 4, traits="same_bits killed estimated tied llama")),
-    row("pytorch_DDP_AMP", "torchrun_DDP", FASTER, *DATA, case(BFLOAT16, 2, traits="estimated"),
-        traits="rounds"),
-    row("pytorch_gradient_accumulation", "torchrun_DDP", FASTER, *DATA,
+    row("pytorch_gradient_accumulation", "torchrun_DDP", DDP, *DATA,
         case("--accumulate 4", 4, 2, traits="estimated alone")),
-    row("pytorch_activation_checkpointing", "torchrun_DDP", FASTER, *DATA,
-        case("", 2, 1, traits="estimated alone"), case("--selective", 2),
-        case("--offload", 2, traits="estimated alone"), shows=("recompute", "keep_some")),
-    row("pytorch_compile", "torchrun_DDP", FASTER, *DATA, case("--blocks", 2, traits="same_bits"),
-        unpredicted="the compiler chooses what is saved for backward"),
-    row("pytorch_comm_hooks", "torchrun_DDP", FASTER, replicated,
+    row("pytorch_comm_hooks", "torchrun_DDP", DDP, replicated,
         lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
         case("--comm-hook bf16", 2, 4, traits="estimated"), case("--comm-hook fp16", 2),
         case("--comm-hook powersgd", 2), traits="rounds"),  # its size: by each matrix's shape
+    row("pytorch_LocalSGD", "torchrun_DDP", DDP, *both(local), case(traits="estimated"),
+        case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs", shows=("CommonWeights",)),
+    row("pytorch_compile", "torchrun_DDP", DDP, *DATA, case("--blocks", 2, traits="same_bits"),
+        unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
         case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
@@ -327,59 +319,67 @@ LESSONS = [
     row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
         case("--shard 8", 16, traits="full estimated")),
     row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
+    row("pytorch_activation_checkpointing", "torchrun_DDP", FIT, *DATA,
+        case("", 2, 1, traits="estimated alone"), case("--selective", 2),
+        case("--offload", 2, traits="estimated alone")),
+    row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
+        case("", 3, 1, 2, 4, traits="same_bits estimated tied llama"),
+        case("--fused", 2, 1, 3, 4), HALF, traits="needs_gpt"),
     row("pytorch_optimizer_in_backward", "FSDP", FIT, lambda n, o: sharded(n, o) | {"gradients": 0},
         gathered, case("", 3, 1, 2, 4, traits="same_bits killed estimated alone tied llama"), HALF,
         traits="unclipped"),
     row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
         case("--async-save", 2, traits="same_bits stopped"),
         unpredicted="its step takes what FSDP's takes"),
-    row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
-        case("", 3, 1, 2, 4, traits="same_bits estimated tied llama"),
-        case("--fused", 2, 1, 3, 4), HALF, traits="needs_gpt"),
-    row("pytorch_Muon", "FSDP", FIT, *both(muon),
-        case("", 3, 1, 2, 4, traits="same_bits estimated"), HALF, traits="needs_gpt"),
-    row("pytorch_LoRA", "FSDP", FIT, *both(lora),
-        case("", 2, 1, 3, 4, traits="same_bits stopped killed estimated tied llama"), HALF,
-        traits="needs_gpt"),
-    row("pytorch_float8", "FSDP", FIT, sharded,
-        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
-        unpredicted="without a GPU, float8 is emulated with other tensors"),
     row("pytorch_DeepSpeed", "torchrun_DDP", FIT, *both(deepspeed),
         *(case(STAGE(stage), 2, 1, 4, traits="estimated alone") for stage in (2, 3)),
         case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
-    row("pytorch_TP", "torchrun_DDP", BEYOND,
+    row("pytorch_TP", "torchrun_DDP", MODEL,
         *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),  # gradients' sums are in fp32
         case("", 3, 2, 4, traits="sgd estimated llama"),
         case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"), HALF,
         traits="needs_gpt"),
-    row("pytorch_FSDP_TP", "TP", BEYOND, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
+    row("pytorch_FSDP_TP", "TP", MODEL, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
         case("--tp 2", 4, 2, traits="same_bits estimated"), case("--tp 1", 2, traits="full"),
         case("--tp 2 --sequence-parallel", 4, traits="llama"), case("--tp 3", 3, traits="full"),
         case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"), traits="needs_gpt"),
-    row("pytorch_PP", "torchrun_DDP", BEYOND, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
+    row("pytorch_PP", "torchrun_DDP", MODEL, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
         case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits tied estimated"),
         case(SCHEDULE("gpipe"), 2, 1, 3, 4), case(SCHEDULE("interleaved"), 2, 1, 3, 4),
         case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="same_bits stopped tied llama"),
         case(SCHEDULE("dualpipev"), 2, 1, 3, 4), HALF, traits="needs_gpt"),
-    row("pytorch_CP", "torchrun_DDP", BEYOND, *both(context_parallel),
+    row("pytorch_CP", "torchrun_DDP", MODEL, *both(context_parallel),
         case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama estimated"),
         case("--attention allgather", 2, 1, 3, 4, traits="llama"),
         case("--attention ulysses", 3, 1, 2, 4, traits="llama"), HALF, traits="needs_gpt"),
-    row("pytorch_EP", "FSDP", BEYOND,
+    row("pytorch_EP", "FSDP", MODEL,
         *both(mesh, lambda n, o: {"dp_shard": n, "ep": o.get("ep") or n}),
         case("--experts 6", 3, 2), case("--ep 2 --experts 8 --top-k 2", 4, traits="estimated"),
         case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
         case("--ep 2 --experts 4 --balance bias", 4, 2),
         case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"), traits="needs_gpt"),
-    row("pytorch_ND_parallel", "FSDP_TP", BEYOND, *both(mesh), case("--dp-shard 2 --tp 2", 4),
+    row("pytorch_ND_parallel", "FSDP_TP", MODEL, *both(mesh), case("--dp-shard 2 --tp 2", 4),
         case("--tp 2 --pp 2", 4, traits="same_bits"), *(case(flags, 4) for flags in (
             "--pp 2 --cp 2", "--dp-replicate 2 --dp-shard 2 --ac full", "--keep-last --prefetch 2",
             "--reshard-after-forward 2 --prefetch 1", "--reshard-after-forward no",
             "--ep 2 --experts 8 --top-k 2", "--ep 2 --tp 2 --experts 4 --balance bias",
             "--ep 2 --pp 2 --experts 4 --balance 0", "--ep 4 --cp 2 --experts 4 --ac full")),
         case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"), traits="needs_gpt"),
-    row("pytorch_LocalSGD", "torchrun_DDP", BEYOND, *both(local), case(traits="estimated"),
-        case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs"),
+    row("pytorch_LoRA", "FSDP", TUNE, *both(lora),
+        case("", 2, 1, 3, 4, traits="same_bits stopped killed estimated tied llama"), HALF,
+        traits="needs_gpt"),
+    row("pytorch_half_precision", "SingleGPU", PRECISION, half_precision, nothing,
+        case(BFLOAT16, 1, traits="estimated alone"), case(f"{BFLOAT16} --master-weights", 1),
+        traits="one_process rounds"),
+    row("pytorch_auto_mixed_precision", "SingleGPU", PRECISION, replicated, nothing,
+        case(BFLOAT16, 1, traits="estimated alone"), traits="one_process rounds"),
+    row("pytorch_DDP_AMP", "torchrun_DDP", PRECISION, *DATA, case(BFLOAT16, 2, traits="estimated"),
+        traits="rounds"),
+    row("pytorch_float8", "FSDP", PRECISION, sharded,
+        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
+        unpredicted="without a GPU, float8 is emulated with other tensors"),
+    row("pytorch_Muon", "FSDP", PRECISION, *both(muon),
+        case("", 3, 1, 2, 4, traits="same_bits estimated"), HALF, traits="needs_gpt"),
     row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
     row("pytorch_DTensor", "", HOOD, nothing, nothing, case("", 4), traits="no_training"),
     row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA,

@@ -9,11 +9,15 @@ Keep        python timeline.py runs/pytorch_torchrun_DDP/trace --slim results/tr
 """
 
 import argparse
+import gzip
+import json
 from pathlib import Path
 
 from harness.cli import ArgumentParser, check_writable, fail
 from report import draw, traces
 from report.results import Unusable
+
+UNSEEN = 0.02  # milliseconds: shorter gaps in compute are closed
 
 
 def main():
@@ -33,13 +37,27 @@ def main():
     try:
         if args.slim:
             check_writable(args.slim, f"--slim {args.slim}")
-            return traces.slim(args.folder, args.slim)
+            return slim(args.folder, args.slim)
         ranks = traces.read_traces(args.folder)
     except Unusable as error:
         fail(str(error))
     check_writable(output.parent, f"--output {output}")
     draw.draw(output, {"ranks": ranks, "words": {}})
     print(f"drawn: {output}")
+
+
+def slim(source: Path, target: Path) -> None:
+    """Copy only what the picture needs, without gaps in compute that are too short to see."""
+    target.mkdir(parents=True, exist_ok=True)
+    for i, rank in enumerate(traces.read_traces(source)):
+        rank |= {kind: traces.joined(rank[kind], UNSEEN) for kind in ("compute", "overlap")}
+        rows = [
+            {"cat": kind, "name": bar.name, "ts": round(1e3 * bar.begin, 1),
+             "dur": round(1e3 * (bar.end - bar.begin), 1), "args": {"bytes": bar.bytes}}
+            for kind, bars in rank.items() for bar in bars
+        ]  # fmt: skip
+        text = json.dumps({"traceEvents": rows}, separators=(",", ":"))
+        (target / f"rank{i}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 if __name__ == "__main__":

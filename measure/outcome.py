@@ -1,9 +1,15 @@
-"""What a run left behind: the curve of its loss, its weights, or the reason why it failed."""
+"""What a run left behind: what it printed, the curve of its loss, its parameters, or the reason why
+it failed."""
 
+import json
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
-import torch
+from tqdm import tqdm
+
+from harness.cli import fail
 
 
 def read_curve(folder: Path) -> list[list[float]]:
@@ -22,15 +28,6 @@ def is_parameter(name: str) -> bool:
     return not name.endswith((*buffers, "tokenizer", "config", "position_ids"))
 
 
-def distance(ours: dict, theirs: dict) -> float | None:
-    """The norm of the difference of two models' parameters, relative to the second's norm."""
-    names = [name for name in theirs if is_parameter(name)]
-    if names != [name for name in ours if is_parameter(name)]:
-        return None
-    flat, other = (torch.cat([s[n].flatten().double() for n in names]) for s in (ours, theirs))
-    return ((flat - other).norm() / other.norm()).item()
-
-
 def reason(text: str, code: int | None) -> str:
     """Why a run failed, in a few words, from its output."""
     text = text.replace("|", "/")  # which would end a table cell
@@ -45,3 +42,17 @@ def reason(text: str, code: int | None) -> str:
         return errors[0][:200]
     lines = text.strip().splitlines() or ["no output"]
     return f"exit code {code}: {lines[-1][:200]}"
+
+
+def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
+    """What each command prints: its lines, or the data of ``--json``."""
+    found = {}
+    for name, command in tqdm(commands.items(), "recorded", disable=None):
+        run = subprocess.run(
+            shlex.split(command), cwd=root, env=environment, text=True, capture_output=True
+        )
+        if not run.stdout:  # estimate.py exits with 2 if nothing fits
+            fail(f"{name}: {reason(run.stderr, run.returncode)}: {command}", code=3)
+        printed = json.loads(run.stdout) if "--json" in command else run.stdout.splitlines()
+        found[name] = {"command": command, "output": printed}
+    return found

@@ -1,49 +1,47 @@
-"""What every table is made of: columns, each with its Chinese title, and the line below."""
+"""What every table is made of: rows and columns, and the line below."""
 
-from collections.abc import Callable, Iterable
+import json
+import string
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 from report import fresh
 
-TITLES: dict[str, str] = {}  # of what was drawn: Chinese, by the English ones
+# Columns by table: a title, of which chinese.json has the Chinese one, and a format string.
+TABLES = json.loads(Path(__file__).with_name("tables.json").read_text())
+UNITS = {"GiB": 2**30, "GB": 1e9, "kB": 1e3, "ms": 1e-3, "µs": 1e-6}
 
 
-class Column(NamedTuple):
-    """A column of a table: the one place to edit for a new one.
+class Cell(string.Formatter):
+    """A format string. Numbers may have a unit, as ``{size:.2f GiB}``. What is missing is empty."""
 
-    Args:
-        title: or a function of all rows that returns one of the keys of ``chinese``.
-        chinese: the title in Chinese, or a dictionary of titles; empty if it is the same.
-        value: a function of a row; for ``None`` the cell is empty.
-        form: of the cell, as in f-strings.
-    """
+    def get_value(self, key, args, kwargs):
+        return kwargs.get(key)
 
-    title: str | Callable
-    chinese: str | dict
-    value: Callable
-    form: str = ""
+    def format_field(self, value, spec: str) -> str:
+        form, _, unit = spec.partition(" ")
+        if value is None:
+            return ""
+        return format(value / UNITS[unit] if unit else value, form)
 
 
-def field(name: str, title: str, chinese: str, form: str = "") -> Column:
-    """A column of what a row has by this name."""
-    return Column(title, chinese, lambda row: row[name], form)
-
-
-def draw(rows: Iterable, *columns: Column) -> str:
-    rows = list(rows)
-    heads = [c.title(rows) if callable(c.title) else c.title for c in columns]
-    for head, chinese in zip(heads, (c.chinese for c in columns), strict=True):
-        TITLES[head] = chinese[head] if isinstance(chinese, dict) else chinese or head
-    cells = [[(c.value(row), c.form) for c in columns] for row in rows]
-    lines = [["" if v is None else f"{v:{form}}" for v, form in line] for line in cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
+def draw(rows: Collection[dict], columns: dict[str, str], empty: bool = True) -> str:
+    """A table. Columns have a title, and a format string of a row's fields for its cell. If not
+    ``empty``, without columns that no row has."""
+    cells = {}
+    for title, cell in columns.items():
+        column = [Cell().vformat(cell, (), row) for row in rows]
+        if empty or any(column):
+            cells[title] = column
+    lines = [[*cells], ["---"] * len(cells), *zip(*cells.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def footer(root: Path, found: dict, file: str, *before: str, after: str = "", commands=None) -> str:
-    """The line below a table: machine and what was run (``before``), version, repeats (``after``),
+    """The line below a table: machine and what was run (``before``), versions, repeats (``after``),
     the file in results/, and what of the measured code has changed since (:func:`fresh.note`)."""
-    parts = [*before, f"torch {found['versions']['torch']}", after]
+    named = [f"{n} {v}" for n, v in found["versions"].items() if n == "torch" or "onnx" in n]
+    parts = [*before, ", ".join(named), after]
     parts = [*filter(None, parts), f"[results/{file}](results/{file})"]
     return f"\n\n{'; '.join(parts)}{fresh.note(root, found, commands)}"
 
@@ -52,11 +50,6 @@ def machine_line(machine: dict, on_cpu: bool = True) -> str:
     if on_cpu:
         return ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["cpu_flags"]])
     return ", ".join(machine["gpus"] + machine.get("power_limits", []))
-
-
-def gib(size: float | None) -> str:
-    """Bytes in GiB; empty if there are none."""
-    return f"{size / 2**30:.2f}" if size else ""
 
 
 def digits(value: float) -> str:

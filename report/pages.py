@@ -3,23 +3,27 @@
 Every page has two files, NAME.md and NAME.zh-CN.md; every table is on one page.
 """
 
-import ast
 import re
-import textwrap
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from report import draw, measured, predictions, suites
-from report.blocks import TITLES, Column
+from report import diffs, draw, front, matrix, measured, predictions, suites
+from report.blocks import TABLES
 from report.blocks import draw as table
 from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
-from techniques import BEYOND, COURSE, HOOD, LESSONS, TECHNIQUES, Technique
+from techniques import COURSE, HOOD, LESSONS, MODEL, ONE, TECHNIQUES, TUNE, Technique
+from techniques import DDP as DATA_PARALLEL
 
 SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "peers", "gpu", "reviews", "parallel")
 SUITES += ("local_sgd", "ecosystem")  # with tables of their own
-RESULTS = (*SUITES, *measured.BLOCKS, "scaling", "estimate", "published", "proof", "losses")
-OUTCOMES = ("faults", "faults_checkpoint", "faults_copies", "corrupt")
+RESULTS = (*SUITES, *measured.SINGLE, "scaling", "estimate", "published", "proof", "losses")
+RESULTS += ("front", "outputs", "inference")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
+NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
+FIRST = {HOOD: ["under_the_hood.md"]}  # pages of a chapter before those of techniques, and after
+LAST = {ONE: ["job.md"], DATA_PARALLEL: ["multi_node.md"], MODEL: ["parallelism.md"]}
+LAST |= {TUNE: ["inference.md"]}
 
 
 def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
@@ -31,19 +35,19 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     results = {name: read_result(root, name) for name in RESULTS}
     plots = draw.plots(results) | predictions.plots(results)
     drawn = {root / "results" / f"{name}.svg": data for name, data in plots.items()}
-    pictures = draw.memory_pictures(results["gpt"]) | draw.timelines(root)
+    pictures = front.pictures(results) | draw.timelines(root)
     drawn |= {root / "docs" / f"{name}.svg": data for name, data in pictures.items()}
     drawn = {p: data for p, data in drawn.items() if draw.digest_of(p) != draw.digest(data)}
     blocks = make_blocks(root, results)
-    changed = {root / "mkdocs.yml": fill_navigation((root / "mkdocs.yml").read_text())}
+    changed = {root / "mkdocs.yml": fill_navigation(root)}
     for chinese in (False, True):
-        texts = blocks | list_blocks(root, chinese)
+        texts = blocks | {"course": course_table(root, chinese)}
         missing = dict.fromkeys(texts)
         for path in list_pages(root, chinese):
             changed[path] = fill(root, path, texts, missing, chinese)
-        if missing:
+        if missing := [name for name in missing if not name.startswith(("diff-", "schematic-"))]:
             pages = "README.zh-CN.md and docs/*.zh-CN.md" if chinese else "README.md and docs/*.md"
-            raise Unusable(f"{pages} have no place <!-- {next(iter(missing))} --> ... <!-- end -->")
+            raise Unusable(f"{pages} have no place <!-- {missing[0]} --> ... <!-- end -->")
     return {path: text for path, text in changed.items() if path.read_text() != text}, drawn
 
 
@@ -61,21 +65,15 @@ def list_pages(root: Path, chinese: bool) -> list[Path]:
     return [path.with_suffix(".zh-CN.md") for path in pages] if chinese else pages
 
 
-# ----------------------------------------------------------------------------------------- blocks
-
-
 def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     """All tables, by the name of their block."""
-    blocks = measured.proof_blocks(root, results["proof"])
-    blocks |= measured.losses_blocks(root, results["losses"])
-    blocks |= {name: block(root, results[name]) for name, block in measured.BLOCKS.items()}
-    for name in OUTCOMES:
-        blocks[name.replace("_", "-")] = measured.outcomes_block(root / "results" / f"{name}.txt")
+    blocks = measured.blocks(root, results)
     for name in SUITES:
         blocks |= suite_blocks(root, name, results)
     blocks |= predictions.blocks(root, results)
-    rows = [row for row in TECHNIQUES if row.parent]
-    return blocks | {row.name: technique_block(root, row, results) for row in rows}
+    blocks |= {row.name: technique_block(row, results) for row in TECHNIQUES if row.parent}
+    blocks["matrix"] = matrix.matrix_block(root, results["proof"])
+    return blocks | schematics(root) | diffs.blocks(root, TECHNIQUES) | front.blocks(root, results)
 
 
 def suite_blocks(root: Path, name: str, results: dict[str, dict]) -> dict[str, str]:
@@ -84,18 +82,14 @@ def suite_blocks(root: Path, name: str, results: dict[str, dict]) -> dict[str, s
     blocks = dict.fromkeys(suite["tables"], "")
     for block in {row["table"] for row in found["rows"]}:
         blocks[block] = suites.suite_table(root, found, block)
-    if "front" in suite:
-        blocks[f"front-{name}"] = found["rows"] and suites.front_table(
-            root, found, results["proof"], suite["front"], results["estimate"]["suites"][name]
-        )
     if not found["rows"]:
         blocks[suite["tables"][0]] = NOT_YET.format(name)
     return blocks
 
 
-def technique_block(root: Path, row: Technique, results: dict[str, dict]) -> str:
-    """A technique's rows, the command that shows its diff, and its tagged lines."""
-    names = ("parallel",) if row.course == BEYOND else ("gpt", "shakespeare", "cpu", "gpu")
+def technique_block(row: Technique, results: dict[str, dict]) -> str:
+    """A technique's rows of the first suites that have some."""
+    names = ("parallel",) if row.course == MODEL else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
     for suite in ("by_hand", "parallel") if row.shows else names:
         found = results[suite]
@@ -103,82 +97,62 @@ def technique_block(root: Path, row: Technique, results: dict[str, dict]) -> str
         rows = [r for r in rows if r["table"] == rows[0]["table"]]  # the first that has some
         if rows:
             run = rows[0]["runs"][0]
-            side = run.get("image_size")
-            size = f"context {run['context']}" if "context" in run else f"{side}×{side}"
-            parts.append(f"{run['model']}, {size}, {run['device']}:")
+            size = "context {context}" if "context" in run else "{image_size}×{image_size}"
+            parts.append(f"{run['model']}, {size.format_map(run)}, {run['device']}:")
             parts.append(suites.techniques_table(rows, found.get("times", True)))
-    parts.append(f"```bash\ndiff pytorch_{row.parent}.py {row.script}.py\n```")
-    lines = technique_lines((root / f"{row.script}.py").read_text(), row.shows)
-    return "\n\n".join([*parts, "\n".join(["```python", *lines, "```"])])
+    return "\n\n".join(parts)
 
 
-def technique_lines(source: str, names: Iterable[str]) -> list[str]:
-    """The lines of a script that implement its technique: some definitions, or the lines with the
-    tag that its docstring names."""
-    if names:
-        nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
-        parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
-        return "\n\n\n".join(map(textwrap.dedent, parts)).splitlines()
-    _, doc, code = source.split('"""', 2)
-    tag = re.search(r'tagged\s+"(# [\w-]+:)"', doc)
-    lines = [line for line in code.splitlines() if tag and tag[1] in line]
-    return textwrap.dedent("\n".join(lines)).splitlines()
+class Place(NamedTuple):
+    """Where a script is explained, and what it adds, in a few words."""
+
+    page: Path
+    about: str
 
 
-# ------------------------------------------------------------------------------ lists of scripts
+def find_places(root: Path, chinese: bool = False) -> dict[str, Place]:
+    """The place of each script whose page says it in short, by its name."""
+    texts = {path: path.read_text() for path in list_pages(root, chinese)}
+    found = {name: Place(p, s) for p, text in texts.items() for name, s in IN_SHORT.findall(text)}
+    if missing := [row.name for row in TECHNIQUES if row.name not in found]:
+        raise Unusable(f"no page has a line <!-- in short, {missing[0]}: ... -->, for the course")
+    return found
 
 
-def list_blocks(root: Path, chinese: bool) -> dict[str, str]:
-    """The lists of README and docs/techniques/, in the order of the course."""
-    begins = {row.course: row for row in reversed(LESSONS)}
-    chapter = Column("chapter", "章", lambda row: row.course if begins[row.course] is row else "")
-    script = Column("script", "脚本", lambda row: link_to(root, row, f"{row.script}.py"))
-    parent = Column("parent", "父脚本", lambda row: row.parent and f"`{row.parent}`")
-    name = Column("technique", "技术", lambda row: link_to(root, row, row.name))
-    about = Column("what it adds", "增加了什么", lambda row: about_of(root, row, chinese))
-    pages = [row for row in LESSONS if page_of(root, row).is_file()]
+def course_table(root: Path, chinese: bool) -> str:
+    """The list of all scripts, in the order of the course."""
+    places = find_places(root, chinese)
+    rows = []
+    for before, row in zip([None, *LESSONS], LESSONS, strict=False):
+        found = {"script": row.script, "parent": f"`{row.parent}`" if row.parent else None}
+        found["chapter"] = row.course if not before or row.course != before.course else None
+        page = places[row.name].page.relative_to(root).as_posix().replace(".zh-CN", "")
+        rows.append(found | {"page": page, "about": places[row.name].about})
+    return table(rows, TABLES["course"])
+
+
+def schematics(root: Path) -> dict[str, str]:
+    """The picture of each technique, on light and on dark pages."""
+    names = [p.name[10:-10] for p in (root / "docs").glob("schematic-*-light.svg")]
     return {
-        "course": table(LESSONS, chapter, script, parent, about),
-        "techniques": table(pages, chapter, name, about),
+        f"schematic-{name}": "<picture>\n"
+        f'  <source media="(prefers-color-scheme: dark)" srcset="../schematic-{name}-dark.svg">\n'
+        f'  <img src="../schematic-{name}-light.svg" alt="Schematic: {name}">\n</picture>'
+        for name in names
     }
 
 
-def page_of(root: Path, row: Technique, chinese: bool = False) -> Path:
-    return root / "docs" / "techniques" / f"{row.name}{'.zh-CN' if chinese else ''}.md"
-
-
-def link_to(root: Path, row: Technique, text: str) -> str:
-    """To a row's page, if it has one."""
-    page = page_of(root, row)
-    return f"[`{text}`]({page.relative_to(root)})" if page.is_file() else f"`{text}`"
-
-
-def about_of(root: Path, row: Technique, chinese: bool) -> str:
-    """The line <!-- in short: ... --> of a page; without a page, of the script's docstring."""
-    page = page_of(root, row, chinese)
-    if not page.is_file():
-        first = (root / f"{row.script}.py").read_text().partition("\n")[0].strip('".')
-        return first.removeprefix("Train on several devices ")
-    if found := re.search("<!-- in short: (.*?) -->", page.read_text()):
-        return found[1]
-    raise Unusable(f"{page} has no line <!-- in short: ... -->, which the lists of techniques show")
-
-
-def fill_navigation(text: str) -> str:
-    """mkdocs.yml with the pages of the techniques, between two comments."""
-    before, begin, rest = text.partition("      # techniques, by benchmark.py --render\n")
-    _, end, after = rest.partition("      # end\n")
-    lines = []
-    for course in COURSE:
-        lines.append(f"      - {course}:")
-        lines += ["          - under_the_hood.md"] if course == HOOD else []
-        rows = [row for row in LESSONS if row.course == course]
-        rows = [row for row in rows if "no_training" not in row.traits]  # those have no page
-        lines += [f"          - techniques/{row.name}.md" for row in rows]
-    return before + begin + "\n".join(lines) + "\n" + end + after
-
-
-# ----------------------------------------------------------------------------------------- a page
+def fill_navigation(root: Path) -> str:
+    """mkdocs.yml with the chapters of the course, between two comments."""
+    places, lines = find_places(root), []
+    for number, course in enumerate(COURSE, 1):
+        rows = [row for row in TECHNIQUES if row.course == course]
+        pages = [places[row.name].page.relative_to(root / "docs").as_posix() for row in rows]
+        pages = [*FIRST.get(course, []), *pages, *LAST.get(course, [])]
+        lines.append(f"      - {number} {course}:")
+        lines += [f"          - {page}" for page in dict.fromkeys(pages)]
+    text = "\n".join(["", *lines, ""])
+    return NAVIGATION.sub(text, (root / "mkdocs.yml").read_text())
 
 
 def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> str:
@@ -192,13 +166,10 @@ def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> 
             raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
         missing.pop(name)
         lines = translate(blocks[name]) if chinese else blocks[name]
-        lines = re.sub(r"\]\((results|docs)/", rf"]({up}\1/", lines)
+        lines = re.sub(r"\]\((results|docs|examples)/", rf"]({up}\1/", lines)
         return f"<!-- {name} -->\n" + (f"\n{lines}\n\n" if lines else "") + "<!-- end -->"
 
-    try:
-        text, found = BLOCK.subn(block, path.read_text())
-    except FileNotFoundError:
-        raise Unusable(f"{path} is missing") from None
+    text, found = BLOCK.subn(block, path.read_text())
     if found != text.count("<!-- end -->"):
         raise Unusable(f"{path}: <!-- end --> without a beginning")
     return text
@@ -206,13 +177,13 @@ def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> 
 
 def translate(lines: str) -> str:
     """Translate a table to Chinese: headers, notes, and cells that are not names."""
-    lines, words = lines.splitlines(), WORDS["cells"] | TITLES
+    lines, words = lines.splitlines(), WORDS["cells"] | WORDS["titles"]
     for i, line in enumerate(lines):
         if line.startswith("| "):
             cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]
             lines[i] = "| " + " | ".join(cells) + " |"
-        if "](results/" in line or "](docs/" in line or line.startswith("not measured yet"):
+        if re.search(r"\]\((results|docs|examples)/|^not measured yet|/schematic-", line):
             for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
-            lines[i] = re.sub(r"(\]\(docs/techniques/\w+)\.md", r"\1.zh-CN.md", lines[i])
+            lines[i] = re.sub(r"(\]\(docs/[\w/]+)\.md", r"\1.zh-CN.md", lines[i])
     return "\n".join(lines)

@@ -1,36 +1,29 @@
 """Predictions beside published and measured figures: tables and a plot."""
 
+import json
 from pathlib import Path
 
-from report.blocks import Column, draw, field, footer
+from report.blocks import TABLES, draw, footer
 from report.draw import percent_by_ranks
 from report.results import middle
 from report.suites import measured_where
 
+LANGUAGE_MODELS = ("peaks", "speeds", "differences", "slopes")  # published, and predicted
+
 
 def blocks(root: Path, results: dict) -> dict[str, str]:
     """The tables, by the name of their block."""
-    found, scaled = results["estimate"], results["scaling"]
+    found, scaled, published = results["estimate"], results["scaling"], results["published"]
     where = measured_where(root, scaled, scaled["rows"])
-    published = published_table(found) + footer(root, found, "estimate.json")
-    tables = {"estimate": published, "scaling": scaling_table(found, scaled) + where}
-    return tables | language_models(root, results["published"])
-
-
-def language_models(root: Path, found: dict) -> dict[str, str]:
-    """Peaks, speeds, and the differences and ratios of two of them, published and predicted."""
-    run = Column("run", "运行", lambda row: f"[{row['name']}]({row['source']})")
-    pair = field("from", "from", "从"), field("to", "to", "到")
-    first = {"peaks": (run, field("memory", "metric", "指标")), "differences": pair}
-    first |= {"speeds": (run,), "slopes": pair}
-    titles = {"published": "公布值", "lowest": "最低预测", "highest": "最高预测"}
-    after, blocks = footer(root, found, "published.json"), {}
-    for name, columns in first.items():
-        form = ",.0f" if name == "speeds" else ".2f"
-        figures = [field(key, key, chinese, form) for key, chinese in titles.items()]
-        table = draw(found[name], *columns, *figures, field("off", "off", "偏差", "+.1%"))
-        blocks[f"published-{name}"] = table + after
-    return blocks
+    rows = {"scaling": scaling(found, scaled)}
+    for row in found["published"]:
+        ratio = row["predicted"] / 1e9 / row["published_gb"]
+        rows.setdefault("estimate", []).append(row | {"ratio": ratio})
+    rows |= {f"published-{name}": published[name] for name in LANGUAGE_MODELS}
+    about = dict.fromkeys(rows, footer(root, published, "published.json"))
+    about |= {"estimate": footer(root, found, "estimate.json"), "scaling": where}
+    tables = {name: draw(rows[name], TABLES[name]) + about[name] for name in rows}
+    return tables | {"recommended": draw(recommended(root), TABLES["recommended"])}
 
 
 def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
@@ -42,30 +35,27 @@ def steps_of(found: dict, scaled: dict) -> dict[str, dict[int, float]]:
     }
 
 
-# fmt: off
-def published_table(found: dict) -> str:
-    """Published and predicted figures."""
-    return draw(
-        found["published"], Column("technique", "技术", lambda row: f"`{row['name']}`"),
-        field("gpus", "GPUs", "GPU 数"), field("published_gb", "published GB", "公布值 GB", ".2f"),
-        Column("predicted for that job", "对该任务的预测",
-               lambda row: row["predicted"] / 1e9, ".2f"),
-        Column("ratio", "比值", lambda row: row["predicted"] / 1e9 / row["published_gb"], ".3f"),
-    )
+def recommended(root: Path) -> list[dict]:
+    """The flags of pytorch_ND_parallel.py that --recommend prints first, on H100s."""
+    found = json.loads((root / "website" / "data" / "fit.json").read_text())["data"]
+    rows = []
+    for cell in found["cells"]:
+        flags = cell["command"].partition("--batch-size ")[2].partition(" ")[2] or "(none)"
+        about = {"context": found["context"][cell["model"]], "flags": flags}
+        about["host"] = cell.get("host") or None
+        if cell["memory"] == "H100" and cell["fits"]:
+            rows.append(cell | about)
+    return rows
 
 
-def scaling_table(found: dict, scaled: dict) -> str:
+def scaling(found: dict, scaled: dict) -> list[dict]:
     """The step time on two ranks: predicted from one rank and communication, and measured."""
-    took = steps_of(found, scaled)
-    predicted = {name: took[name][1] + 1e3 * found["messages"][name]["2"] for name in took}
-    return draw(
-        took, Column("technique", "技术", "`{}`".format),
-        Column("step ms, 1 rank", "每步毫秒，1 进程", lambda name: took[name][1], ".0f"),
-        Column("2 ranks, predicted", "2 进程，预测", predicted.get, ".0f"),
-        Column("2 ranks, measured", "2 进程，实测", lambda name: took[name][2], ".0f"),
-        Column("ratio", "比值", lambda name: predicted[name] / took[name][2], ".2f"),
-    )
-# fmt: on
+    rows = []
+    for name, took in steps_of(found, scaled).items():
+        predicted = took[1] + 1e3 * found["messages"][name]["2"]
+        figures = {"one": took[1], "two": took[2], "predicted": predicted}
+        rows.append({"name": name, "ratio": predicted / took[2]} | figures)
+    return rows
 
 
 def plots(results: dict) -> dict[str, dict]:

@@ -6,31 +6,24 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from report.blocks import Column, digits, draw, footer, gib, machine_line
+from report.blocks import TABLES, digits, draw, footer, machine_line
 from report.results import ROOT, Unusable, middle, name_of, runs_of, speeds_of, unit_of
 from techniques import LIBRARIES, decoder, technique
 
-# The memory to show, by the kind that was measured: on a GPU, on a CPU with --profile-memory, and
-# without it. What the kind says in addition is in brackets.
-MEMORY = {"reserved": ("allocated", "reserved"), "allocated": ("process", "allocated")}
-KEPT, KEPT_ZH = "state B/param (theory)", "每参数字节（理论）"
-BARE, BARE_ZH = "of the bare loop", "相对裸循环"
+MEMORY = "process", "allocated", "reserved"  # on a CPU; there with --profile-memory; on a GPU
+LONG = 200  # steps, after which an accuracy means something
 GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers, width
 
-# ------------------------------------------------------------------------------------------ cells
 
-
-def kind_of_memory(rows: list[dict]) -> str:
-    """The kind of :data:`MEMORY` that these rows measured, or only that of the process."""
+def kinds_of_memory(rows: list[dict]) -> list[str]:
+    """The last two of :data:`MEMORY` that these rows measured."""
     runs = runs_of(rows)
-    kinds = (kind for kind in MEMORY if middle(runs, "peak_memory_gib", kind) is not None)
-    return next(kinds, "process")
+    return [kind for kind in MEMORY if middle(runs, "peak_memory_gib", kind) is not None][-2:]
 
 
 def memory(row: dict) -> str:
-    kinds = MEMORY.get(kind_of_memory([row]), ["process"])
-    first, *more = (f"{middle(row['runs'], 'peak_memory_gib', kind):.2f}" for kind in kinds)
-    return f"{first} ({more[0]})" if more else first
+    sizes = [middle(row["runs"], "peak_memory_gib", kind) for kind in kinds_of_memory([row])]
+    return f"{sizes[0]:.2f}" + "".join(f" ({size:.2f})" for size in sizes[1:])
 
 
 def spread(values: list[float], form: str = "") -> str:
@@ -86,90 +79,57 @@ def kept(run: dict, number: Callable = "{:.2f}".format) -> str | None:
     return f"{number(each)} ({number(theory)})"
 
 
-def title(row: dict) -> str:
-    some = row["runs"] and row["failed"]
-    return f"`{name_of(row)}`" + (f" ({len(row['runs'])} runs; then {row['failed']})" * bool(some))
-
-
-def steps(row: dict) -> str:
-    return "{:.0f} ({:.0f})".format(*(middle(row["runs"], "step_ms", p) for p in ("p50", "p95")))
-
-
-def model_flops(row: dict) -> str | None:
+def model_flops(runs: list[dict]) -> str | None:
     """Model TFLOP/s of a device, and in brackets their share of its peak, if that is known."""
-    each, share = (middle(row["runs"], name) for name in ("model_tflops", "mfu"))
+    each, share = middle(runs, "model_tflops"), middle(runs, "mfu")
     return each and f"{each:.3g}" + (f" ({share:.0%})" if share else "")
 
 
-def measured(title: str | Callable, chinese: str | dict, value: Callable, form="") -> Column:
-    """A column that is empty for a row without runs."""
-    return Column(title, chinese, lambda row: value(row) if row["runs"] else None, form)
+def figures(row: dict) -> dict:
+    """A row and what its tables show, some of which it has only after runs, or for a task."""
+    runs, note = row["runs"], f"{len(row['runs'])} runs; then {row['failed']}"
+    title = f"`{name_of(row)}`" + (f" ({note})" if runs and row["failed"] else "")
+    found = row | {"title": title, "ranks": ranks(row), "speed": speed(row)}
+    found["script"], _, found["part"] = name_of(row).partition(", ")
+    if not runs:
+        return found | {"why": f" ({speed(row)})"}
+    run, text = runs[0], unit_of(runs[0]) == "tokens/s"
+    found |= {"precision": precision(row), "peak": memory(row), "kept": kept(run)}
+    found |= {"gpu": middle(runs, "gpu", "utilization_percent"), "flops": model_flops(runs)}
+    found["steps"] = "{:.0f} ({:.0f})".format(*(middle(runs, "step_ms", p) for p in ("p50", "p95")))
+    if text:  # without a meaningful epoch
+        loss, first = middle(runs, "eval_loss"), middle(runs, "first_step_seconds")
+        return found | {"loss": loss, "first_step": first}
+    found["accuracy"] = middle(runs, "eval_accuracy") if run["steps"] >= LONG else None
+    return found | {"epoch": run["train_samples"] / statistics.median(speeds_of(runs))}
 
 
-def median(name: str, chinese: str, *keys: str, form: str) -> Column:
-    """A column with the median of a figure of all runs."""
-    return Column(name, chinese, lambda row: middle(row["runs"], *keys), form)
-
-
-# ---------------------------------------------------------------------------------------- columns
-# fmt: off
-
-SPEEDS = {"images": "图像", "tokens": "token", "reviews": "影评"}
-SPEEDS = {f"{name}/s (min–max)": f"{chinese}/秒（最小–最大）" for name, chinese in SPEEDS.items()}
-PEAKS = {"peak GiB": "峰值内存 GiB", "peak GiB (allocated)": "峰值内存 GiB（已分配）"}
-PEAKS |= {"peak GiB (reserved)": "峰值显存 GiB（保留）"}
-RANKS = Column(lambda rows: "ranks (GPUs)" if any(" (" in ranks(row) for row in rows) else "ranks",
-               {"ranks": "进程数", "ranks (GPUs)": "进程数（GPU）"}, ranks)
-SPEED = Column(lambda rows: f"{unit_of(next(iter(runs_of(rows)), {}))} (min–max)", SPEEDS, speed)
-PEAK = measured(lambda rows: "peak GiB" if (kind := kind_of_memory(rows)) == "process"
-                else f"peak GiB ({kind})", PEAKS, memory)
-STATE = measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0]))
-
-# The columns of a technique's rows: for which suites and runs each is there; its titles and cells.
-COLUMNS: list[tuple[str, Column]] = [
-    ("timed", Column("technique", "技术", title)),
-    ("untimed", Column("technique", "技术", lambda row: title(row) + (
-        "" if row["runs"] else f" ({speed(row)})"))),
-    ("", RANKS),
-    ("", measured("precision", "精度", precision)),
-    ("timed", SPEED),
-    ("timed", measured("step ms (p95)", "每步毫秒（p95）", steps)),
-    ("timed flops", measured("TFLOP/s (MFU)", "TFLOP/s（MFU）", model_flops)),
-    ("timed text", median("first step s", "首步秒数", "first_step_seconds", form=",.1f")),
-    ("timed no_text", measured(
-        "epoch s", "每轮秒数",
-        lambda row: row["runs"][0]["train_samples"] / statistics.median(speeds_of(row["runs"])),
-        ",.1f")),
-    ("", PEAK),
-    ("gpu", median("GPU %", "", "gpu", "utilization_percent", form=".0f")),
-    ("", STATE),
-    ("weights", median("weights", "权重差", "weights_difference", form=".0e")),
-    ("text", median("loss", "损失", "eval_loss", form=".4f")),
-    ("no_text", median("accuracy", "准确率", "eval_accuracy", form=".1%")),
-]
-# fmt: on
-
-
-# ----------------------------------------------------------------------------------------- tables
+def table_of(name: str, rows: list[dict]) -> str:
+    """A table of such rows: the columns that any of them has, under titles that fit them all."""
+    rows, runs = [figures(row) for row in rows], runs_of(rows)
+    several = any(" (" in row["ranks"] for row in rows)
+    memory = "".join(f" ({kind})" for kind in kinds_of_memory(rows)[1:])
+    fitting = {"ranks": "ranks (GPUs)" if several else "ranks", "memory": f"peak GiB{memory}"}
+    fitting["speed"] = f"{unit_of(runs[0] if runs else {})} (min–max)"
+    columns = {title.format_map(fitting): cell for title, cell in TABLES[name].items()}
+    return draw(rows, columns, empty=False)
 
 
 def techniques_table(rows: list[dict], times: bool = True) -> str:
-    """All columns that the rows have; without times if the suite is about results alone."""
-    runs = runs_of(rows)
-    text = bool(runs) and unit_of(runs[0]) == "tokens/s"  # without a meaningful epoch
-    known = {"timed" if times else "untimed", "text" if text else "no_text"}
-    known |= {"gpu"} if any(run["device"] != "cpu" for run in runs) else set()
-    known |= {"flops"} if middle(runs, "model_tflops") is not None else set()
-    known |= {"weights"} if middle(runs, "weights_difference") is not None else set()
-    return draw(rows, *(column for needs, column in COLUMNS if set(needs.split()) <= known))
+    """Without times if the suite is about results alone."""
+    return table_of("techniques" if times else "untimed", rows)
 
 
 def suite_table(root: Path, found: dict, table: str) -> str:
     """A table of a suite, and where its rows were measured."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    other = {"peers": peers_table, "amp": amp_table, "ecosystem": ecosystem_table}
-    drawn = other.get(table.rpartition("-")[2])
-    drawn = drawn(rows) if drawn else techniques_table(rows, found.get("times", True))
+    kind = table.rpartition("-")[2]
+    if kind == "ecosystem":
+        drawn = ecosystem_table(rows)
+    elif kind in RELATIVE:
+        drawn = relative_table(kind, rows)
+    else:
+        drawn = techniques_table(rows, found.get("times", True))
     return drawn + measured_where(root, found, rows)
 
 
@@ -182,38 +142,6 @@ def measured_where(root: Path, found: dict, rows: list[dict]) -> str:
     return footer(root, found, f"{found['suite']}.json", machine, after=times, commands=commands)
 
 
-def front_table(root: Path, found: dict, proof: dict, names: list[str], predicted: dict) -> str:
-    """A row of a suite's results for each of these names, with links to docs/techniques/: time,
-    memory, its prediction in bytes, and the difference from a single process in the proof."""
-    known = {row["name"]: row for row in found["rows"]}
-    missing = {"runs": [], "failed": "not measured yet"}
-    rows = [known.get(name, missing | {"name": name}) for name in names]
-    unit = unit_of(runs_of(found["rows"])[0])
-    # fmt: off
-    return draw(
-        rows,
-        Column("technique", "技术",
-               lambda row: f"[`{name_of(row)}`](docs/techniques/{name_of(row).split()[0]}.md)"),
-        RANKS,
-        measured("difference from one process", "与单进程之差",
-                 lambda row: against_one_process(f"pytorch_{name_of(row)}", proof, unit)),
-        measured("predicted on a GPU", "GPU 上的预测值",
-                 lambda row: gib(predicted.get(row["name"]))),
-        PEAK, SPEED, measured(KEPT, KEPT_ZH, lambda row: kept(row["runs"][0], digits)),
-    ) + measured_where(root, found, rows)
-    # fmt: on
-
-
-def against_one_process(script: str, proof: dict, unit: str) -> str:
-    """The largest difference of weights with SGD; of the loss, for a technique that rounds."""
-    rows = proof["parity" if unit == "images/s" else "parity_gpt"]
-    weights = [r["value"] for r in rows if (r["script"], r["optimizer"]) == (script, "sgd")]
-    if weights:
-        return f"weights {max(weights):.0e}".replace(" 0e+00", " 0")
-    losses = [row["value"] / row["fp32"] - 1 for row in proof["loss"] if row["script"] == script]
-    return f"loss {max(losses, key=abs):+.2%}" if losses and unit == "images/s" else ""
-
-
 def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None:
     """The ratio of the medians, and its range over the rounds; ``None`` without a reference."""
     if not reference or runs is reference:
@@ -224,31 +152,21 @@ def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None
     return f"{statistics.median(ours) / statistics.median(theirs):.2f}{around}"
 
 
-def peers_table(rows: list[dict]) -> str:
-    """Training loops on the same workload, relative to the bare one of the same precision."""
-    bare = [row for row in rows if row["runs"] and row["name"].startswith("bare loop")]
-    bare = {precision(row): row["runs"] for row in bare}
-    return draw(
-        rows, Column("loop", "训练循环", lambda row: row["name"]), SPEED,
-        measured(BARE, BARE_ZH, lambda row: relative_speed(row["runs"], bare.get(precision(row)))),
-        PEAK,
-    )  # fmt: skip
+RELATIVE = {  # tables with speeds relative to a row of the same key: which one, and the key
+    "peers": (lambda row: row["name"].startswith("bare loop"), precision),
+    "amp": (lambda row: name_of(row).endswith(", fp32"),
+            lambda row: (name_of(row).split(", ")[0], ranks(row))),
+}  # fmt: skip
 
 
-def amp_table(rows: list[dict]) -> str:
-    """One model in SingleGPU, DP and DDP, each in fp32, with autocast and with a GradScaler, as in
-    the rows' names. Speed is also relative to the same technique in fp32."""
-    name, kind = (lambda row, i=i: name_of(row).split(", ")[i] for i in (0, 1))
-    fp32 = {(name(row), ranks(row)): row["runs"] for row in rows if kind(row) == "fp32"}
-    return draw(
-        rows, Column("technique", "技术", name), Column("precision", "精度", kind), RANKS, SPEED,
-        measured("of fp32", "相对 fp32",
-                 lambda row: relative_speed(row["runs"], fp32.get((name(row), ranks(row))))),
-        PEAK,
-    )  # fmt: skip
-
-
-# -------------------------------------------------------------- the libraries' scripts and ours
+def relative_table(name: str, rows: list[dict]) -> str:
+    is_base, key = RELATIVE[name]
+    base = {key(row): row["runs"] for row in rows if row["runs"] and is_base(row)}
+    found = []
+    for row in rows:
+        relative = relative_speed(row["runs"], base.get(key(row))) if row["runs"] else None
+        found.append(row | {"relative": relative})
+    return table_of(name, found)
 
 
 def ecosystem_table(rows: list[dict]) -> str:
@@ -269,25 +187,14 @@ def ecosystem_table(rows: list[dict]) -> str:
             raise Unusable(f"{name} had {threads[0]} threads, {reference} {threads[1]}")
         return relative_speed(ours, theirs)
 
-    def bytes_of(name: str) -> str | None:
+    found = []
+    for name, other in raw.items():
         own = runs.get((name, 2), runs.get((name, 1)))
-        return own and kept(own[0], digits)
-
-    # fmt: off
-    return draw(
-        raw, Column("script", "脚本", "`{}`".format),
-        Column("lines", "行数", lambda name: len(code_of(name))),
-        Column("not in SingleGPU", "SingleGPU 没有的行",
-               lambda name: count_new("pytorch_SingleGPU", name) or None),
-        Column("not in the raw script", "原生脚本没有的行",
-               lambda name: count_new(raw[name], name) or None),
-        Column(f"{BARE}, 1 rank", f"{BARE_ZH}，1 进程",
-               lambda name: share(name, 1, "peer: bare")),
-        *(Column(f"of the raw script, {n} rank{'s' * (n > 1)}", f"相对原生脚本，{n} 进程",
-                 lambda name, n=n: share(name, n, raw[name])) for n in (1, 2)),
-        Column(KEPT, KEPT_ZH, bytes_of),
-    )
-    # fmt: on
+        row = {"script": name, "lines": len(code_of(name)), "bytes": own and kept(own[0], digits)}
+        row |= {"new": count_new("pytorch_SingleGPU", name) or None}
+        row |= {"other": count_new(other, name) or None, "bare": share(name, 1, "peer: bare")}
+        found.append(row | {"x1": share(name, 1, other), "x2": share(name, 2, other)})
+    return draw(found, TABLES["ecosystem"])
 
 
 def code_of(script: str) -> list[str]:

@@ -1,0 +1,139 @@
+"""The code that pages show: what a script or an example adds to its parent, and silent mistakes."""
+
+import ast
+import difflib
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from techniques import Technique
+
+LONGEST = 40  # lines of an example's diff; a longer one shows training only
+LONGEST_SCRIPT = 120  # beyond it, the page shows tagged lines
+USUAL = {"make_model", "make_data", "loss_of", "export", "order", "find_checkpoint", "layers_of"}
+USUAL |= {"read_weights", "to_meta", "clip_grad_norm", "recomputed"}  # of several examples
+MARK = re.compile(r"# (right|wrong)")
+RESUMING = re.compile(r"^    (?:if folder|files, |if files).*?(?=^$|^    model = )", re.M | re.S)
+
+
+class Pair(NamedTuple):
+    """Two texts without their docstrings, and what they are: paths in the repository."""
+
+    old: str
+    new: str
+    old_lines: list[str]
+    new_lines: list[str]
+    whole: bool = True  # or only the lines that train
+
+    def diff(self, context: int = 1) -> list[str]:
+        """A unified diff with this many lines of context."""
+        lines = difflib.unified_diff(self.old_lines, self.new_lines, n=context, lineterm="")
+        return list(lines)[2:]
+
+
+def pair_of(root: Path, row: Technique) -> Pair:
+    """A script and its parent."""
+    names = f"pytorch_{row.parent}.py", f"{row.script}.py"
+    return Pair(*names, *(without_docstring((root / name).read_text()) for name in names))
+
+
+def example_of(root: Path, name: str) -> Pair:
+    """An example and the one that its docstring names, whole if their diff is short."""
+    text = (root / "examples" / f"{name}.py").read_text()
+    parent = re.search(r'^"""The loop of (\w+)\.py', text)[1]
+    names = f"examples/{parent}.py", f"examples/{name}.py"
+    texts = [(root / path).read_text() for path in names]
+    whole = Pair(*names, *map(without_imports, texts))
+    if len(whole.diff()) <= LONGEST:
+        return whole
+    return Pair(*names, *map(training, texts), whole=False)
+
+
+def without_docstring(text: str) -> list[str]:
+    return text.split('"""', 2)[2].strip("\n").splitlines()
+
+
+def without_imports(text: str) -> list[str]:
+    imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    return text.splitlines()[imports[-1].end_lineno :]
+
+
+def training(text: str) -> list[str]:
+    """The lines of an example until the optimizer's step, without its model, its data, and what
+    saves and resumes."""
+    lines, kept = text.splitlines(), []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "main":
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            kept += RESUMING.sub("", source.partition("        if step % EVERY")[0]).splitlines()
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in USUAL:
+            if not any(base.attr == "Module" for base in getattr(node, "bases", [])):
+                kept += [*lines[node.lineno - 1 : node.end_lineno], ""]
+    return kept
+
+
+def tagged_lines(source: str) -> list[str]:
+    """The lines of a script with the tag that its docstring names."""
+    _, doc, code = source.split('"""', 2)
+    tag = re.search(r'tagged\s+"(# [\w-]+:)"', doc)
+    lines = [line for line in code.splitlines() if tag and tag[1] in line]
+    return textwrap.dedent("\n".join(lines)).splitlines()
+
+
+def definitions(source: str, names: tuple[str, ...]) -> list[str]:
+    nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
+    parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
+    return "\n\n\n".join(map(textwrap.dedent, parts)).splitlines()
+
+
+def blocks(root: Path, rows: list[Technique]) -> dict[str, str]:
+    """``example-NAME`` of each example, and ``diff-NAME`` of each script with a parent."""
+    found = {}
+    for path in sorted((root / "examples").glob("*.py")):
+        if path.stem != "plain":
+            pair = example_of(root, path.stem)
+            note = "" if pair.whole else " Its model, its data, saving and resuming are left out."
+            text = f"[{pair.new}]({pair.new}), compared with [{pair.old}]({pair.old}).{note}"
+            found[f"example-{path.stem}"] = f"{text}\n\n{fenced('diff', pair.diff())}"
+    for row in rows:
+        if row.parent:
+            found[f"diff-{row.name}"] = fenced(*excerpt(root, row))
+    return found | whole_blocks(root)
+
+
+def whole_blocks(root: Path) -> dict[str, str]:
+    """``own-NAME`` of each file with functions for an example, whole, and ``silent-NAME`` of each
+    silent mistake: the statements whose comments say what is right and wrong."""
+    found = {}
+    for path in sorted((root / "examples" / "own").glob("*.py")):
+        name = path.relative_to(root).as_posix()
+        code = fenced("python", without_docstring(path.read_text()))
+        found[f"own-{path.stem}"] = f"[{name}]({name}):\n\n{code}"
+    for path in sorted((root / "examples" / "silent").glob("*.py")):
+        if MARK.search(source := path.read_text()):
+            code = marked(ast.parse(source).body, source.splitlines())
+            found[f"silent-{path.stem}"] = fenced("python", [f"# {path.relative_to(root)}", *code])
+    return found
+
+
+def marked(body: list[ast.stmt], lines: list[str]) -> Iterator[str]:
+    """Marked statements; of an ``if`` all branches, of other blocks what is marked in them."""
+    for node in body:
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        if MARK.search(text):
+            whole = isinstance(node, ast.If) or not hasattr(node, "body")
+            yield from [textwrap.dedent(text)] if whole else marked(node.body, lines)
+
+
+def excerpt(root: Path, row: Technique) -> tuple[str, list[str]]:
+    """What a page shows of a script: its diff, or of a long one the lines that matter."""
+    source, diff = (root / f"{row.script}.py").read_text(), pair_of(root, row).diff()
+    if row.shows:
+        return "python", definitions(source, row.shows)
+    return ("diff", diff) if len(diff) <= LONGEST_SCRIPT else ("python", tagged_lines(source))
+
+
+def fenced(language: str, lines: list[str]) -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
