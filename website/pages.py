@@ -18,12 +18,7 @@ PICTURE = re.compile(  # GitHub's markup for light and dark mode, which becomes 
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
 )
 WIDGETS = ("fit", "schedules", "collectives")  # of website/data
-SCRIPTS = (
-    "".join(  # paths from docs/explore.md
-        f'\n<script src="UP/data/{name}.js"></script>' for name in WIDGETS
-    )
-    + '\n<script src="UP/assets/widgets.js"></script>\n'
-)
+WIDGET = re.compile(r'data-widget="(\w+)"')
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
 CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
 
@@ -50,6 +45,12 @@ def prepare(root: Path, target: Path) -> Path:
                 copy.write_text(page(root, path, linked))
             else:
                 shutil.copy(path, copy)
+    (target / "diffs").mkdir()
+    for row in TECHNIQUES:
+        if row.parent:
+            text = techniques.diff_page(root, row)
+            text = rewrite_links(root, root / "docs" / "diffs" / f"{row.name}.md", text, linked)
+            (target / "diffs" / f"{row.name}.md").write_text(text)
     linked = {name for name in linked if not name.startswith("docs/")}
     for name in sorted(linked | {f"{row.script}.py" for row in TECHNIQUES}):
         add_file(root, target, name)
@@ -76,11 +77,17 @@ def page(root: Path, path: Path, linked: set[str]) -> str:
     text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     if path.parent.name == "techniques":
         text = techniques.add_to(root, path, text)
-    if path.name.startswith("explore."):
-        text += SCRIPTS.replace("UP", ".." if path.name.endswith(".zh-CN.md") else ".")
+    text += scripts(site_name(path.relative_to(root).as_posix()), WIDGET.findall(text))
     parts = FENCED.split(text)
     parts[::2] = [rewrite_links(root, path, part, linked) for part in parts[::2]]
     return "".join(parts)
+
+
+def scripts(name: str, widgets: list[str]) -> str:
+    """What the widgets of a page need; a Chinese page is one folder further down."""
+    up = "../" * (name.count("/") + name.endswith(".zh.md"))
+    needed = [*(f"data/{widget}" for widget in widgets), *["assets/widgets"][: len(widgets)]]
+    return "".join(f'\n<script src="{up}{script}.js"></script>' for script in needed) + "\n"
 
 
 def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:

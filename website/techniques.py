@@ -1,5 +1,5 @@
-"""What the site adds to a technique's page: memory and communication from the script's docstring,
-its memory over one step, its results of the proof, and the diff against its parent."""
+"""What the site adds to a technique's page: diffs side by side, memory and communication from the
+scripts' docstrings, memory over one step, and the results of the equivalence tests."""
 
 import ast
 import json
@@ -7,114 +7,104 @@ import re
 from html import escape
 from pathlib import Path
 
-from report import measured
-from report.pages import translate
-from techniques import TECHNIQUES
+import yaml
+
+from report import diffs, measured
+from report.pages import IN_SHORT, translate
+from report.results import WORDS as CHINESE
+from techniques import Technique, technique
 from website import area, side_by_side
 
-HEADINGS = {  # by key, in both languages
-    "Holds": ("What it holds and sends", "保存什么、发送什么"),
-    "memory": ("Memory over one step", "一步之内的内存"),
-    "proof": ("Proof", "验证"),
-    "measured": ("Measured", "实测"),
-    "diff": ("Difference from {}", "与 {} 的区别"),
-}
-PROOF = {  # tables of results/proof.json, and their captions
-    "parity": ("Largest relative difference of any weight from one process: ResNet, float64",
-               "与单进程相比权重的最大相对误差：ResNet，float64"),
-    "parity_gpt": ("Largest relative difference of any weight from one process: GPT, float64",
-                   "与单进程相比权重的最大相对误差：GPT，float64"),
-    "parity_shared": ("Largest relative difference of any weight from one process: GPT, float64",
-                      "与单进程相比权重的最大相对误差：GPT，float64"),
-    "bytes": ("Bytes per parameter that a rank holds: parameters + gradients + optimizer state, "
-              "SGD (AdamW)", "每个 rank 每个参数的字节数：参数 + 梯度 + 优化器状态，SGD（AdamW）"),
-    "sent": ("Bytes per parameter that a rank sends in a step",
-             "每步每个 rank 每个参数发送的字节数"),
-    "shared": ("State bytes per parameter and communication per step, counted and in theory",
-               "每个参数的状态字节数与每步通信量：计数与理论值"),
-    "loss": ("Loss in lower precision, and in fp32", "较低精度下的损失，与 fp32 相比"),
-    "optimizers": ("The optimizer's communication and FLOPs", "优化器的通信与 FLOPs"),
-}  # fmt: skip
-BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)```bash\ndiff .*?```\n\n```python.*?```\n\n<!-- end -->",
-                   re.DOTALL)  # fmt: skip
+WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())  # English, Chinese
+DIFF = re.compile(r"<!-- (example|diff)-(\w+) -->\n([^`]*)```diff\n.*?\n```\n", re.DOTALL)
+MEASURED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.DOTALL)
+WHEN = re.compile(r"^## (?:When|何时|不适合)", re.MULTILINE)
 
 
 def add_to(root: Path, path: Path, text: str) -> str:
-    """Add the sections to a technique's page; return any other page unchanged."""
+    """Add the sections to a technique's page, whose scripts are those that it says in short."""
     chinese = path.name.endswith(".zh-CN.md")
-    name = path.name.partition(".")[0]
-    if name == "SingleGPU":
-        return "\n\n".join([text, *sections(root, name, chinese)]) + "\n"
-    if name not in (parents := {row.name: row.parent for row in TECHNIQUES}):
-        return text
+    rows = [technique(name) for name, _ in IN_SHORT.findall(text)]
 
-    def block(match: re.Match) -> str:
-        old, new = (f"pytorch_{script}.py" for script in (parents[name], name))
-        both = (root / old).read_text(), (root / new).read_text()
-        parts = [heading("diff", chinese, parents[name])]
-        parts.append(" → ".join(f"[{script}](../../{script})" for script in (old, new)))
-        parts += [side_by_side.diff(*both, (old, new)), *sections(root, name, chinese)]
-        if figures := match[2].strip():
-            parts += [heading("measured", chinese), figures]
-        return "\n\n".join(parts)
+    def both(match: re.Match) -> str:
+        kind, name, before = match.groups()
+        example = kind == "example"
+        pair = diffs.example_of(root, name) if example else diffs.pair_of(root, technique(name))
+        return f"<!-- {kind}-{name} -->\n{before}{side_by_side.diff(pair)}\n"
 
-    return "---\nhide: [toc]\n---\n\n" + BLOCK.sub(block, text)  # the diff needs the room
+    def with_proof(match: re.Match) -> str:
+        return "\n\n".join([match[0].rstrip(), *proof(root, match[1], chinese)]) + "\n"
+
+    text = MEASURED.sub(with_proof, DIFF.sub(both, text))
+    at = WHEN.search(text).start()
+    parts = [text[:at].rstrip(), *whole_diffs(rows, chinese), *sections(root, rows, chinese)]
+    return "---\nhide: [toc]\n---\n\n" + "\n\n".join(parts) + "\n\n" + text[at:]
 
 
-def sections(root: Path, name: str, chinese: bool) -> list[str]:
-    parts = [heading("Holds", chinese), header_fields(root / f"pytorch_{name}.py")]
-    if pictures := memory(root, name, chinese):
-        parts += [heading("memory", chinese), *pictures]
-    if rows := proof(root, name, chinese):
-        parts += [heading("proof", chinese), *rows]
-    return parts
+def whole_diffs(rows: list[Technique], chinese: bool) -> list[str]:
+    """Links to the pages that :func:`diff_page` writes."""
+    rows = [row for row in rows if row.parent]
+    scripts = [(f"{row.script}.py", f"pytorch_{row.parent}.py") for row in rows]
+    links = zip(rows, scripts, strict=True)
+    lines = [f"[{new} − {old}](../diffs/{row.name}.md)" for row, (new, old) in links]
+    return [WORDS["whole_diffs"][chinese] + " · ".join(lines)] if lines else []
 
 
-def heading(key: str, chinese: bool, *names: str) -> str:
-    return "## " + HEADINGS[key][chinese].format(*names)
+def diff_page(root: Path, row: Technique) -> str:
+    """A page, which search excludes, of a script beside its parent, without their docstrings."""
+    pair = diffs.pair_of(root, row)
+    links = f"[{pair.old}](../../{pair.old}) → [{pair.new}](../../{pair.new})"
+    front = "---\nhide: [toc]\nsearch:\n  exclude: true\n---"
+    return "\n\n".join([front, f"# {pair.new} − {pair.old}", links, side_by_side.diff(pair)]) + "\n"
+
+
+def sections(root: Path, rows: list[Technique], chinese: bool) -> list[str]:
+    parts = [heading("fields", chinese)]
+    for row in rows:
+        parts += [f"`{row.script}.py`"] if len(rows) > 1 else []
+        parts.append(header_fields(root / f"{row.script}.py"))
+    pictures = [part for row in rows for part in memory(root, row.name, chinese)]
+    return [*parts, heading("memory", chinese), *pictures] if pictures else parts
+
+
+def heading(key: str, chinese: bool) -> str:
+    # Search leaves out what every page has: otherwise "out of memory" finds all of them.
+    return f"## {WORDS['headings'][key][chinese]} {{ data-search-exclude }}"
 
 
 def header_fields(script: Path) -> str:
     """The fields Holds and Sends of the script's docstring, as HTML."""
     doc = ast.get_docstring(ast.parse(script.read_text()))
     fields = re.findall(r"^(Holds|Sends)\s+(.*?)(?=^\S|\Z)", doc, re.DOTALL | re.MULTILINE)
-    lines = [f"<dt>{key}</dt><dd>{escape(' '.join(text.split()))}</dd>" for key, text in fields]
+    names = {"Holds": "Memory", "Sends": "Communication"}
+    lines = [f"<dt>{names[key]}</dt><dd>{escape(' '.join(s.split()))}</dd>" for key, s in fields]
     return '<dl class="fields" lang="en">\n' + "\n".join(lines) + "\n</dl>"
-
-
-SAYS = (
-    "Memory of the tensors on rank 0 of {gpus} GPUs during one training step, in GiB, counted by "
-    "[estimate.py](../estimate.md) on fake tensors: `{flags}`, global batch {batch}. The axis ends "
-    "at DDP's peak, or at the technique's own peak if that is higher.",
-    "{gpus} 个 GPU 中 rank 0 的张量在一个训练步内占用的显存（GiB），由 "
-    "[estimate.py](../estimate.zh-CN.md) 在 fake tensor 上数出：`{flags}`，全局批大小 {batch}。"
-    "坐标轴到 DDP 的峰值为止，更高时到自己的峰值。",
-)
 
 
 def memory(root: Path, name: str, chinese: bool) -> list[str]:
     """A picture of each variant of a script, for a GPT and for a ResNet."""
     found = json.loads((root / "website" / "data" / "memory.json").read_text())["data"]
+    words = CHINESE["pictures"] if chinese else {}
+    names = {kind: words.get(english, english) for kind, english in WORDS["kinds"].items()}
     parts, script = [], name if name != "checkpoint" else "FSDP"
     for job, (flags, batch) in found["jobs"].items():
         rows = [one for one in found["series"] if one["job"] == job]
         [ddp] = [one for one in rows if one["technique"] == "torchrun_DDP"]
         rows = [one for one in rows if one["technique"].split()[0] == script]
         if rows:
-            said = SAYS[chinese].format(gpus=found["gpus"], flags=flags, batch=batch)
+            said = WORDS["memory"][chinese].format(gpus=found["gpus"], flags=flags, batch=batch)
             kinds = [kind for one in rows for kind in one["bytes"]]
-            parts += [f"**{job}.** {said}", area.legend(kinds, chinese)]
+            shown = {kind: names[kind] for kind in names if kind in kinds}
+            parts += [f"**{job}.** {said}", area.legend(shown)]
         for one in rows:
-            if len(rows) > 1:
-                parts.append(f"`{one['technique']}`:")
-            parts.append(area.svg(one, area.peak(ddp), chinese))
+            parts += [f"`{one['technique']}`:", area.svg(one, area.peak(ddp), names, words)]
     return parts
 
 
 def proof(root: Path, name: str, chinese: bool) -> list[str]:
     """The rows of every table that are about this script."""
     found, parts = json.loads((root / "results" / "proof.json").read_text()), []
-    for table, words in PROOF.items():
+    for table, words in WORDS["proof"].items():
         rows = [row for row in found[table] if row["script"].split()[0] == f"pytorch_{name}"]
         if rows and (table != "optimizers" or name == "Muon"):  # FSDP's are there to compare with
             drawn = measured.proof_table(table, rows)

@@ -1,5 +1,5 @@
-/* The three widgets of docs/explore.md. Their data are scripts that set SITE_DATA, so that the page
-   also works when it is opened as a file. */
+/* Widgets of the pages: each takes the place of an element with data-widget. Their data are scripts
+   that set SITE_DATA, so that a page also works when it is opened as a file. */
 (() => {
   const chinese = document.documentElement.lang.startsWith("zh");
   const say = (english, other) => (chinese ? other : english);
@@ -46,8 +46,9 @@
     const memory = choice(say("GPU type", "GPU 型号"), unique(cells.map((c) => c.memory)), show);
     const answer = element("div", { role: "status" });
     const verdict = result("fit-way"), peak = result("fit-peak"), command = result("fit-command", "code");
+    const needs = result("fit-host");
     const bar = element("div", { class: "bar", "aria-hidden": "true" }, element("i"));
-    answer.append(verdict, peak);
+    answer.append(verdict, needs, peak);
     place.append(element("form", {}, model.row, gpus.row, memory.row), answer, bar, element("pre", {}, command));
     model.select.value = "llama3-8b";
     gpus.select.value = "8";
@@ -57,17 +58,21 @@
     function show() {
       const chosen = cells.find((c) => c.model === model.select.value && c.memory === memory.select.value
         && c.gpus === Number(gpus.select.value));
-      const size = (chosen.peak / GIB).toFixed(1), room = chosen.gib - chosen.spare;
+      const size = (chosen.peak / GIB).toFixed(1), gigabytes = (bytes) => (bytes / 1e9).toFixed(1);
+      const host = Math.round(chosen.host / GIB).toLocaleString("en");
       verdict.textContent = chosen.fits ? chosen.way
         : say(`Nothing fits; the closest is ${chosen.way}. Try ${chosen.ideas.join(" or ")}.`,
           `都放不下；最接近的是 ${chosen.way}。可以试试 ${chosen.ideas.join(" 或 ")}。`);
       peak.textContent = say(
         `Predicted peak: ${size} GiB per GPU, of ${chosen.gib} GiB (${chosen.spare.toFixed(1)} GiB kept in reserve)`,
         `预测峰值：每个 GPU ${size} GiB，共 ${chosen.gib} GiB（预留 ${chosen.spare.toFixed(1)} GiB）`)
-        + (chosen.fits ? say(`; sends ${(chosen.sent / 1e9).toFixed(1)} GB per step`,
-          `；每步发送 ${(chosen.sent / 1e9).toFixed(1)} GB`) : "");
-      command.textContent = chosen.fits ? chosen.command : chosen.estimate;
-      bar.classList.toggle("over", chosen.peak / GIB > room);
+        + (chosen.fits ? say(`; sends ${gigabytes(chosen.sent)} GB per step`, `；每步发送 ${gigabytes(chosen.sent)} GB`) : "")
+        + (chosen.copied ? say(` and copies ${gigabytes(chosen.copied)} GB over PCIe`, `，经 PCIe 复制 ${gigabytes(chosen.copied)} GB`) : "");
+      needs.textContent = say(`Needs ${host} GiB of host memory per GPU`, `每个 GPU 需要 ${host} GiB 主机内存`);
+      needs.hidden = !chosen.host;
+      const words = (chosen.fits ? chosen.command : chosen.estimate).split(" ");
+      command.replaceChildren(...words.flatMap((word) => [element("span", { class: "option" }, word), " "]));
+      bar.className = chosen.fits ? (chosen.host ? "bar host" : "bar") : "bar over";
       bar.firstChild.style.width = `${Math.min(100, 100 * chosen.peak / GIB / chosen.gib)}%`;
     }
   }
@@ -82,17 +87,18 @@
     const ranks = choice(say("Ranks", "进程数"), unique(all.map((s) => s.ranks)), show);
     const parts = choice(say("Micro-batches", "micro-batch 数"), unique(all.map((s) => s.microbatches)), show);
     const bubble = element("p", { role: "status", "data-result": "schedule-bubble" });
-    const scroll = element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": say("Timeline by rank", "各进程的时间线") });
-    place.append(element("form", {}, schedule.row, ranks.row, parts.row), bubble, scroll);
+    const picture = element("div");
+    place.append(element("form", {}, schedule.row, ranks.row, parts.row), bubble, picture);
     schedule.select.value = "1f1b";
     ranks.select.value = "4";
     parts.select.value = "8";
+    window.addEventListener("resize", show);
     show();
 
     function show() {
       const found = all.find((s) => s.schedule === schedule.select.value && s.ranks === Number(ranks.select.value)
         && s.microbatches === Number(parts.select.value));
-      scroll.replaceChildren();
+      picture.replaceChildren();
       if (!found) {
         bubble.textContent = say("PyTorch does not support this combination.", "PyTorch 不支持这种组合。");
         return;
@@ -100,22 +106,28 @@
       const percent = (share) => `${(100 * share).toFixed(1)}%`;
       bubble.textContent = say(`Bubble: ${percent(found.bubble)} of the time (formula: ${percent(found.formula)}); the step takes ${found.length} units.`,
         `气泡：占时间的 ${percent(found.bubble)}（按公式 ${percent(found.formula)}）；一步需要 ${found.length} 个单位。`);
-      const unit = 24, height = 26, left = 56;
-      const width = left + found.length * unit + 4, tall = found.rows.length * (height + 6) + 4;
-      const svg = drawing("svg", { viewBox: `0 0 ${width} ${tall}`, width, height: tall, role: "img", "aria-label": bubble.textContent });
+      const down = picture.clientWidth < 500; // on a phone, time runs downwards
+      const along = down ? 16 : Math.min(24, (picture.clientWidth - 60) / found.length);
+      const across = down ? Math.min(64, picture.clientWidth / found.rows.length) : 32;
+      const [before, labels] = down ? [24, true] : [56, along >= 15];
+      const size = [before + found.length * along + 1, found.rows.length * across];
+      const [width, height] = down ? size.reverse() : size;
+      const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": bubble.textContent });
       found.rows.forEach((row, rank) => {
-        const y = 2 + rank * (height + 6);
-        svg.append(drawing("text", { x: 0, y: y + 17, class: "name" }, `rank ${rank}`));
+        const [x, y] = down ? [rank * across, 14] : [0, rank * across + 19];
+        svg.append(drawing("text", { x, y, class: "name" }, `rank ${rank}`));
         for (const [kind, stage, number, begin, length] of row) {
+          const box = [before + begin * along, rank * across, length * along - 1, across - 6];
+          const [x, y, width, height] = down ? [box[1], box[0], box[3], box[2]] : box;
           const group = drawing("g", { class: `part ${kind}` });
           group.append(
-            drawing("rect", { x: left + begin * unit, y, width: length * unit - 1, height, rx: 3 }),
-            drawing("text", { x: left + (begin + length / 2) * unit, y: y + 17 }, `${kind}${number}`),
+            drawing("rect", { x, y, width, height, rx: Math.min(3, along / 4) }),
             drawing("title", {}, `${say(...WORK[kind])}, ${say("stage", "阶段")} ${stage}, micro-batch ${number}`));
+          if (labels) group.append(drawing("text", { x: x + width / 2, y: y + height / 2 + 4 }, `${kind}${number}`));
           svg.append(group);
         }
       });
-      scroll.append(svg);
+      picture.append(svg);
     }
   }
 
@@ -147,7 +159,7 @@
       back.disabled = step === 0;
       next.disabled = step === steps.length - 1;
       const changed = [];
-      table.replaceChildren(element("tr", {}, element("th"), ...["a", "b", "c", "d"].map((c) => element("th", { scope: "col" }, c))));
+      table.replaceChildren(element("tr", {}, element("th"), ...[0, 1, 2, 3].map((c) => element("th", { scope: "col" }, say(`part ${c}`, `第 ${c} 份`)))));
       steps[step].forEach((row, rank) => {
         const line = element("tr", {}, element("th", { scope: "row" }, `rank ${rank}`));
         row.forEach((cell, chunk) => {
