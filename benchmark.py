@@ -3,10 +3,11 @@
 Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, gpt, shakespeare (needs its text in data/),
             by_hand, cpu, gpu, ecosystem, reviews (needs data/movie_reviews), scaling, inference,
-            collectives, estimate, one_gpu and published. Each row runs in fresh processes with its
-            own launch command, and the rows alternate (A B C, A B C, ...). The results go to
-            results/SUITE.json. A row that fails reports why, and the others continue.
-            (The last five suites have steps instead of rows; the last step measures.)
+            collectives, estimate, one_gpu, published, front and outputs. Each row runs in fresh
+            processes with its own launch command, and the rows alternate (A B C, A B C, ...). The
+            results go to results/SUITE.json. A row that fails reports why, and the others continue.
+            (The last seven suites have steps instead of rows, of which the last one measures, or
+            commands whose output is recorded.)
 Dry run     python benchmark.py --suite gpu --dry-run
             Prints each row's command, and why this machine would skip it. Starts nothing.
 Resume      Run the same command again: an interrupted measurement continues where it stopped.
@@ -44,9 +45,10 @@ from tqdm import tqdm
 from harness.cli import ArgumentParser, check_writable, fail, number
 from harness.measure import git_commit, gpu_uuids, hardware, versions
 from measure import everything
-from measure.outcome import distance, is_parameter, read_curve, reason
+from measure.outcome import is_parameter, read_curve, reason, record
 from report import fresh, pages, suites
 from report.results import SCHEMA, Unusable, load
+from website import schematics
 
 ROOT = Path(__file__).resolve().parent
 CONFIG, RESULTS, RUNS = ROOT / "config", ROOT / "results", ROOT / "runs" / "benchmark"
@@ -115,8 +117,7 @@ def read_suite(name: str) -> dict:
     """``config/suite_NAME.json``, with one row for each number of ranks."""
     suite = json.loads((CONFIG / f"suite_{name}.json").read_text())
     gpus = torch.cuda.device_count()
-    defaults = {"table": name, "reference": False, "timeout": suite.get("timeout", 900)}
-    defaults |= {"needs": []}
+    defaults = {"table": name, "timeout": suite.get("timeout", 900), "needs": []}
     rows = []
     for row in suite["rows"]:
         ranks = row.get("ranks", [None])
@@ -166,6 +167,9 @@ def computes_float16() -> bool:
 def render(check: bool) -> None:
     """Rewrite the pages and draw the plots; with ``check``, only fail if anything would change."""
     changed, drawn = pages.find_changes()
+    for path, text in schematics.pictures(ROOT).items():
+        if not path.is_file() or path.read_text() != text:
+            changed[path] = text
     names = ", ".join(str(path.relative_to(ROOT)) for path in [*changed, *drawn])
     if check and names:
         print(f"out of date: {names}; run python benchmark.py --render", file=sys.stderr)
@@ -192,7 +196,7 @@ def measure(args: argparse.Namespace) -> None:
     check_writable(output.parent, f"--output {output}")
     if output.is_dir():
         fail(f"--output {output} is a folder; give a file")
-    if suite.get("steps"):
+    if suite.get("steps") or suite.get("outputs"):
         return run_steps(suite, output)
     partial = output.with_name(f"{output.stem}.partial.json")
     found = start_or_continue(partial, suite, args)
@@ -219,6 +223,8 @@ def print_plan(suite: dict) -> None:
     """Print what measuring would start, and why a row would be skipped."""
     for step in suite.get("steps", []):
         print(step.format(folder=(RUNS / suite["name"]).relative_to(ROOT)))
+    for name, command in suite.get("outputs", {}).items():
+        print(f"{name}: {command}")
     for row in suite["rows"]:
         print(f"{row['name']}: {shlex.join(row['command'])}")
         if row["left_out"]:
@@ -244,18 +250,14 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
     ]
     if "memory" in suite:
         todo += [(row, suite["memory"]) for row in possible if not by_name[row["name"]]["memory"]]
-    references = {row["table"]: row["name"] for row in suite["rows"] if row["reference"]}
     with tqdm(todo, suite["name"], unit="run", disable=None) as bar:
         for row, flags in bar:
             entry = by_name[row["name"]]
             if entry["failed"]:
                 continue
             bar.set_postfix_str(row["name"])
-            against = None  # weights of the reference run on the same workload
-            if row["table"] in references:
-                against = folder / slug(references[row["table"]]) / "model.pt"
             to = folder / slug(row["name"])
-            run, why = run_row(row["command"] + shlex.split(flags), to, row["timeout"], against)
+            run, why = run_row(row["command"] + shlex.split(flags), to, row["timeout"])
             if run and suite.get("curves"):
                 run["curve"] = read_curve(to)
             if run and flags:  # measures memory only, but completely
@@ -306,20 +308,24 @@ def all_versions() -> dict[str, str]:
 
 
 def run_steps(suite: dict, output: Path) -> None:
-    """Run a suite whose last step writes its own file with all results. Add hardware, versions and
-    commit if the file lacks them."""
-    folder = RUNS / output.stem
-    for step in suite["steps"]:
-        command = step.format(folder=folder.relative_to(ROOT))
-        code = subprocess.run(shlex.split(command), cwd=ROOT, env=environment()).returncode
+    """A suite whose last step writes its own file with all results, or of commands whose output is
+    recorded. Adds hardware, versions and commit, if that file lacks them."""
+    folder, outputs = RUNS / output.stem, suite.get("outputs", {})
+    commands, found = [*outputs.values()], {"outputs": record(outputs, ROOT, environment())}
+    for step in suite.get("steps", ()):
+        commands = [step.format(folder=folder.relative_to(ROOT))]
+        code = subprocess.run(shlex.split(commands[0]), cwd=ROOT, env=environment()).returncode
         if code:
             raise SystemExit(code)
+    if not outputs:
+        found = {"command": re.sub(r" --output-dir \S+", "", commands[0])}
+        found |= json.loads((folder / suite["writes"]).read_text())
     about = {
-        "command": re.sub(r" --output-dir \S+", "", command), "hardware": hardware(),
-        "versions": all_versions(), "git_commit": git_commit(), "date": today(),
-        "files": fresh.files_of(ROOT, [command], (*fresh.BELOW, *suite.get("uses", ()))),
+        "hardware": hardware(), "versions": all_versions(), "git_commit": git_commit(),
+        "date": today(),
+        "files": fresh.files_of(ROOT, commands, (*fresh.BELOW, *suite.get("uses", ()))),
     }  # fmt: skip
-    write_json(output, about | json.loads((folder / suite["writes"]).read_text()))
+    write_json(output, about | found)
     print(f"done: {output}")
 
 
@@ -329,7 +335,7 @@ def environment() -> dict[str, str]:
     return env | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}
 
 
-def run_row(words: list[str], folder: Path, timeout: float, against: Path | None):
+def run_row(words: list[str], folder: Path, timeout: float):
     """One run of a row, in its own processes.
 
     Returns:
@@ -367,12 +373,9 @@ def run_row(words: list[str], folder: Path, timeout: float, against: Path | None
     run["eval_loss"] = result["eval_loss"][-1]
     run["seconds_process"] = time.perf_counter() - started
     weights = folder / "model.pt"
-    run["weights_difference"] = None
     if weights.is_file():
         state = torch.load(weights, weights_only=True)
         run["parameters"] = sum(t.numel() for name, t in state.items() if is_parameter(name))
-        if against and against.is_file() and against != weights:
-            run["weights_difference"] = distance(state, torch.load(against, weights_only=True))
     shutil.rmtree(folder / "snapshots", ignore_errors=True)  # large, and never resumed from
     return run, None
 
