@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 from fork_server import Server
 from PIL import Image
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -46,22 +47,12 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 ONE_PROCESS = [t.script for t in TECHNIQUES if "one_process" in t.traits]
 CLOSED_PORT = "http://127.0.0.1:9"  # the discard service, which nobody runs: it refuses
 HOOKED = "tests/hooks.py"  # runs a script with small models, and what HOOKS asks for
+TABLES = yaml.safe_load((ROOT / "tests/tables.yaml").read_text())  # of parameters
 LIBRARIES = {  # what a server imports for scripts with such a name
     # What deepspeed.initialize() imports for stages 1 to 3 is most of DeepSpeed's own time.
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "(accelerate|lightning|transformers)_": ("accelerate", "lightning", "transformers.trainer"),
 }
-ACCELERATE = {  # by its file, what `accelerate launch` puts into the environment
-    "config/accelerate_FSDP.yml": {
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    },
-    "config/accelerate_DeepSpeed.yml": {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "config/zero_stage2_config.json",
-    },
-}  # fmt: skip
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
@@ -136,7 +127,8 @@ class Started:
     def __init__(self, command, cwd=ROOT, forked=False, **env):
         words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
         if forked:
-            env |= next((ACCELERATE[word] for word in words if word in ACCELERATE), {})
+            of_files = TABLES["accelerate"]
+            env |= next((of_files[word] for word in words if word in of_files), {})
         self.command, self.by_hand, self.began = command, as_typed(words, env), time.monotonic()
         print("$", self.by_hand)  # pytest shows it if the test fails
         self.files = [tempfile.TemporaryFile() for _ in range(2)]

@@ -5,7 +5,7 @@ Used in place of a script's name, after its launcher; the environment variable M
     MISTAKE='tied gradients not summed' torchrun --standalone --nproc_per_node=2 \\
         tests/mistakes.py pytorch_PP.py ...
 
-MISTAKES has the right and the wrong lines; it fails if the script no longer has the right ones.
+tables.yaml has the right and the wrong lines; it fails if the script has not the right ones.
 """
 
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import yaml
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,24 +24,7 @@ sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launc
 
 from jobs import experts, gpt  # noqa: E402
 
-MISTAKES = {  # name: lines of a script, and what somebody might write in their place
-    "none": {},
-    "batch divided by rank instead of row": {'"rank": row}': '"rank": rank % rows}'},
-    "fused QKV split by columns": {
-        '"attention.query"': '"attention.fused"',
-        '"attention.key": ColwiseParallel(),': "",
-        '"attention.value": ColwiseParallel(),': "",
-    },
-    "input gradients not all-reduced": {"return all_reduce(gradient)": "return gradient"},
-    "softmax over local tokens only": {"Sum.apply(logits.exp().sum(1))": "logits.exp().sum(1)"},
-    "clipped by the norm of each stage": {"dist.all_reduce(squares :=": "(squares :="},
-    "micro-batch losses summed instead of averaged": {"density / parts": "density"},
-    "tied gradients not summed": {"dist.all_reduce(parameter.grad, group=group)": "pass"},
-    "expert gradients summed instead of averaged": {"experts.sources =": "not_used ="},
-    "load balanced on each rank alone": {},  # see main()
-    "every shard starts at position 0": {"model(tokens, positions)": "model(tokens)"},
-    "attention sees local keys only": {"block.attention.attend = attend": "pass"},
-}
+MISTAKES = yaml.safe_load((ROOT / "tests/tables.yaml").read_text())["silent_mistakes"]
 
 
 class FusedAttention(gpt.Attention):
@@ -62,7 +46,8 @@ def main():
         gpt.Attention = FusedAttention
     if "on each rank alone" in mistake:
         experts.dist = SimpleNamespace(is_initialized=lambda: False)
-    for right, wrong in MISTAKES[mistake.partition(":")[0]].items():
+    lines = {} if mistake.startswith("none") else MISTAKES[mistake]["lines"]
+    for right, wrong in lines.items():
         assert right in text, f"{script} has no {right}"
         text = text.replace(right, wrong)
     exec(compile(text, script, "exec"), {"__name__": "__main__", "__doc__": "", "__file__": script})

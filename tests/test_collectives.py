@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, cases, succeed
+from conftest import ROOT, TABLES, cases, succeed
 
 import pytorch_collectives as script
 
@@ -85,13 +85,7 @@ def test_a_collective_that_a_backend_lacks_is_named(monkeypatch, capsys):
         raise RuntimeError("Timed out")  # is no lack, and keeps its traceback
 
 
-SAID = {  # by rank, or by all
-    "alone": {0: "RuntimeError after 2 s: .*Timed out"},
-    # the first one whose time is up closes the connection
-    "order": {rank: "RuntimeError after .*(?:Timed out|Connection closed)" for rank in (0, 1)},
-    "shape": {0: "RuntimeError after 2 s: .*Timed out", 1: r"sum \[(?!12, 14\])"},
-    "wait": {rank: r"after it \[12, 14, 16, 18\]" for rank in (0, 1)},
-}
+SAID = TABLES["broken_collectives"]  # by rank
 
 
 @cases("mistake", SAID, lambda m: m in ("shape", "wait"))
@@ -104,18 +98,7 @@ def test_mistakes_end_by_themselves(mistake):
     assert finished.lines[-1].startswith(("With " * (mistake != "wait")) + advice)
 
 
-S0, S1, WHOLE, TERMS = "Shard(dim=0)", "Shard(dim=1)", "Replicate()", "Partial(sum)"
-GATHER, REDUCE = "all_gather_into_tensor of 384 bytes", "all_reduce of 384 bytes"
-DTENSORS = {  # placements of tensors, and what is sent, on four ranks
-    "replicate": [S0, WHOLE, GATHER],
-    "shard": [WHOLE, S0, "nothing"],
-    "transpose_shards": [S0, S1, GATHER],  # gloo has no all-to-all
-    "multiply_by_columns": [WHOLE, S1, S1, "nothing"],
-    "multiply_by_rows": [S1, S0, TERMS, "nothing"],
-    "sum_up": [TERMS, WHOLE, REDUCE],
-    "sum_and_shard": [TERMS, S0, "reduce_scatter_tensor of 384 bytes"],
-    "not_linear": [TERMS, WHOLE, REDUCE],
-}
+DTENSORS = TABLES["dtensors"]
 
 
 def test_dtensors():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import ROOT
+from conftest import ROOT, TABLES
 from torch import nn
 
 import common
@@ -74,18 +74,10 @@ def test_flops_are_those_of_the_formula(settings, n):
     assert found == tokens * (4 * n + attention)
 
 
-@pytest.mark.parametrize("name, precision, tf32, expected", [
-    ("NVIDIA H100 80GB HBM3", "bfloat16", False, 989.4e12),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", False, None),
-    ("NVIDIA H100 PCIe", "float16", False, 756e12),
-    ("NVIDIA A100-SXM4-40GB", "float32", True, 156e12),
-    ("NVIDIA A100 80GB PCIe", "float32", False, 19.5e12),
-    ("Tesla P40", "float16", False, None),
-    ("NVIDIA L40S", "float64", False, None),
-    ("cpu", "float32", False, None),
-])  # fmt: skip
-def test_peaks(name, precision, tf32, expected):
+@pytest.mark.parametrize("name, precision, tf32, teraflops", TABLES["peaks"])
+def test_peaks(name, precision, tf32, teraflops):
     """Of the GPU itself, not of one with a similar name; of an unknown one there is none."""
+    expected = teraflops and pytest.approx(1e12 * teraflops)
     assert flops.peak_flops(name, precision, tf32) == expected
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import cases, refused, succeed
+from conftest import TABLES, cases, refused, succeed
 from fake_gpu import GIB, FakeCuda, FakeGpus
 from test_contract import FLOAT16
 from torch._subclasses import fake_tensor
@@ -230,12 +230,7 @@ def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda, monkeypatch):
     assert sums.shape == (2, 4, 50) and [t.shape for t in found] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("gpu, hip, able", [
-    ({"major": 8, "minor": 9}, None, True),
-    ({"major": 8, "minor": 6}, None, False),
-    ({"major": 9, "minor": 0, "gcnArchName": "gfx90a"}, "6.4", False),
-    ({"major": 9, "minor": 4, "gcnArchName": "gfx942"}, "6.4", True),
-])  # fmt: skip
+@pytest.mark.parametrize("gpu, hip, able", TABLES["float8_gpus"])
 def test_which_gpus_multiply_float8(gpu, hip, able, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**gpu))
     monkeypatch.setattr(torch.version, "hip", hip)

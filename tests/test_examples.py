@@ -10,15 +10,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT, cases, distance, launch, same_bits
+from conftest import ROOT, TABLES, cases, distance, launch, same_bits
 from safetensors.torch import load_file
 from test_llama import make_tokenizer
 
 transformers = pytest.importorskip("transformers")
 Decoder = transformers.AutoModelForCausalLM
-
-POLICY = "POLICY = MixedPrecisionPolicy()"  # FSDP computes in the weights' float64
-NO_OPS = "deepspeed.ops.__compatible_ops__ = {}"  # else DeepSpeed compiles one for the CPU
 
 
 class Row(NamedTuple):
@@ -33,24 +30,7 @@ class Row(NamedTuple):
     usual: bool = True
 
 
-ROWS = {
-    "ddp": Row("plain", 2, 3),
-    "amp": Row("ddp", then=2, far=(1e-4, 0.05)),
-    "accumulation": Row("ddp", 3, 2),
-    "zero": Row("ddp", 2, 3),
-    "checkpointing": Row("ddp", 2, 3),
-    "zero_deepspeed": Row("ddp", 2, 2, NO_OPS, (0, 1e-4)),
-    "fsdp": Row("ddp", 3, 2, POLICY),
-    "dcp": Row("fsdp", 2, 3, POLICY),
-    "fsdp_compile": Row("fsdp", 2, 1, POLICY, usual=False),
-    "lora": Row("fsdp", 3, 2, f"{POLICY}\nFROZEN = torch.float64"),
-    "hsdp": Row("fsdp", 4, 2, f"{POLICY}\nSHARD = 2", usual=False),
-    "chunked_loss": Row("fsdp", 2, 1, POLICY, usual=False),
-    "offload": Row("fsdp", 2, 1, POLICY, usual=False),
-    "optimizer_in_backward": Row("fsdp", 2, 3, POLICY),
-    "fsdp_tp": Row("fsdp", 4, 2, POLICY, usual=False),
-    **dict.fromkeys(("chat", "tp", "pp", "cp", "ep"), Row("ddp")),
-}
+ROWS = {name: Row(**row) for name, row in TABLES["examples"].items()}
 ADAPTED = (("    optimizer =", "    adapt(model)\n    optimizer ="),)  # LoRA
 UNCLIPPED = (("model.parameters(), 1.0)", "model.parameters(), math.inf)"),)
 ONE_DISK = ("ddp", "amp", "accumulation", "zero")  # rank 0 reads and writes, for all ranks
@@ -242,10 +222,9 @@ PAGES = [ROOT / f"docs/your_own_model{language}.md" for language in ("", ".zh-CN
 
 @cases("name, kind", OWN_MODELS, lambda *row: row in USUAL)
 def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
-    """The page's functions in place of the example's: killed on two ranks, resumed on one, it
-    writes what the plain loop does, and that loads and generates."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.S)
-    [own] = (b for b in blocks if ("AutoTokenizer" if kind in DECODERS else "torchvision") in b)
+    """The functions of examples/own in place of the example's: killed on two ranks, resumed on
+    one, it writes what the plain loop does, and that loads and generates."""
+    own = read("own/decoder" if kind in DECODERS else "own/classifier")
     changes = STILL | CLASSIFIERS.get(kind, {})
     if kind in DECODERS:
         text = hub(kind) / "text"
@@ -317,13 +296,7 @@ def test_documents_of_a_row_do_not_see_each_other(kind, hub, chat):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-BAD = {
-    '{"messages": [}': "JSONDecodeError: Expecting value",
-    '{"text": "a"}': "KeyError: 'messages'",
-    '{"messages": [{"role": "assistant"}]}': "KeyError: 'content'",
-    '{"messages": [{"role": "assistant", "content": null}]}': "TypeError: ",
-    '{"messages": [{"role": "user", "content": "a"}]}': "no answer of an assistant within 64",
-}
+BAD = TABLES["wrong_conversations"]
 
 
 @pytest.mark.parametrize("line", BAD)

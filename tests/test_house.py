@@ -7,7 +7,8 @@ from graphlib import TopologicalSorter
 import pytest
 from conftest import ROOT, name_of, succeed
 
-from techniques import COURSE, LESSONS
+from report.pages import BLOCK, list_pages
+from techniques import HOOD, LESSONS, MODEL
 
 ROOMS = ["harness", "hangs", "remote", "libraries", "jobs", "report", "inference", "estimator"]
 ROOMS += ["website", "measure"]
@@ -26,25 +27,24 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapter
     "website": TASK | PROGRAM | {"estimate", "estimator", "measure"},
     "estimate": TASK | PROGRAM | {"estimator"},
     "model_inference": TASK | {"inference", "report"},
-    "benchmark": PROGRAM | {"harness", "measure"},
+    "benchmark": PROGRAM | {"harness", "measure", "website"},
     "timeline": {"harness", "report"},
     "measure": OURS,  # what it measures
 }
 PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "EP", "activation_checkpointing")}
 MAY_KNOW |= {"pytorch_ND_parallel": {"common", "libraries", *PARTS}}  # which is made of lessons
-# Lines as `wc -l` counts them. A number changes only in an issue that says so; a room that gets
-# lighter lowers it.
+# Lines as `wc -l` counts them. A number changes only if an issue says so; a lighter room lowers it.
 BUDGETS = {"harness": 2200, "hangs": 420, "remote": 320, "libraries": 1150, "jobs": 1950}
 BUDGETS |= {"report": 1400, "estimator": 2100, "inference": 800, "website": 770, "measure": 2400}
-BUDGETS |= {"common.py": 350, "techniques.py": 350, "tests": 10300}
-LESSON, BEYOND_DATA_PARALLELISM, EXAMPLE, SPLIT_EXAMPLE = 170, 210, 105, 205
+BUDGETS |= {"common.py": 350, "techniques.py": 350, "README.md": 130, "tests": 10300}
+LESSON, MODEL_PARALLEL, EXAMPLE, SPLIT_EXAMPLE = 170, 210, 105, 205
 LONGER = {"pytorch_Muon": 180, "pytorch_checkpoint": 175, "pytorch_CP": 240}
 LONGER |= {"pytorch_ND_parallel": 280, "lightning_Trainer": 250, "chat": 135}
-LONGER |= {"pytorch_PP_by_hand": 230}  # beside that of PP, which is 210
+LONGER |= {"pytorch_LocalSGD": 185, "pytorch_PP_by_hand": 230}  # beside that of PP, which is 210
 LONGER |= {"pytorch_activation_checkpointing": 250}  # whole, selective and offloaded
 # Rooms that are still above their budget, and may not grow: their lines now, in rounded numbers.
-ABOVE = {"harness": 2730, "hangs": 510, "libraries": 1491, "jobs": 3012, "report": 1514}
-ABOVE |= {"inference": 900, "techniques.py": 415, "estimator": 2146, "measure": 2516}
+ABOVE = {"harness": 2730, "hangs": 510, "libraries": 1491, "jobs": 3007, "report": 1514}
+ABOVE |= {"inference": 900, "techniques.py": 415, "estimator": 2146, "measure": 2480}
 ABOVE |= {"tests": 10605}
 
 
@@ -95,16 +95,23 @@ def test_a_file_has_one_concern(path):
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_budgets(room):
-    paths = [ROOT / room] if room.endswith(".py") else (ROOT / room).rglob("*.py")
+    paths = [ROOT / room] if "." in room else (ROOT / room).rglob("*.py")
     lines = sum(map(lines_of, paths))
     assert lines <= ABOVE.get(room, BUDGETS[room])
     assert room not in ABOVE or lines > BUDGETS[room], "it meets its budget: take it out of ABOVE"
 
 
+def test_pages_are_short():
+    """In lines that no program writes, in English."""
+    pages = [ROOT / "CONTRIBUTING.md", *list_pages(ROOT, chinese=False)]
+    texts = [re.sub(rf"{BLOCK.pattern}\n", "", p.read_text(), flags=re.S) for p in pages]
+    assert sum(text.count("\n") for text in texts) <= 3000
+
+
 @pytest.mark.parametrize("row", LESSONS, ids=lambda row: row.script)
 def test_a_lesson_is_short(row):
     if "no_training" not in row.traits:
-        usual = BEYOND_DATA_PARALLELISM if row.course in COURSE[3:] else LESSON
+        usual = MODEL_PARALLEL if row.course in (MODEL, HOOD) else LESSON
         assert lines_of(ROOT / f"{row.script}.py") <= LONGER.get(row.script, usual)
 
 

@@ -20,25 +20,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CLOSED_PORT, ONE_PROCESS, ROOT, cases, launch, launcher, refused, succeed
+from conftest import CLOSED_PORT, ROOT, TABLES, cases, launch, launcher, refused, succeed
 from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
 from jobs import decoder
 from libraries import download, hub
+from report import matrix
 from techniques import LIBRARIES, TECHNIQUES
 
 LAST = "step-00000002-evaluated"
+ONE_PROCESS = {t.script for t in TECHNIQUES if "one_process" in t.traits}
 ONLY_GPT = {t.script for t in TECHNIQUES if "needs_gpt" in t.traits}
 SMALL = "--dataset synthetic --train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
 A_GPT = f"{SMALL} --model gpt-4x2x16 --context 16"
 LIBRARY = {t.script: t.script.partition("_")[0] for t in LIBRARIES}
 LIBRARY["pytorch_DeepSpeed"] = "deepspeed"
-DEEPSPEED = {"no_json": "{", "a_list": "[1]", "batch": '{"train_batch_size": 64}'}  # in places
-DEEPSPEED |= {"micro_batch": '{"train_micro_batch_size_per_gpu": 7}'}
-DEEPSPEED |= {"accumulation": '{"gradient_accumulation_steps": 2}'}
-DEEPSPEED |= {"stage": '{"zero_optimization": {"stage": 7}}'}
+DEEPSPEED = TABLES["wrong_deepspeed_configs"]  # in places
 
 
 @pytest.fixture(scope="session")
@@ -180,6 +179,14 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
         else:
             check_line(*refuse(script, flags, int(ranks)), words)
         assert not list(output.glob("[!.]*"))
+
+
+@pytest.mark.parametrize("command, words", matrix.REFUSED.values())
+def test_what_the_matrix_calls_refused(command, words, tmp_path, refuse, monkeypatch):
+    monkeypatch.setattr("libraries.mesh.need_compiler", lambda device: None)
+    script, _, flags = command.partition(" ")
+    code, stderr = refuse(script, f"{A_GPT} --output-dir {tmp_path} {flags}", 2)
+    check_line(code, stderr, [words])
 
 
 @pytest.mark.parametrize("script", LIBRARY)

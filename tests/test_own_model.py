@@ -1,5 +1,5 @@
 """--module: a model of one's own, under every technique that needs none of ours; that of
-docs/job.md, which has a tied matrix, a buffer that no state dict holds, and labels to ignore."""
+examples/own/module.py: a tied matrix, a buffer that no state dict holds, and labels to ignore."""
 
 import re
 
@@ -11,7 +11,7 @@ from torch import nn
 from jobs import own
 from jobs.choice import Settings, resolve
 
-[MODULE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/job.md").read_text(), re.S)
+MODULE = (ROOT / "examples/own/module.py").read_text()
 MORE = """
 def own_loss():
     def score(out, batch):

@@ -2,20 +2,24 @@
 
 import gzip
 import json
+import re
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
-from conftest import ROOT, succeed
+from conftest import ROOT, name_of, succeed
+from matplotlib.colors import to_rgb
 from test_collectives import expected
 
 import benchmark
 from harness import trace_rows
-from report import draw, fresh, pages, suites, traces
+from report import diffs, draw, fresh, front, pages, palette, suites, traces
 from report.results import Unusable, read_result
 from techniques import TECHNIQUES
 
 SVG = "{http://www.w3.org/2000/svg}"
 CODE = '"""What."""\n\n\ndef f():\n    """How."""\n    return 1  # why\n'
+EXAMPLES = [path for path in ROOT.glob("examples/*.py") if path.stem != "plain"]
 FILES = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
 
 
@@ -33,20 +37,47 @@ def test_tables_tell_ranks_from_gpus():
     found = read_result(ROOT, "cpu")
     rows = {row["name"]: row for row in found["rows"]}
     new = [on_gpus(rows["DP"], 1, 4), on_gpus(rows["torchrun_DDP x4"], 4, 4)]
-    drawn = suites.techniques_table(new)
-    assert "| ranks (GPUs) |" in drawn and "| `DP` | 1 (4) | float32 (TF32) |" in drawn
+    out = {"runs": [], "left_out": "slow", "memory": {"command": ""}}
+    drawn = suites.techniques_table([*new, rows["DP"] | out])
+    assert drawn.count("left out: slow") == 1 and "{" not in drawn and "| ranks (GPUs) |" in drawn
+    assert "| `DP` | 1 (4) | float32 (TF32) |" in drawn
     assert "| `torchrun_DDP` | 4 | float32 (TF32) |" in drawn and "| 1.50 (2.00) | 88 |" in drawn
-    proof, predicted = {"parity": [], "loss": []}, {"DP": 3 * 2**30}
-    front = suites.front_table(ROOT, found, proof, ["DP"], predicted)
-    assert "| 1 (4) |" in front and "| 3.00 |" in front
+
+    long = suites.techniques_table(read_result(ROOT, "reviews")["rows"])
+    assert "| accuracy |" in long and "accuracy" not in drawn, "of a few steps it says nothing"
+
+
+def test_the_bars_are_whole_peaks():
+    found = read_result(ROOT, "front")
+    bars = front.pictures({"front": found})["memory-light"]["values"]
+    for name, one in found["outputs"].items():
+        peak = one["output"][0]["peak"] / 2**30
+        assert peak == pytest.approx(sum(bars[name].values()), abs=0.03) and peak > 10
+
+
+PLACES = pages.find_places(ROOT)
 
 
 @pytest.mark.parametrize("row", TECHNIQUES[1:], ids=lambda row: row.name)
-def test_a_page_shows_the_lines_that_make_its_technique_and_its_traps(row):
-    lines = pages.technique_lines((ROOT / f"{row.script}.py").read_text(), row.shows)
-    assert 0 < len(lines) <= 25
-    page = (ROOT / f"docs/techniques/{row.name}.md").read_text()
-    assert all(f"\n## {heading}\n" in page for heading in ("When not", "Traps", "Sources"))
+def test_a_page_shows_what_makes_its_technique_and_its_pitfalls(row):
+    """A script without an example is on its page itself, in lines of code."""
+    page = PLACES[row.name].page.read_text()
+    for heading in ("What changes", "When not to use it", "Pitfalls", "Measured", "Sources"):
+        assert f"\n## {heading}\n" in page
+    _, lines = diffs.excerpt(ROOT, row)
+    assert f"<!-- diff-{row.name} -->" not in page or 0 < len(lines) <= diffs.LONGEST_SCRIPT
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_an_example_is_shown_with_what_trains(path):
+    """The lines that are left out save, resume, or make the model and the data."""
+    pair = diffs.example_of(ROOT, path.stem)
+    lines = pair.diff()
+    assert 0 < sum(line[0] in "+-" for line in lines) and len(lines) <= 80
+    for text, kept in ((pair.old, pair.old_lines), (pair.new, pair.new_lines)):
+        every = (ROOT / text).read_text().splitlines()
+        assert not {*kept} - {*every}
+        assert pair.whole or {line for line in every if "optimizer.step()" in line} <= {*kept}
 
 
 @pytest.fixture
@@ -82,20 +113,16 @@ def test_changed_code_makes_a_result_stale(measured_code):
 
 def test_speeds_with_other_threads_are_not_compared():
     """As when `accelerate launch` gives one process a single thread."""
-
-    def row(technique, threads):
-        run = {"technique": technique, "world_size": 1, "threads": threads, "state_bytes": None}
-        return {"name": technique, "runs": [run | {"images_per_second": 100.0 * threads}]}
-
+    rows = read_result(ROOT, "ecosystem")["rows"]
+    rows[-1]["runs"][0]["threads"] += 1
     with pytest.raises(Unusable, match="threads"):
-        suites.ecosystem_table([row("pytorch_torchrun_DDP", 2), row("accelerate_DDP", 1)])
+        suites.ecosystem_table(rows)
 
 
-def numbers(label):
-    """What a tile stands for, where rank r's numbers are 10 r + 1 to 10 r + 4."""
-    ranks = range(4) if label[0] == "Σ" else ["abcd".index(label[0])]
-    parts = [int(label[1])] if label[1:] else range(4)
-    return [sum(10 * rank + part + 1 for rank in ranks) for part in parts]
+# What a tile of the pictures stands for, where rank r's numbers are 10 r + 1 to 10 r + 4.
+TILES = {"abcd"[r]: [10 * r + part for part in (1, 2, 3, 4)] for r in range(4)}
+TILES |= {f"{letter}{i}": [of[i]] for letter, of in TILES.items() for i in range(4)}
+TILES |= {f"Σ{i}": [sum(TILES[letter][i] for letter in "abcd")] for i in range(4)}
 
 
 @pytest.mark.parametrize("file", ["collectives.svg", "collectives.zh-CN.svg"])
@@ -109,10 +136,9 @@ def test_each_picture_is_what_the_collective_does(file):
         assert name in title.text.replace("send, recv", "send_and_receive").replace(" ", "_")
         heights = [text.get("y") for text in texts if text.text.startswith("rank ")][:4]
         sides = [[[] for _ in heights] for _ in range(2)]
-        for text in texts:
-            if text.get("text-anchor"):
-                side = sides[float(text.get("x")) > 233]  # the arrow
-                side[heights.index(text.get("y"))] += numbers(text.text)
+        for tile in (text for text in texts if text.get("text-anchor")):
+            side = sides[float(tile.get("x")) > 233]  # the arrow
+            side[heights.index(tile.get("y"))] += TILES[tile.text]
         assert sides[1] == [[] if row is None else row.tolist() for row in has], name
         had = before if name != "scatter" else before[:1]
         assert [row for row in sides[0] if row] == had.tolist(), name
@@ -131,10 +157,10 @@ def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
     assert found["command"] == "sh measure.sh --sweep"
     assert found["hardware"] == benchmark.hardware() and found["versions"]["torch"]
     assert found["date"] == benchmark.today()
-
-
-TRACED = ["DDP_ZeRO", "FSDP", "gradient_accumulation", "torchrun_DDP"]
-TRACES = ROOT / "results/traces"
+    suite = {"outputs": {"lines": "printf 'a\\nb'", "data": "echo '{\"--json\": 1}'"}}
+    benchmark.run_steps(suite, tmp_path / "kept.json")
+    found = json.loads((tmp_path / "kept.json").read_text())["outputs"]
+    assert [one["output"] for one in found.values()] == [["a", "b"], {"--json": 1}]
 
 
 def event(cat, name, ts, dur, tid=1, **args):
@@ -142,28 +168,11 @@ def event(cat, name, ts, dur, tid=1, **args):
     return found | {"args": args}
 
 
-def kernel(name, ts, dur, **args):
-    return event("kernel", name, ts, dur, tid=7, **args)
-
-
-NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-GPU = [  # of a step: two kernels, under the second of which an all_reduce begins
-    event("user_annotation", "forward", 0, 100),
-    event("user_annotation", "backward", 100, 300),
-    event("cpu_op", "aten::mm", 0, 90),
-    event("cpu_op", "_c10d_functional::wait_tensor", 60, 40),  # of the CPU, not of the kernels
-    kernel("sgemm", 50, 100),
-    kernel("sgemm", 200, 100),
-    kernel(NCCL, 250, 150, **{
-        "Collective name": "allreduce", "In msg nelems": 1000, "Out msg nelems": 1000,
-        "dtype": "Float",
-    }),
-    event("gpu_user_annotation", "nccl:all_reduce", 250, 150),
-]  # fmt: skip
+GPU = json.loads((ROOT / "tests/gpu_trace.json").read_text())  # two kernels, and an all_reduce
 
 
 def test_rows_of_a_gpu():
-    """Kernels are what computes, but for those of nccl."""
+    """Kernels are what computes, but for those of nccl. A wait is of the CPU, not of them."""
     rows = trace_rows.make_rows(GPU, rank=3)
     kinds = {kind: [(e["name"], e["ts"], e["dur"]) for e in rows if e.get("cat") == kind]
              for kind in trace_rows.ROWS}  # fmt: skip
@@ -203,12 +212,11 @@ def test_rows_of_gloo():
     del events[4]  # began before the trace
     # What an operation on DTensors waits for within itself is no compute either:
     events += [event("cpu_op", "_c10d_functional::wait_tensor", 15, 5)]
-    kinds = {}
-    for row in trace_rows.make_rows(events, rank=0):
-        kinds.setdefault(row.get("cat"), []).append(row)
-    [sent] = kinds["communication"]
+    rows = trace_rows.make_rows(events, rank=0)
+    [sent] = [row for row in rows if row.get("cat") == "communication"]
     assert sent["name"] == "all_reduce" and sent["args"] == {"bytes": 32}
-    assert [(row["ts"], row["dur"]) for row in kinds["compute"]] == [(10, 5), (20, 10)]
+    spans = [(row["ts"], row["dur"]) for row in rows if row.get("cat") == "compute"]
+    assert spans == [(10, 5), (20, 10)]
 
 
 def write(path, events, base=0):
@@ -231,16 +239,16 @@ def test_ranks_are_drawn_on_one_clock(tmp_path):
     bars = [traces.Bar("all_reduce", a, a + 3, 8) for a in (0, 1, 4)]
     assert draw.in_lanes(bars) == [0, 1, 0], "those at the same time are below each other"
     small = tmp_path / "small"
-    traces.slim(tmp_path, small)
+    succeed(f"python timeline.py {tmp_path} --slim {small}", forked=True)
     assert traces.read_traces(small) == ranks
     assert sorted(path.name for path in small.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", "DDP_ZeRO FSDP gradient_accumulation torchrun_DDP".split())
 def test_what_the_pages_say_is_to_be_seen(name):
     """Buckets leave during backward; of several parts, during the last; FSDP gathers a block before
     it computes, twice; ZeRO sends what it has updated."""
-    for rank in traces.read_traces(TRACES / name):
+    for rank in traces.read_traces(ROOT / "results/traces" / name):
         phases, sent = rank["phases"], rank["communication"]
         of = {kind: [bar for bar in phases if bar.name == kind] for kind in draw.PHASES}
         in_phase = {
@@ -261,8 +269,7 @@ def test_what_the_pages_say_is_to_be_seen(name):
 
 GOOD = gzip.compress(json.dumps({"traceEvents": trace_rows.make_rows(GPU, 0)}).encode())
 DAMAGED = [GOOD[:-20], GOOD[:40] + b"\0\0\0\0" + GOOD[44:], b"no gzip"]
-DAMAGED += [gzip.compress(b"{"), gzip.compress(b"[]")]
-DAMAGED += [gzip.compress(b'{"traceEvents": [{"cat": "phases"}]}')]
+DAMAGED += map(gzip.compress, [b"{", b"[]", b'{"traceEvents": [{"cat": "phases"}]}'])
 
 
 def test_a_damaged_or_missing_trace(tmp_path):
@@ -275,3 +282,24 @@ def test_a_damaged_or_missing_trace(tmp_path):
         path.write_bytes(content)
         with pytest.raises(Unusable, match=f"{path} .*{word}.*--trace"):
             traces.read_traces(tmp_path)
+
+
+def contrast(one, other):
+    """WCAG 2's ratio, from 1 to 21."""
+    parts = np.array([to_rgb(one), to_rgb(other)])
+    parts = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    dark, light = sorted(parts @ [0.2126, 0.7152, 0.0722] + 0.05)
+    return light / dark
+
+
+def test_figures_are_legible():
+    """Text as WCAG AA demands, on boxes and on pages; boxes on pages of both themes."""
+    boxes = re.compile(r'<rect [^>]*fill="(#.{6})"[^>]*/>\n<text [^>]*fill="(#.{6})"')
+    texts = {pair for path in ROOT.glob("docs/*.svg") for pair in boxes.findall(path.read_text())}
+    fills = {*palette.MEMORY.values(), *palette.PHASES.values(), *palette.COLLECTIVES.values()}
+    assert len(texts) > 10
+    texts |= {(fill, palette.text_on(fill)) for fill in fills}
+    for theme, page in [*palette.PAGES.items(), *palette.PANELS.items()]:
+        texts.add((page, palette.INKS[theme]))
+        assert min(contrast(fill, page) for fill in fills) >= 3
+    assert min(contrast(*pair) for pair in texts) >= 4.5

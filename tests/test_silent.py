@@ -4,23 +4,10 @@ wrong. In the scripts that split a model, and in examples/silent/, which show ri
 import re
 
 import pytest
-from conftest import HOOKED, ROOT, cases, launcher, read_run, relative_difference, succeed
+from conftest import HOOKED, ROOT, TABLES, cases, launcher, read_run, relative_difference, succeed
 
-EXPERTS = "--experts 4 --balance 1 --optimizer sgd"  # AdamW hides a factor
-UNCLIPPED = "--optimizer sgd --clip-grad 1000000"
-SILENT = [  # the mistake of tests/mistakes.py, script, ranks, flags; how far off it is at least
-    ("batch divided by rank instead of row", "pytorch_FSDP_TP --tp 2", 4, "", 0.5),
-    ("fused QKV split by columns", "pytorch_TP", 2, "", 0.5),
-    ("input gradients not all-reduced", "pytorch_TP_by_hand", 2, "", 0.5),
-    ("softmax over local tokens only", "pytorch_TP_by_hand", 2, "", 0.5),
-    ("clipped by the norm of each stage", "pytorch_PP", 2, "--optimizer sgd", 0.05),
-    ("micro-batch losses summed instead of averaged", "pytorch_PP", 2, UNCLIPPED, 0.05),
-    ("tied gradients not summed", "pytorch_PP", 2, "--tie", 0.05),
-    ("every shard starts at position 0", "pytorch_CP", 2, "", 0.1),
-    ("attention sees local keys only", "pytorch_CP", 2, "", 0.1),
-    ("expert gradients summed instead of averaged", "pytorch_EP", 2, EXPERTS, 0.01),
-    ("load balanced on each rank alone", "pytorch_EP", 2, EXPERTS, 0.01),
-]
+# Of mistakes.py: script, ranks, flags; how far off it is at least
+SILENT = [(name, *row["run"]) for name, row in TABLES["silent_mistakes"].items()]
 
 USUAL = "clipped", "every shard", "load"  # the others are marked full
 JOB = "--model gpt-8x12x24 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20"
@@ -32,6 +19,12 @@ def run_with(mistake, script, n, flags, folder):
     command = f"{launcher(script, n, through='tests/mistakes.py')} {JOB} {flags}"
     succeed(f"{command} --output-dir {folder}", forked=True, MISTAKE=mistake)
     return read_run(folder)[0]
+
+
+@pytest.mark.parametrize("row", TABLES["silent_mistakes"].values(), ids=TABLES["silent_mistakes"])
+def test_the_right_lines_are_in_the_script(row):
+    text = (ROOT / f"{row['run'][0].split()[0]}.py").read_text()
+    assert all(line in text for line in row["lines"])
 
 
 @cases("mistake, script, n, flags, at_least", SILENT, lambda m, *_: m.startswith(USUAL))
@@ -46,19 +39,7 @@ def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path, m
     assert difference > at_least
 
 
-MASKS = [  # script, and the ranks that draw alike; the script from whose snapshot it resumes
-    ("pytorch_TP", [{0, 1}], "pytorch_FSDP"),
-    ("pytorch_FSDP", [{0}, {1}], "pytorch_TP"),
-    ("pytorch_TP --sequence-parallel", [{0}, {1}], ""),
-    ("pytorch_TP_by_hand", [{0, 1}], ""),
-    ("pytorch_PP", [{0}, {1}], ""),
-    ("pytorch_CP", [{0}, {1}], ""),
-    ("pytorch_EP --experts 4", [{0}, {1}], ""),
-    ("pytorch_TP", [{0, 1}], "pytorch_TP --sequence-parallel"),
-    ("pytorch_ND_parallel --tp 2", [{0, 1}], "pytorch_ND_parallel --dp-shard 2"),
-    ("pytorch_FSDP_TP --tp 2", [{0, 1}, {2, 3}], "pytorch_FSDP"),
-    ("pytorch_FSDP_TP --tp 2 --sequence-parallel", [{0}, {1}, {2}, {3}], ""),
-]
+MASKS = [tuple(row) for row in TABLES["dropout_masks"]]  # which ranks draw alike
 
 
 @cases("script, alike, other", MASKS, lambda *row: row in MASKS[:7])
@@ -110,12 +91,5 @@ def test_right_and_wrong(name, measured):
         assert float(wrong) > 0.01
 
 
-def test_the_page_shows_their_lines():
-    """Each code block names its file, and every line of it stands there; no example is left out."""
-    page = (ROOT / "docs/silent_mistakes.md").read_text()
-    blocks = re.findall(r"^```python\n# examples/silent/(\w+)\.py\n(.*?)^```", page, re.M | re.S)
-    assert sorted(name for name, _ in blocks) == sorted(EXAMPLES)
+def test_no_program_is_forgotten():
     assert {p.stem for p in (ROOT / "examples/silent").glob("*.py")} == {*EXAMPLES, "two_ranks"}
-    for name, block in blocks:
-        lines = {line.strip() for line in (ROOT / f"examples/silent/{name}.py").open()}
-        assert {line.strip() for line in block.splitlines()} - {""} <= lines, name

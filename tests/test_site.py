@@ -1,20 +1,28 @@
 """The site: built from the pages, opened in headless Chromium as files, at two widths; its data is
 the output of the programs."""
 
+import functools
+import http.server
 import json
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 from conftest import ROOT, environment, succeed
+from test_collectives import expected
+from test_report import TILES
 
 from measure import bubble
 from website import make_data
 
 DATA = {path.stem: json.loads(path.read_text()) for path in (ROOT / "website/data").glob("*.json")}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-PAGES = ("index", "techniques/FSDP", "explore", "your_own_model", "zh/index", "zh/techniques/PP")
+REPOSITORY = "https://example.org/owner/name"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +30,8 @@ def site(tmp_path_factory):
     pytest.importorskip("material")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "--site-dir", folder]
-    subprocess.run(command, cwd=ROOT, check=True, env=environment(NO_MKDOCS_2_WARNING="1"))
+    told = environment(NO_MKDOCS_2_WARNING="1", SITE_REPO=REPOSITORY)
+    subprocess.run(command, cwd=ROOT, check=True, env=told)
     return folder
 
 
@@ -35,58 +44,127 @@ def browser():
         yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
 
-@pytest.fixture(params=[390, 1280])
-def page(request, browser, site):  # in this order: without a browser, nothing is built
-    """That notes whatever it asks for which is not a file of the site, and errors of scripts."""
-    opened = browser.new_page(viewport={"width": request.param, "height": 900})
+@pytest.fixture
+def server(site):
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+@pytest.fixture
+def tab(browser, site):  # in this order: without a browser, nothing is built
+    """A page that notes whatever it asks for which is not of the site, and errors of scripts."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.add_init_script(path=ROOT / "tests" / "site.js")
     opened.goto_page = lambda name: opened.goto(f"file://{site}/{name}.html")
-    wrong = []
-    opened.on("request", lambda r: r.url.startswith(("file:", "data:")) or wrong.append(r.url))
+    ours, wrong = ("file:", "data:", "http://127.0.0.1:"), []
+    opened.on("request", lambda r: r.url.startswith(ours) or wrong.append(r.url))
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     yield opened
     opened.close()
     assert not wrong
 
 
-def test_pages_fit_the_screen(page):
-    for name in PAGES:
+@pytest.fixture(params=[390, 1280])
+def page(request, tab):
+    tab.set_viewport_size({"width": request.param, "height": 900})
+    return tab
+
+
+def pages_of(site, widget=None):
+    """Names of all pages but redirects, or of those that have a widget."""
+    for path in sorted(site.rglob("*.html")):
+        text = path.read_text()
+        if 'http-equiv="refresh"' not in text and (not widget or f'="{widget}"' in text):
+            yield str(path.relative_to(site).with_suffix(""))
+
+
+@pytest.mark.parametrize("code", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_nothing_is_clipped(page, site, code):
+    """Nor is an identifier cut in a table: on all pages, of text or of code."""
+    names = [name for name in pages_of(site) if ("source/" in name) == code and "404" not in name]
+    assert len(names) > 20
+    for name in names:
         page.goto_page(name)
-        size = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert page.evaluate(size) == 0, name
-        assert page.locator("article h1").count() == 1
-    diff = page.locator(".diff")
-    page.goto_page("techniques/FSDP")
-    assert diff.locator("ins").count() > 10 and diff.locator("del").count() > 10
-    side_by_side = page.locator(".diff .equal .old").first.is_visible()
-    assert side_by_side == (page.viewport_size["width"] == 1280)
-    headings = page.locator("article h2").all_inner_texts()
-    wanted = ("Difference from", "What it holds", "Memory over", "Proof", "Measured", "Traps")
-    assert [any(h.startswith(word) for h in headings) for word in wanted] == [True] * 6
-    assert page.locator("svg.area").count() == 2
+        assert page.evaluate("siteChecks.layout()") == [], name
 
 
-def test_navigation_search_and_dark_mode(page):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(tab, site, scheme):
+    tab.emulate_media(color_scheme=scheme)
+    widgets = [next(pages_of(site, name)) for name in ("fit", "schedules")]
+    for name in dict.fromkeys(["index", "techniques/FSDP", "under_the_hood", "estimate", *widgets]):
+        tab.goto_page(name)
+        assert tab.evaluate("siteChecks.contrast()") == [], name
+    search(tab, "memory")
+    tab.wait_for_timeout(500)  # the hits fade in
+    assert tab.evaluate("siteChecks.contrast()") == []
+
+
+def search(page, words):
+    """Type into the search and return the links of its hits."""
+    field, hits = page.locator("input.md-search__input"), page.locator(".md-search-result__item")
+    for typed in ("", words):
+        field.fill(typed)
+        field.press("Shift")  # the search listens to keys
+        hits.first.wait_for(state="visible" if typed else "detached")
+    return hits.evaluate_all("hits => hits.map(hit => hit.querySelector('a').href)")
+
+
+@pytest.mark.parametrize("folder", ["", "zh/"])
+@pytest.mark.parametrize("scheme", ["file", "http"])
+def test_search(tab, site, server, scheme, folder):
+    """Among the first five hits is the page that site_queries.tsv names; all are of the reader's
+    language, and none is a diff or code."""
+    base = site.as_uri() if scheme == "file" else server
+    tab.goto(f"{base}/{folder}index.html")
+    queries = (ROOT / "tests" / "site_queries.tsv").read_text()
+    for words, wanted in re.findall(rf"^{folder or 'en/'}\t(.+)\t(.+)$", queries, re.MULTILINE):
+        found = [urlsplit(link.removeprefix(f"{base}/")).path for link in search(tab, words)]
+        assert f"{folder}{wanted}.html" in found[:5], (words, found)
+        assert not re.search(r"\b(source|diffs)/", str(found)), words
+        for path in found:
+            assert path.startswith("zh/") == bool(folder) and (site / path).is_file(), words
+    index = (site / folder / "search" / "search_index.json").read_text()
+    assert "DDP: averages the gradients in buckets" not in index  # a line of a diff
+
+
+@pytest.mark.parametrize("folder, language", [("", "en"), ("zh/", "zh")])
+def test_old_addresses_and_missing_pages(tab, site, folder, language):
+    moved = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)["extra"]["moved"]
+    for old in moved:
+        tab.goto_page(f"{folder}{old.removesuffix('.html')}")
+        tab.locator("article h1").wait_for()  # of the page itself, or of the one that has its text
+        assert ("/zh/" in tab.url) == bool(folder)
+    assert f'<html lang="{language}"' in (site / folder / "404.html").read_text()
+
+
+def test_navigation_and_dark_mode(page):
     page.goto_page("index")
-    page.locator("article a", has_text="FSDP_offload").first.click()
-    assert page.url.endswith("/techniques/FSDP_offload.html")
+    page.locator('article a[href$="techniques/FSDP.html"]').first.click()
+    diff = page.locator(".diff").first
+    assert diff.locator("ins").count() and diff.locator("del").count()
+    wide = page.viewport_size["width"] == 1280
+    assert diff.locator(".equal .old").first.is_visible() == wide
+    assert page.locator("svg.area").count() >= 2
+    assert page.locator(".md-path a").count() and page.locator(".md-footer__link--next").count()
+    edit = page.locator("a[rel=edit]").get_attribute("href")
+    assert edit == f"{REPOSITORY}/edit/main/docs/techniques/FSDP.md"
     page.locator("article a", has_text="pytorch_FSDP.py").first.click()
     assert page.locator("article h1").inner_text().startswith("pytorch_FSDP.py")
     page.go_back()
     page.locator("header button[title*=anguage], header .md-select").first.hover()
     page.locator("header a", has_text="中文").click()
-    assert page.url.endswith("/zh/techniques/FSDP_offload.html")
+    assert page.url.endswith("/zh/techniques/FSDP.html")
     scheme = page.locator("body").get_attribute("data-md-color-scheme")
     page.locator("header label[for^=__palette]:visible").click()
     assert page.locator("body").get_attribute("data-md-color-scheme") != scheme
-    if page.viewport_size["width"] == 390:
-        page.locator(".md-header__button[for=__search]").click()
-    page.locator("input.md-search__input").press_sequentially("ZeroRedundancyOptimizer")
-    page.locator(".md-search-result__item a").first.wait_for()
-    assert page.locator(".md-search-result__item").count() > 1
 
 
-def test_will_it_fit(page):
-    page.goto_page("explore")
+def test_will_it_fit(page, site):
+    page.goto_page(next(pages_of(site, "fit")))
     form = page.locator('[data-widget="fit"]')
     for cell in DATA["fit"]["data"]["cells"]:
         for label in ("model", "gpus", "memory"):
@@ -94,13 +172,19 @@ def test_will_it_fit(page):
             form.locator("select").nth(at).select_option(str(cell[label]))
         said = form.locator("[role=status]").inner_text()
         assert f"{cell['peak'] / 2**30:.1f} GiB" in said and cell["way"] in said
+        assert bool(cell["host"]) == (f"{cell['host'] / 2**30:,.0f} GiB of host memory" in said)
+        if cell["fits"]:
+            assert f"sends {cell['sent'] / 1e9:.1f} GB per step" in said
+            assert bool(cell["copied"]) == (f"{cell['copied'] / 1e9:.1f} GB over PCIe" in said)
+        colour = " over" if not cell["fits"] else " host" if cell["host"] else ""
+        assert form.locator(".bar").get_attribute("class") == f"bar{colour}"
         assert ("Nothing fits" in said) != cell["fits"]
         shown = form.locator('[data-result="fit-command"]').inner_text().strip()
         assert shown == (cell["command"] if cell["fits"] else cell["estimate"])
 
 
-def test_the_schedule(page):
-    page.goto_page("explore")
+def test_the_schedule(page, site):
+    page.goto_page(next(pages_of(site, "schedules")))
     form = page.locator('[data-widget="schedules"]')
     for found in DATA["schedules"]["data"][::5]:
         for at, key in enumerate(("schedule", "ranks", "microbatches")):
@@ -108,10 +192,14 @@ def test_the_schedule(page):
         bubble = form.locator('[data-result="schedule-bubble"]').inner_text()
         assert f"{100 * found['bubble']:.1f}% of the time" in bubble
         assert form.locator("rect").count() == sum(map(len, found["rows"]))
+        parts = form.locator("rect").evaluate_all(
+            "all => all.map(x => x.getBoundingClientRect().right)"
+        )
+        assert max(parts) <= form.bounding_box()["x"] + form.bounding_box()["width"]
 
 
-def test_a_collective_by_keyboard(page):
-    page.goto_page("explore")
+def test_a_collective_by_keyboard(page, site):
+    page.goto_page(next(pages_of(site, "collectives")))
     form = page.locator('[data-widget="collectives"]')
     for name, steps in DATA["collectives"]["data"].items():
         form.locator("select").select_option(name)
@@ -154,3 +242,15 @@ def test_schedules_and_collectives_are_what_the_program_makes():
         if found["schedule"] in ("gpipe", "1f1b"):
             assert found["bubble"] == pytest.approx(found["formula"])
     assert make_data.collectives() == DATA["collectives"]["data"]
+
+
+def test_collectives_end_with_what_torch_distributed_computes():
+    """As tests/test_collectives.py has found it to be."""
+    before, after = expected(4)
+    after["all_gather"] = before.diag().expand(4, 4)  # of one chunk per rank
+    for name, steps in DATA["collectives"]["data"].items():
+        for cells, row in zip(steps[-1], after[name], strict=True):
+            sums = [sum(TILES[c][0] for c in cell.split("+")) for cell in cells if cell]
+            places = [{int(c[-1]) for c in cell.split("+")} for cell in cells if cell]
+            assert name == "all_to_all" or all(cells[i] for at in places for i in at), name
+            assert sums == ([] if row is None else row.tolist()), name
