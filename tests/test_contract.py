@@ -262,9 +262,9 @@ def check_rounding(one, run_once, weights, result, measured):
     loss, expected_loss = result["eval_loss"][-1], expected_result["eval_loss"][-1]
     if one.model == "images":
         measured("loss", script=one.script, ranks=one.n, value=loss, fp32=expected_loss)
-    dtype = re.search(r"--dtype (\w+)", one.script)
-    scaled = dtype and dtype[1] == "float16"  # a GradScaler skips the first of these few steps
-    assert loss == pytest.approx(expected_loss, rel=0.1 if scaled else 0.02)
+    dtype = re.search(r"--dtype (\w+)", one.script)  # float16: a GradScaler skips the first steps
+    limit = 0.1 if dtype and dtype[1] == "float16" else 0.05 if one.model == "images" else 0.02
+    assert loss == pytest.approx(expected_loss, rel=limit)  # images: fp32 is 1% from float64
     if "--clip-grad" in one.job:
         assert result["gradient_norm"] == pytest.approx(expected_result["gradient_norm"], rel=0.5)
     assert result["precision"] == (dtype[1] if dtype else result["precision"])
