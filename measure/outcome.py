@@ -53,6 +53,7 @@ def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
         )
         if not run.stdout:  # estimate.py exits with 2 if nothing fits
             fail(f"{name}: {reason(run.stderr, run.returncode)}: {command}", code=3)
-        printed = json.loads(run.stdout) if "--json" in command else run.stdout.splitlines()
-        found[name] = {"command": command, "output": printed}
+        printed = run.stdout.replace(f"{root}/", "")  # paths of this machine
+        output = json.loads(printed) if "--json" in command else printed.splitlines()
+        found[name] = {"command": command, "output": output}
     return found

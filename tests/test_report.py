@@ -154,10 +154,10 @@ def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
     benchmark.run_steps(suite, tmp_path / "kept.json")
     found = json.loads((tmp_path / "kept.json").read_text())
     assert found["ranks"] == 2 and found["git_commit"] == "its own"
-    assert found["command"] == "sh measure.sh --sweep"
+    assert found["command"] == "sh measure.sh --sweep" and found["date"] == benchmark.today()
     assert found["hardware"] == benchmark.hardware() and found["versions"]["torch"]
-    assert found["date"] == benchmark.today()
-    suite = {"outputs": {"lines": "printf 'a\\nb'", "data": "echo '{\"--json\": 1}'"}}
+    printed = f"printf 'a\\n{tmp_path}/b'"  # a path of this machine, which is left out
+    suite = {"outputs": {"lines": printed, "data": "echo '{\"--json\": 1}'"}}
     benchmark.run_steps(suite, tmp_path / "kept.json")
     found = json.loads((tmp_path / "kept.json").read_text())["outputs"]
     assert [one["output"] for one in found.values()] == [["a", "b"], {"--json": 1}]
