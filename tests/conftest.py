@@ -43,6 +43,8 @@ torch.set_num_threads(1)  # see environment()
 SESSION = f"launched-by-tests-{uuid.uuid4()}"
 TEMPORARY = Path(tempfile.mkdtemp(prefix="tests-"))  # for what launchers leave behind
 atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+if "PYTEST_XDIST_WORKER" in os.environ:  # whose loaders' sockets nobody would remove
+    tempfile.tempdir = str(TEMPORARY)
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ONE_PROCESS = [t.script for t in TECHNIQUES if "one_process" in t.traits]
 CLOSED_PORT = "http://127.0.0.1:9"  # the discard service, which nobody runs: it refuses
