@@ -28,13 +28,9 @@ FLAGS = {"muon": f"{RECIPE} --max-steps 600", "float8": f"{RECIPE} --max-steps 3
 MUON = itertools.product(("pytorch_FSDP", "pytorch_Muon"), (0.001, 0.002, 0.004))
 ROWS = {
     "muon": [f"{script}.py --lr {lr}" for script, lr in MUON],
-    "float8": [
-        "pytorch_FSDP.py",
-        "pytorch_FSDP.py --dtype bfloat16",
-        "pytorch_float8.py",
-        "pytorch_float8.py --scaling rowwise",
-    ],
-}
+    "float8": ["pytorch_FSDP.py", "pytorch_FSDP.py --dtype bfloat16", "pytorch_float8.py",
+               "pytorch_float8.py --scaling rowwise"],
+}  # fmt: skip
 RESULTS = ROOT / "results" / "losses.json"
 
 

@@ -98,13 +98,13 @@ HANGS = {  # what rank 1 does, in measure/faults/hang.py
 
 
 def hangs(found: dict) -> tuple:
-    """The printed diagnosis, and the scripts whose rank, collective and line it named."""
+    """The printed diagnosis, and scripts in which it did not name rank, collective and line."""
     rows = []
     for fault, does in HANGS.items():
         group = [row for row in found["rows"] if row["fault"] == fault]
         first = group[0]["lines"][0].partition("; recorded in")[0]
-        named = ", ".join(short_name(row) for row in group if not row["missed"])
-        rows.append({"does": does, "first": first, "named": named})
+        missed = ", ".join(short_name(row) for row in group if row["missed"])
+        rows.append({"does": does, "first": first, "scripts": len(group), "missed": missed})
     return rows, []
 
 

@@ -13,13 +13,14 @@ from hangs.recorder import account_of
 sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import hang  # noqa: E402
 
-HANGS = [(script, fault) for script in hang.SCRIPTS for fault in hang.FAULTS]
-USUAL = [("pytorch_TP", "shape"), ("pytorch_ND_parallel", "loop"), ("pytorch_PP", "stop")]
+ALL = {script[8:].partition(".")[0]: script for script in hang.every_script(hang.RANKS)}
+HANGS = [(ALL["TP"], "shape"), (ALL["ND_parallel"], "loop"), (ALL["PP"], "stop")]
 SCRIPT = "pytorch_torchrun_DDP.py"
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 1"
+GROUPS = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
 
 
-@cases("script, fault", HANGS, lambda *row: row in USUAL)
+@cases("script, fault", HANGS, lambda *_: True)
 def test_rank_collective_and_line_are_named(script, fault):
     row = hang.try_one(server([]), script, fault)
     assert not row["missed"], row["lines"]
@@ -74,9 +75,6 @@ def entry(n, over, name="all_reduce", script=SCRIPT):
         "state": "completed" if over else "started", "retired": over,
         "is_p2p": name != "all_reduce", "frames": frames,
     }  # fmt: skip
-
-
-GROUPS = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
 
 
 def dump(rank, last):

@@ -1,10 +1,10 @@
 """Make runs hang or abort, and see whether their last lines name the rank, the collective and the
 line.
 
-    python measure/faults/hang.py
+    python measure/faults/hang.py --jobs 2
 
-Each is a small run on four ranks, of which one, rank 1, does what FAULTS says in the third step
-(see victim.py). PyTorch's own tool has to read what the ranks have recorded. Writes
+Each is a small run of a technique on four ranks, of which one, rank 1, does what FAULTS says in the
+third step (see victim.py). PyTorch's own tool has to read what the ranks have recorded. Writes
 results/hangs.json. Exit code: 0 if all that could be named was.
 """
 
@@ -16,26 +16,23 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from inject import ENVIRONMENT, GPT, ROOT, Server  # and finds our rooms
+from inject import ENVIRONMENT, ROOT, Server, every_script  # and finds our rooms
 
 from harness.measure import git_commit  # noqa: E402
 from report import fresh  # noqa: E402
 
-JOB = "--dataset synthetic --train-samples 96 --eval-samples 24 --batch-size 24 --epochs 1"
+JOB = "--dataset synthetic --train-samples 192 --eval-samples 48 --batch-size 48 --epochs 1"
 JOB += " --device cpu --timeout 5"
-SCRIPTS = {
-    "pytorch_torchrun_DDP": "--model small_resnet",
-    **{f"pytorch_{name}": GPT for name in ("FSDP", "TP", "PP", "PP_by_hand", "CP")},
-    "pytorch_FSDP_TP": f"{GPT} --tp 2",  # groups of two ranks each
-    "pytorch_ND_parallel": f"{GPT} --tp 2 --pp 2",
-}
+RANKS = 4
 OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
 SEVEN = r"(?=.*differs: .*all_reduce of float32 \[7\] on ranks 0, 2, 3[,;]).*"  # first or last
-FORWARD = r"pytorch_\w+\.py:\d+ (logits = model\(|schedule\.step\(|output = self\.stage\()"
+OTHER = r"\w+ of .* on rank 1[,;]|rank 1 did not join .* all_reduce of float32 \[7\]"
+FORWARD = r"pytorch_\w+\.py:\d+ (.*model\(|schedule\.step\(|output = self\.stage\()"
 FAULTS = {  # the collective, and the line of rank 1, as regular expressions
-    "skip": (SEVEN + r"\w+ of .* on rank 1[,;]", r"rank 1: .*pytorch_\w+\.py:\d+ (?!optimizer)"),
+    "skip": (SEVEN + OTHER, r"rank 1(:| waits at) .*pytorch_\w+\.py:\d+ (?!.*victim)"),
     "order": (SEVEN + r"broadcast of float32 \[3\] on rank 1[,;]", rf"rank 1: .*{NEXT}"),
     "shape": (SEVEN + r"all_reduce of float32 \[8\] on rank 1[,;]", rf"rank 1: .*{OURS}"),
     "dtype": (SEVEN + r"all_reduce of float64 \[7\] on rank 1[,;]", rf"rank 1: .*{OURS}"),
@@ -44,21 +41,26 @@ FAULTS = {  # the collective, and the line of rank 1, as regular expressions
     "kill": (None, r"rank 1: its process has ended"),
     "sleep": (None, r"rank 1 is at .*victim\.py:\d+ time\.sleep\(60\)"),
 }
-WAITED = r"rank 1 did not join collective \d+, \w+ of \w+ \[[\d, ]*\]"
+WAITED = r"ranks? 1(, \d)* did not join collective \d+, \w+ of \w+ \[[\d, ]*\]"
 WAITED += r"|ranks? [\d, ]+ waits? for a message: (send|recv) of \w+ \[[\d, ]+\] (to|from) rank 1;"
 WAITED += r"|waiting for rank 1;"  # of works that the script waits for itself
 
 
 def main():
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    args = parser.parse_args()
+    trials = [(script, fault) for fault in FAULTS for script in every_script(RANKS)]
     with tempfile.TemporaryDirectory(prefix="hang-") as folder:
         server = Server(os.environ | ENVIRONMENT | {"TMPDIR": folder})
         try:
-            rows = [try_one(server, script, fault) for fault in FAULTS for script in SCRIPTS]
+            with ThreadPoolExecutor(args.jobs) as pool:
+                rows = list(pool.map(lambda trial: try_one(server, *trial), trials))
         finally:
             server.close()
     about = {"git_commit": git_commit(), "versions": {"torch": torch.__version__}, "rows": rows}
-    about["files"] = fresh.files_of(ROOT, [f"{s}.py" for s in SCRIPTS], (*fresh.BELOW, "hangs"))
+    scripts = [f"{row['script']}.py" for row in rows]
+    about["files"] = fresh.files_of(ROOT, scripts, (*fresh.BELOW, "hangs"))
     (ROOT / "results" / "hangs.json").write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(any(row["missed"] for row in rows))
 
@@ -68,8 +70,10 @@ def try_one(server, script, fault):
     with tempfile.TemporaryDirectory(prefix="hang-", ignore_cleanup_errors=True) as folder:
         phase = "data" if fault == "sleep" else "forward"
         order = {"kind": fault, "rank": 1, "step": 3, "phase": phase, "events": f"{folder}/events"}
-        command = f"torchrun --nproc_per_node=4 measure/faults/victim.py {script}.py"
-        command += f" {JOB} {SCRIPTS[script]} --output-dir {folder}/run"
+        name = script.partition(".py")[0]
+        command = f"torchrun --standalone --nproc_per_node={RANKS} measure/faults/victim.py "
+        command += f"{script} {JOB} --output-dir {folder}/run"
+        command += "" if "--model" in script else " --model small_resnet"
         env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(order)}
         with open(f"{folder}/log", "w+") as log:
             run = server.start(shlex.split(command), stdout=log, stderr=log, cwd=ROOT, env=env)
@@ -84,8 +88,9 @@ def try_one(server, script, fault):
         read = subprocess.run(tool, capture_output=True, text=True)
         if read.returncode and "gloo != 'nccl'" not in read.stderr:  # that of 2.11 knows nccl only
             missed += ["PyTorch's tool"]
-    print(f"{script}, {fault}:", "named" if not missed else f"missed: {missed}", *lines, sep="\n  ")
-    return {"script": script, "fault": fault, "lines": lines, "missed": missed}
+    said = "named" if not missed else f"missed: {missed}"
+    print("\n  ".join([f"{script}, {fault}: {said}", *lines]), flush=True)
+    return {"script": name, "fault": fault, "lines": lines, "missed": missed}
 
 
 def read_lines(log):

@@ -65,7 +65,7 @@ def main():
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
-    args.script = args.script or list(every_script())
+    args.script = args.script or list(every_script(RANKS))
     if missing := [one for one in args.script if not (ROOT / one.split()[0]).is_file()]:
         parser.error(f"--script {missing[0]}: no such script; try pytorch_torchrun_DDP.py")
 
@@ -78,11 +78,11 @@ def main():
     sys.exit(outcomes.count("clean") != args.trials)
 
 
-def every_script():
+def every_script(ranks):
     """Of techniques.py, with the flags of the first case that is proven on so many ranks."""
     for row in TECHNIQUES:
         if row.name not in APART and "one_process" not in row.traits:
-            flags = next((case.flags for case in row.cases if RANKS in case.ranks), "")
+            flags = next((case.flags for case in row.cases if ranks in case.ranks), "")
             words = [f"{row.script}.py", flags, GPT * ("needs_gpt" in row.traits)]
             yield " ".join(filter(None, [*words, MORE.get(row.name)]))
 
