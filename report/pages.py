@@ -14,7 +14,7 @@ from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
 from techniques import COURSE, HOOD, LESSONS, MODEL, ONE, TECHNIQUES, TUNE, Technique
 from techniques import DDP as DATA_PARALLEL
 
-SUITES = ("gpt", "shakespeare", "by_hand", "cpu", "peers", "gpu", "reviews", "parallel")
+SUITES = ("gpt", "models", "shakespeare", "by_hand", "cpu", "peers", "gpu", "reviews", "parallel")
 SUITES += ("local_sgd", "ecosystem")  # with tables of their own
 RESULTS = (*SUITES, *measured.SINGLE, "scaling", "estimate", "published", "proof", "losses")
 RESULTS += ("front", "outputs", "inference")
