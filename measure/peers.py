@@ -2,7 +2,7 @@
 
     python measure/peers.py --loop pytorch_train --dataset synthetic --max-steps 24
 
-bare           only forward, backward and step, on batches that are on the device: the upper limit
+minimal        only forward, backward and step, on batches that are on the device: the upper limit
 pytorch_train  as in the page that this repository began from: PIL images, transformed one by one in
                loader processes, and two .item() per step
 
@@ -57,7 +57,7 @@ class Pictures(Dataset):
 
 def main():
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--loop", choices=["bare", "pytorch_train"], required=True)
+    parser.add_argument("--loop", choices=["minimal", "pytorch_train"], required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = common.parse_args(parser)
     common.prepare_process(args)
@@ -68,7 +68,7 @@ def main():
     optimizer = common.make_optimizer(args, model)
     batch = train_set.__getitems__(list(range(args.batch_size)))
     loader = itertools.repeat(train_set.prepare(batch, device, args.seed, 0, 0))
-    if args.loop != "bare":
+    if args.loop != "minimal":
         loader = DataLoader(
             Pictures(train_set, args.image_size), args.batch_size, shuffle=True, drop_last=True,
             num_workers=2 if args.workers is None else args.workers, persistent_workers=True,

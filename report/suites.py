@@ -153,7 +153,7 @@ def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None
 
 
 RELATIVE = {  # tables with speeds relative to a row of the same key: which one, and the key
-    "peers": (lambda row: row["name"].startswith("bare loop"), precision),
+    "peers": (lambda row: row["name"].startswith("minimal loop"), precision),
     "amp": (lambda row: name_of(row).endswith(", fp32"),
             lambda row: (name_of(row).split(", ")[0], ranks(row))),
 }  # fmt: skip
@@ -171,7 +171,7 @@ def relative_table(name: str, rows: list[dict]) -> str:
 
 def ecosystem_table(rows: list[dict]) -> str:
     """A row for each script of a library and of ours that equals one: lines, speed, bytes. Speeds
-    are relative: to the bare loop, and to the raw script on as many ranks; in brackets the range
+    are relative: to the minimal loop, and to the raw script on as many ranks; in brackets the range
     over the rounds."""
     found = [row["runs"] for row in rows if row["runs"]]
     runs = {(run[0]["technique"], run[0]["world_size"]): run for run in found}
@@ -192,7 +192,7 @@ def ecosystem_table(rows: list[dict]) -> str:
         own = runs.get((name, 2), runs.get((name, 1)))
         row = {"script": name, "lines": len(code_of(name)), "bytes": own and kept(own[0], digits)}
         row |= {"new": count_new("pytorch_SingleGPU", name) or None}
-        row |= {"other": count_new(other, name) or None, "bare": share(name, 1, "peer: bare")}
+        row |= {"other": count_new(other, name) or None, "minimal": share(name, 1, "peer: minimal")}
         found.append(row | {"x1": share(name, 1, other), "x2": share(name, 2, other)})
     return draw(found, TABLES["ecosystem"])
 
