@@ -170,8 +170,8 @@ def test_tiny_buckets(run_slowly):
     tiny, usual = (run_slowly(way, "--trace 1")["collectives"] for way in ("buckets", ""))
     assert usual["all_reduce"]["per_step"] <= 3 and tiny["all_reduce"]["per_step"] >= 8
     sent = [found["all_reduce"]["bytes_per_step"] for found in (tiny, usual)]
-    # The same bytes in more messages, but for the vote of harness/stop.py, which the clock starts
-    assert abs(sent[0] - sent[1]) <= 16 < sent[1]
+    # But for the vote of harness/stop.py, and a last bucket, whose end the profiler may miss
+    assert abs(sent[0] - sent[1]) <= 16 + 0.01 * 2**20 < sent[1] / 50
 
 
 @pytest.mark.full
