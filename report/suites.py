@@ -70,7 +70,7 @@ def decoder_of(run: dict):
 def kept(run: dict, number: Callable = "{:.2f}".format) -> str | None:
     """State bytes per parameter of model.pt, where tied weights stand twice, with theory in
     brackets; a peer has neither."""
-    if not run["state_bytes"]:
+    if not run["state_bytes"] or "parameters" not in run:  # adapters alone were saved
         return None
     model, each = decoder_of(run), sum(run["state_bytes"].values()) / run["parameters"]
     options = run["options"] | {"optimizer": run["optimizer"], "decoder": model}
