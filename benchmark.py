@@ -1,13 +1,13 @@
 """Measure the scripts on the same work, and write the results into these pages.
 
 Measure     python benchmark.py --suite cpu
-            The suites are files in config/: quick, gpt, shakespeare (needs its text in data/),
-            by_hand, cpu, gpu, ecosystem, reviews (needs data/movie_reviews), scaling, inference,
-            collectives, estimate, one_gpu, published, front and outputs. Each row runs in fresh
-            processes with its own launch command, and the rows alternate (A B C, A B C, ...). The
-            results go to results/SUITE.json. A row that fails reports why, and the others continue.
-            (The last seven suites have steps instead of rows, of which the last one measures, or
-            commands whose output is recorded.)
+            The suites are files in config/: quick, gpt, models, shakespeare (needs its text in
+            data/), by_hand, cpu, gpu, ecosystem, reviews (needs data/movie_reviews), parallel,
+            local_sgd, peers, scaling, inference, collectives, estimate, one_gpu, published, front
+            and outputs. Each row runs in fresh processes with its own launch command, and the rows
+            alternate (A B C, A B C, ...). The results go to results/SUITE.json. A row that fails
+            reports why, and the others continue. (The last seven suites have steps instead of rows,
+            of which the last one measures, or commands whose output is recorded.)
 Dry run     python benchmark.py --suite gpu --dry-run
             Prints each row's command, and why this machine would skip it. Starts nothing.
 Resume      Run the same command again: an interrupted measurement continues where it stopped.
