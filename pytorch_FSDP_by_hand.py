@@ -31,19 +31,20 @@ class Bucket:
     """The parameters of a block in a flat buffer, which exists while the block computes."""
 
     def __init__(self, parameters: list[nn.Parameter], block: nn.Module):
-        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
+        self.parameters, self.sizes = parameters, [p.numel() + -p.numel() % 4 for p in parameters]
+        self.sizes[-1] += -sum(self.sizes) % (4 * dist.get_world_size())
         block.register_forward_pre_hook(self.gather)
         block.register_forward_hook(self.after_forward)
         self.row = self.in_a_row([p.detach() for p in parameters])
-        parts = self.row[: sum(self.sizes)].split(self.sizes)
-        for p, part in zip(parameters, parts, strict=True):
-            p.data = part.view_as(p)
+        for p, part in zip(parameters, self.row.split(self.sizes), strict=True):
+            p.data = part[: p.numel()].view_as(p)
         self.shard = nn.Parameter(self.own(self.row).clone())  # FSDP: outlives the buffer
 
     def in_a_row(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Flatten and concatenate, padded with zeros so that all shards have the same size."""
-        padding = tensors[0].new_zeros(-sum(self.sizes) % dist.get_world_size())
-        return torch.cat([*(tensor.flatten() for tensor in tensors), padding])
+        """Flatten and pad: GPUs read 16 bytes at once, and all shards have the same size."""
+        padded = zip(tensors, self.sizes, strict=True)
+        rows = [(t.flatten(), t.new_zeros(size - t.numel())) for t, size in padded]
+        return torch.cat([part for row in rows for part in row])
 
     def own(self, row: torch.Tensor) -> torch.Tensor:
         """This rank's shard."""

@@ -2,8 +2,8 @@
 
 For scripts that flatten parameters into buckets themselves: every script can resume from their
 snapshots, at any number of ranks. A bucket is a flat buffer. It has ``parameters``, their
-``sizes``, and this rank's ``shard``, which the optimizer updates instead. ``in_a_row(tensors)``
-flattens tensors, padded to equal shards, and ``own(row)`` returns this rank's shard.
+``sizes`` with padding, and this rank's ``shard``, which the optimizer updates instead.
+``in_a_row(tensors)`` flattens and pads tensors, and ``own(row)`` returns this rank's shard.
 """
 
 import torch
@@ -58,5 +58,5 @@ def gather_value(bucket, value: torch.Tensor) -> list[torch.Tensor]:
     dist.all_gather_into_tensor(row, value)
     if dist.get_rank() != 0:
         return []
-    parts = row[: sum(bucket.sizes)].cpu().split(bucket.sizes)
-    return [part.view_as(p) for part, p in zip(parts, bucket.parameters, strict=True)]
+    parts = zip(row.cpu().split(bucket.sizes), bucket.parameters, strict=True)
+    return [part[: p.numel()].view_as(p) for part, p in parts]

@@ -45,14 +45,17 @@ def test_messages_of_a_step(average, n, tmp_path):
     assert result["calls"] == {"allreduce": n}
 
 
-def test_buckets_are_filled_in_the_order_of_backward(alone):
-    script = alone("pytorch_DDP_by_hand")
+@pytest.mark.parametrize("script", ALL[:2])
+def test_buckets_are_filled_in_the_order_of_backward(script, alone):
+    script = alone(script)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30, 40, 50)]
+    alone("pytorch_FSDP_by_hand").Bucket(parameters, nn.Identity())  # DDP leaves them in its row
     for size, filled in [(0, [1, 1, 1, 1, 1]), (130, [1, 1, 2, 1]), (390, [3, 2]), (600, [5])]:
         buckets = script.make_buckets(parameters, size)
         assert [len(bucket.parameters) for bucket in buckets] == filled
         ordered = [p for bucket in buckets for p in bucket.parameters]
         assert all(p is own for p, own in zip(ordered, reversed(parameters), strict=True))
+        assert not any(p.data_ptr() % 16 for p in parameters)  # which GPUs read at once
 
 
 def test_a_bucket_is_sent_with_its_last_gradient(alone):
