@@ -14,12 +14,11 @@ def trials(memory: float) -> Generator[int, float, int]:
             break
     while True:
         low = max((n for n, size in took.items() if size <= memory), default=0)
-        high = min((n for n, size in took.items() if size > memory), default=None)
+        high = min((n for n, size in took.items() if size > memory), default=float("inf"))
         if not low or high == low + 1:
             return low
         a, b = sorted(took, key=lambda n: abs(took[n] - memory))[:2]
         slope = (took[a] - took[b]) / (a - b)
         guess = int(a + (memory - took[a]) / slope) if slope > 0 else 2 * low
-        n = max(guess, low + 1)
-        n = n if high is None else min(n, high - 1)
+        n = min(max(guess, low + 1), high - 1)
         took[n] = yield n

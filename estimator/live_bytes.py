@@ -5,7 +5,6 @@ import itertools
 import weakref
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -49,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
         """Set the kind of tensors, or of those that have been of the kind ``only``."""
-        for storage in (s for t in tensors if torch.is_tensor(t) for s in storages_of(t)):
+        for storage in storages_of([*tensors]):
             number = self.count(storage)
             if only in (None, self.kinds[number]):
                 self.kinds[number] = kind
@@ -108,13 +107,12 @@ class LiveBytes(TorchDispatchMode):
         if message := message_of(func, args, self.kind):
             self.messages.append(message)
         out = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not any(result.alias_info for result in func._schema.returns):  # else nothing is new
-            for storage in (s for tensor in tensors for s in storages_of(tensor)):
+        given = {storage._cdata for storage in storages_of([args, kwargs])}
+        for storage in storages_of(out):
+            if storage._cdata not in given:  # also of to(), which copies or returns its argument
                 self.count(storage)
-        sends = func.namespace in SENDS and not any(word in func.__name__ for word in KEPT)
-        if sends:  # gathered parameters are not activations
-            self.mark(tensors + tree_leaves(args), "temporary", only="activations")
+        if func.namespace in SENDS and not any(word in func.__name__ for word in KEPT):
+            self.mark([out, args], "temporary", only="activations")  # such as gathered parameters
         return out
 
     def __enter__(self):
@@ -148,9 +146,12 @@ def highest(peaks: list[dict[str, int]]) -> dict[str, int]:
     return max(peaks, key=lambda kinds: sum(kinds.values()))
 
 
-def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages of a tensor: for a DTensor that of its shard; none for a meta tensor."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [s for part in parts if torch.is_tensor(part) for s in storages_of(part)]
-    return [] if tensor.device.type == "meta" else [tensor.untyped_storage()]
+def storages_of(values) -> list[torch.UntypedStorage]:
+    """The storages of all tensors in it: of a DTensor that of its shard; none of a meta tensor."""
+    found = []
+    for tensor in filter(torch.is_tensor, tree_leaves(values)):
+        if is_traceable_wrapper_subclass(tensor):
+            found += storages_of([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+        elif tensor.device.type != "meta":
+            found.append(tensor.untyped_storage())
+    return found

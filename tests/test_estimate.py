@@ -10,6 +10,7 @@ from test_mistakes import PREDICTED
 
 from estimate import job_of, parse_args
 from estimator import allocator, fit, gpu_rules, network, recommend, techniques
+from estimator.live_bytes import LiveBytes
 from estimator.sent import Message
 from measure.estimates import language_models, published, published_elsewhere
 from techniques import TECHNIQUES
@@ -80,6 +81,14 @@ def test_a_rank_alone_takes_what_is_predicted(name, tmp_path):
     succeed(command, forked=True, PYTHONPATH=str(ROOT))
     [found] = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert found["allocated"] == pytest.approx(found["predicted"], rel=0.01)
+
+
+def test_below_autograd_a_cast_is_counted():
+    """As in the loss of sharded logits: to() is an operation there, which may copy."""
+    half = torch.zeros(100, dtype=torch.bfloat16)
+    with torch.inference_mode(), LiveBytes(block=1) as live:
+        casts = half.to(torch.bfloat16), half.to(torch.float32)
+        assert [size for _, size in live.alive.values()] == [400], casts
 
 
 def test_every_technique_has_a_row_or_a_reason():
