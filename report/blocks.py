@@ -41,8 +41,7 @@ def footer(root: Path, found: dict, file: str, *before: str, after: str = "", co
     """The line below a table: machine and what was run (``before``), versions, repeats (``after``),
     the file in results/, and what of the measured code has changed since (:func:`fresh.note`)."""
     named = [f"{n} {v}" for n, v in found["versions"].items() if n == "torch" or "onnx" in n]
-    parts = [*before, ", ".join(named), after]
-    parts = [*filter(None, parts), f"[results/{file}](results/{file})"]
+    parts = [*filter(None, [*before, ", ".join(named), after]), f"[results/{file}](results/{file})"]
     return f"\n\n{'; '.join(parts)}{fresh.note(root, found, commands)}"
 
 

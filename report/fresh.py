@@ -7,6 +7,7 @@ comments, docstrings and line breaks may change.
 import ast
 import functools
 import hashlib
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,17 +24,13 @@ def files_of(root: Path, commands: Iterable[str], below: Iterable[str] = BELOW) 
     named = {word for command in commands for word in shlex.split(command)}
     paths = {root / name for name in {*below, *named}}
     paths |= {path for name in below for path in (root / name).rglob("*.py")}
-    found = {
-        path.relative_to(root).as_posix(): hash_file(path)
-        for path in paths
-        if path.is_file() and path.suffix in (".py", ".json", ".yml")
-    }
-    return dict(sorted(found.items()))
+    paths = sorted(p for p in paths if p.is_file() and p.suffix in (".py", ".json", ".yml"))
+    return {p.relative_to(root).as_posix(): hash_of(p.read_bytes(), p.suffix) for p in paths}
 
 
 def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
-    """The note on changed code for the line below a table; empty if nothing has changed. Files that
-    are new do not count: they matter only if an old file uses them, which has changed then.
+    """The note on changed code for the line below a table; empty if nothing has changed. New files
+    do not count: an old file that uses them has changed. Nor do libraries that no file imports.
 
     Args:
         found: a result, with its ``files`` and the ``git_commit`` that it was measured at.
@@ -41,20 +38,21 @@ def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
             Default: all files of the result.
     """
     named = {*BELOW, *(word for line in commands or () for word in shlex.split(line))}
+    files = {path: before for path, before in found.get("files", {}).items()
+             if commands is None or {path, path.split("/")[0]} & named}  # fmt: skip
+    code = {path: (root / path).read_bytes() for path in files if (root / path).is_file()}
+    imports = re.findall(b"from libraries.*", b"\n".join(code.values()))
+    used = re.findall(r"\w+", b"\n".join(imports).decode())
     changed = [
         path
-        for path, before in found.get("files", {}).items()
-        if commands is None or {path, path.split("/")[0]} & named
-        if not (root / path).is_file() or hash_file(root / path) != before
+        for path, before in files.items()
+        if not path.startswith("libraries/") or Path(path).stem in used
+        if path not in code or hash_of(code[path], Path(path).suffix) != before
     ]
     said = "; measured on uncommitted changes" if "-" in (found.get("git_commit") or "") else ""
     if len(changed) > SHOWN:
         return f"{said}; since then changed ({len(changed)} files): {', '.join(changed[:SHOWN])}, …"
     return f"{said}; since then changed: {', '.join(changed)}" if changed else said
-
-
-def hash_file(path: Path) -> str:
-    return hash_of(path.read_bytes(), path.suffix)
 
 
 @functools.cache

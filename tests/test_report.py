@@ -18,7 +18,7 @@ from report.results import Unusable, read_result
 from techniques import TECHNIQUES
 
 SVG = "{http://www.w3.org/2000/svg}"
-CODE = '"""What."""\n\n\ndef f():\n    """How."""\n    return 1  # why\n'
+CODE = '"""What."""\nfrom libraries import mesh\n\ndef f():\n    """How."""\n    return 1  # why\n'
 EXAMPLES = [path for path in ROOT.glob("examples/*.py") if path.stem != "plain"]
 FILES = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
 
@@ -101,6 +101,8 @@ def test_changed_code_makes_a_result_stale(measured_code):
     (root / "results/a.json").write_text("")
     (root / "pytorch_DP.py").unlink()
     assert fresh.note(root, found, ddp) == ""
+    more = {"files": found["files"] | {f"libraries/{name}.py": "" for name in ("mesh", "hub")}}
+    assert fresh.note(root, more, ddp) == "; since then changed: libraries/mesh.py"
     assert fresh.note(root, found) == "; since then changed: pytorch_DP.py"
     (root / "common.py").write_text(old.replace("1", "2"))
     (root / "harness/run.py").unlink()
