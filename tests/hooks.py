@@ -154,6 +154,7 @@ def waits():
     ``waits-RANK.json`` into --output-dir: by step, the calls that read a value from a tensor, from
     when the step has its batch until the next step has one. On a GPU, such a call between two
     prints is also an error."""
+    import torch.distributed.optim  # noqa: F401  PyTorch 2.11 compiles Adam here
     from torch.optim import adam
 
     found, counted_step = collections.defaultdict(collections.Counter), None

@@ -40,7 +40,7 @@ def train(script, world_size, flags, output, through="", **env):
 
 
 APART = ("HSDP", "FSDP_offload", "DeepSpeed", "LocalSGD")
-SCRIPTS = ["pytorch_HSDP", "pytorch_DP --dtype bfloat16", "pytorch_torchrun_DDP --norm sync"]
+SCRIPTS = ["pytorch_HSDP", "pytorch_DP --dtype bfloat16"]
 SCRIPTS += ["pytorch_compile", "pytorch_DDP_by_hand --average each"]
 SCRIPTS += [
     f"{t.script} {case.flags}".rstrip()
@@ -65,7 +65,7 @@ BEYOND = [f"pytorch_{name}" for name in ("TP", "TP --sequence-parallel", "PP", "
 BEYOND += [f"pytorch_CP --attention {name}" for name in ("allgather", "ulysses")]
 BEYOND += [f"pytorch_ND_parallel --{name} 2" for name in ("tp", "pp", "cp", "dp-shard")]
 BREAK, E4M3 = "pytorch_collectives.py --device cuda --break", torch.float8_e4m3fn
-OFFLOAD = "pytorch_FSDP_offload"  # whose steps wait for the CPU's optimizer
+SYNC, OFFLOAD = "pytorch_torchrun_DDP --norm sync", "pytorch_FSDP_offload"  # which waits
 DEEPSPEED = [
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_offload_config.json",
@@ -75,7 +75,7 @@ INFERENCE = ["--precision fp16", "--precision bf16", "--runtime compile"]
 INFERENCE += [f"--runtime onnxruntime --precision {p}" for p in ("fp32", "fp16", "bf16", "int8")]
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, OFFLOAD, *DEEPSPEED])
+@pytest.mark.parametrize("script", [*SCRIPTS, SYNC, OFFLOAD, *DEEPSPEED])
 def test_one_gpu(script, tmp_path):
     _, result = train(script, 1, f"{RESNET} --epochs 2", tmp_path)
     assert result["device"] == torch.cuda.get_device_name(0)

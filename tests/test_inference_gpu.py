@@ -142,9 +142,11 @@ def test_nothing_else_is_on_the_cpu(on_cpu, named, sessions, monkeypatch):
 def test_a_gpu_without_bfloat16_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     (tmp_path / "model.pt").touch()
     flags = ["--weights", f"{tmp_path}/model.pt", "--input", "test", "--precision", "bf16"]
     args = common.read_flags(model_inference.argument_parser(), Trained, flags)
     with refused("Tesla T4 lacks bf16"):
         model_inference.check_flags(args)
+    with refused("Tesla T4 lacks it; use --dtype float16"):
+        common.get_dtype(SimpleNamespace(dtype="bfloat16"), torch.device("cuda"))

@@ -220,13 +220,6 @@ def test_a_device_that_cannot_compute_in_half(dtype, other, monkeypatch):
         common.get_dtype(argparse.Namespace(dtype=dtype), torch.device("cpu"))
 
 
-def test_a_gpu_without_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P40")
-    with refused("Tesla P40 lacks it; use --dtype float16"):
-        common.get_dtype(argparse.Namespace(dtype="bfloat16"), torch.device("cuda"))
-
-
 # -------------------------------------------------------------------------- in processes of its own
 @pytest.mark.parametrize("flags, words", [
     ("--output-dir {}/a_file/run", "{}/a_file/run"),  # only rank 0 looks at it
