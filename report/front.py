@@ -31,11 +31,13 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 def llama_table(root: Path, results: dict) -> str:
     """Predicted peaks, and those that were published for the same configuration."""
     peaks = {row["name"]: PUBLISHED.format_map(row) for row in results["published"]["peaks"]}
+    alone = {row["name"]: row["allocated"] for row in results["one_gpu"]["rows"]}
     rows = []
     for name, row in load(root / "config" / "suite_front.json")["front"].items():
         found = results["front"]["outputs"][name]["output"][0]
         row |= found | {"name": name, "fits": "yes" if found["fits"] else "no"}
         row["most"] = f"–{found['most'] / 2**30:.2f}" if "most" in found else ""
+        row["allocated"] = alone.get(row.get("alone"))
         rows.append(row | {"published": peaks.get(row.get("published"))})
     return draw(rows, TABLES["front-llama"]) + footer(root, results["front"], "front.json")
 
