@@ -81,7 +81,7 @@ def main():
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype != "float32"):
             logits = model(images)
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+            loss = F.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
         if args.loop == "pytorch_train":  # its running loss and accuracy
