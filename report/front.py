@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from report.blocks import TABLES, draw, footer
+from report.blocks import TABLES, draw, footer, machine_line
 from report.diffs import example_of, fenced
 from report.draw import INKS, LANGUAGES
 from report.results import WORDS, load, name_of
@@ -31,15 +31,17 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 def llama_table(root: Path, results: dict) -> str:
     """Predicted peaks, and those that were published for the same configuration."""
     peaks = {row["name"]: PUBLISHED.format_map(row) for row in results["published"]["peaks"]}
-    alone = {row["name"]: row["allocated"] for row in results["one_gpu"]["rows"]}
-    rows = []
+    rows, gpu = [], results["one_gpu"]
+    alone = {row["name"]: row["allocated"] for row in gpu["rows"]}
     for name, row in load(root / "config" / "suite_front.json")["front"].items():
         found = results["front"]["outputs"][name]["output"][0]
         row |= found | {"name": name, "fits": "yes" if found["fits"] else "no"}
         row["most"] = f"–{found['most'] / 2**30:.2f}" if "most" in found else ""
         row["allocated"] = alone.get(row.get("alone"))
         rows.append(row | {"published": peaks.get(row.get("published"))})
-    return draw(rows, TABLES["front-llama"]) + footer(root, results["front"], "front.json")
+    below = footer(root, results["front"], "front.json")
+    below += "; " + footer(root, gpu, "one_gpu.json", machine_line(gpu["hardware"], False)).strip()
+    return draw(rows, TABLES["front-llama"]) + below
 
 
 def pictures(results: dict) -> dict[str, dict]:
@@ -63,8 +65,7 @@ def gpt_table(root: Path, results: dict) -> str:
     """What was measured of some rows of the suite gpt, and the worst difference in the proof."""
     found = results["gpt"]
     known = {row["name"]: row for row in found["rows"]}
-    names = load(root / "config" / "suite_gpt.json")["front"]
-    rows = [known[name] for name in names if name in known]
+    rows = [known[n] for n in load(root / "config/suite_gpt.json")["front"] if n in known]
     for row in rows:
         script = f"pytorch_{name_of(row)}"
         values = [r["value"] for r in results["proof"]["parity_gpt"] if r["script"] == script]
