@@ -147,7 +147,7 @@ def highest(peaks: list[dict[str, int]]) -> dict[str, int]:
 
 
 def storages_of(values) -> list[torch.UntypedStorage]:
-    """The storages of all tensors in it: of a DTensor that of its shard; none of a meta tensor."""
+    """Storages of all tensors in them: of a DTensor that of its shard; none of a meta tensor."""
     found = []
     for tensor in filter(torch.is_tensor, tree_leaves(values)):
         if is_traceable_wrapper_subclass(tensor):

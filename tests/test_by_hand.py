@@ -49,7 +49,7 @@ def test_messages_of_a_step(average, n, tmp_path):
 def test_buckets_are_filled_in_the_order_of_backward(script, alone):
     script = alone(script)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30, 40, 50)]
-    alone("pytorch_FSDP_by_hand").Bucket(parameters, nn.Identity())  # DDP leaves them in its row
+    alone("pytorch_FSDP_by_hand").Bucket(parameters, nn.Identity())  # where DDP leaves them
     for size, filled in [(0, [1, 1, 1, 1, 1]), (130, [1, 1, 2, 1]), (390, [3, 2]), (600, [5])]:
         buckets = script.make_buckets(parameters, size)
         assert [len(bucket.parameters) for bucket in buckets] == filled
