@@ -41,7 +41,7 @@ def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
     files = {path: before for path, before in found.get("files", {}).items()
              if commands is None or {path, path.split("/")[0]} & named}  # fmt: skip
     code = {path: (root / path).read_bytes() for path in files if (root / path).is_file()}
-    imports = re.findall(rb"from libraries.*(?:\([^)]*)?", b"\n".join(code.values()))
+    imports = re.findall(rb"from libraries[^(\n]*(?:\([^)]*)?", b"\n".join(code.values()))
     used = re.findall(r"\w+", b"\n".join(imports).decode())
     changed = [
         path

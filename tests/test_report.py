@@ -18,7 +18,7 @@ from report.results import Unusable, read_result
 from techniques import TECHNIQUES
 
 SVG = "{http://www.w3.org/2000/svg}"
-CODE = '"""What."""\nfrom libraries import mesh\n\ndef f():\n    """How."""\n    return 1  # why\n'
+CODE = '"""What."""\nfrom libraries import (\n mesh)\n\ndef f():\n """How."""\n return 1  # why\n'
 EXAMPLES = [path for path in ROOT.glob("examples/*.py") if path.stem != "plain"]
 FILES = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
 
