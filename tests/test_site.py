@@ -144,10 +144,10 @@ def test_old_addresses_and_missing_pages(tab, site, folder, language):
 def test_navigation_and_dark_mode(page):
     page.goto_page("index")
     page.locator('article a[href$="techniques/FSDP.html"]').first.click()
+    page.wait_for_url("**/techniques/FSDP.html")  # count() does not wait
     diff = page.locator(".diff").first
     assert diff.locator("ins").count() and diff.locator("del").count()
-    wide = page.viewport_size["width"] == 1280
-    assert diff.locator(".equal .old").first.is_visible() == wide
+    assert diff.locator(".equal .old").first.is_visible() == (page.viewport_size["width"] == 1280)
     assert page.locator("svg.area").count() >= 2
     assert page.locator(".md-path a").count() and page.locator(".md-footer__link--next").count()
     edit = page.locator("a[rel=edit]").get_attribute("href")
@@ -157,7 +157,7 @@ def test_navigation_and_dark_mode(page):
     page.go_back()
     page.locator("header button[title*=anguage], header .md-select").first.hover()
     page.locator("header a", has_text="中文").click()
-    assert page.url.endswith("/zh/techniques/FSDP.html")
+    page.wait_for_url("**/zh/techniques/FSDP.html")
     scheme = page.locator("body").get_attribute("data-md-color-scheme")
     page.locator("header label[for^=__palette]:visible").click()
     assert page.locator("body").get_attribute("data-md-color-scheme") != scheme
