@@ -1,4 +1,4 @@
-"""Compare the evaluation loss of a technique with that of the one it replaces, for three seeds.
+"""Compare evaluation losses of a technique and the one it replaces, by seed: results/losses.json.
 
     python measure/losses.py muon
     python measure/losses.py float8
@@ -6,8 +6,6 @@
 muon    pytorch_Muon.py against AdamW, after 600 steps of nanoGPT's recipe
         (config/shakespeare.args), at three learning rates each, as the best one may differ.
 float8  pytorch_float8.py against bfloat16, after 300 steps.
-
-Writes results/losses.json.
 """
 
 import itertools

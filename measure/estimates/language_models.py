@@ -90,33 +90,31 @@ def predict_all(rows: list[dict]) -> Iterator[list[int]]:
     tasks = [partial(predict, row, n) for row in rows for n in row.get("few", [row["layers"]])]
     found = techniques.side_by_side(tasks, os.cpu_count())
     for row in rows:
-        if "few" not in row:
-            yield next(found)
-            continue
-        few, more = row["few"]
-        times = (row["layers"] - more) / (more - few)
-        yield [round(m + times * (m - f)) for f, m in zip(next(found), next(found), strict=True)]
+        sizes = next(found)
+        if "few" in row:
+            few, more = row["few"]
+            times = (row["layers"] - more) / (more - few)
+            sizes = [round(m + times * (m - f)) for f, m in zip(sizes, next(found), strict=True)]
+        yield sizes
 
 
 def compare(done: dict[str, list[int]]) -> dict:
     """Published and predicted: peaks in GiB, and speeds; and differences of two peaks and ratios of
     two speeds, which depend less on what both lack."""
-    peaks, speeds = {}, {}
+    peaks, speeds, found = {}, {}, {"differences": [], "slopes": []}
     for row in GIVEN["runs"]:
         of_tensors, reserved = (size / 2**30 for size in done[configuration(row)])
         highest = reserved if row["memory"] == "reserved" and reserved else of_tensors
         peaks[row["name"]] = row | beside(row["published"], of_tensors, highest, highest)
     for row in GIVEN["speeds"]:
         speeds[row["name"]] = row | beside(row["published"], *predict_speed(row))
-    differences, slopes = [], []
     for one, other in GIVEN["pairs"]:
         figures = (peaks[one][key] - peaks[other][key] for key in (*FIGURES, "highest"))
-        differences.append({"from": one, "to": other} | beside(*figures))
+        found["differences"].append({"from": one, "to": other} | beside(*figures))
     for one, other in GIVEN["slopes"]:
         figures = (speeds[other][key] / speeds[one][key] for key in FIGURES)
-        slopes.append({"from": one, "to": other} | beside(*figures))
-    tables = {"peaks": [*peaks.values()], "differences": differences}
-    return tables | {"speeds": [*speeds.values()], "slopes": slopes}
+        found["slopes"].append({"from": one, "to": other} | beside(*figures))
+    return found | {"peaks": [*peaks.values()], "speeds": [*speeds.values()]}
 
 
 def beside(published: float, low: float, high: float, predicted: float | None = None) -> dict:
@@ -135,11 +133,15 @@ def predict_speed(row: dict) -> list[float]:
 
 
 def main() -> None:
-    """Write DIR/published.json: peaks in GiB, speeds in tokens per second."""
+    """Write DIR/published.json: peaks in GiB, tokens per second; or print the bytes of a run."""
+    rows = {row["name"]: row for row in GIVEN["runs"]}
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=rows, help="print its bytes")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/published"), metavar="DIR")
     args = parser.parse_args()
-    todo = {configuration(row): row for row in GIVEN["runs"]}
+    if args.name:
+        return print(*next(predict_all([rows[args.name]])))
+    todo = {configuration(row): row for row in rows.values()}
     found = compare(dict(zip(todo, predict_all([*todo.values()]), strict=True)))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "published.json").write_text(json.dumps(found, indent=1) + "\n")
