@@ -34,8 +34,7 @@ def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
 
     Args:
         found: a result, with its ``files`` and the ``git_commit`` that it was measured at.
-        commands: that are in the table. Only files that they name count, and those :data:`BELOW`.
-            Default: all files of the result.
+        commands: in the table; only files that they name count, and those :data:`BELOW`, or all.
     """
     named = {*BELOW, *(word for line in commands or () for word in shlex.split(line))}
     files = {path: before for path, before in found.get("files", {}).items()
@@ -58,14 +57,15 @@ def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
 @functools.cache
 def hash_of(source: bytes, suffix: str) -> str:
     """The hash of a file's code; of its lines, if it is not Python."""
-    code: Any = source.splitlines()
-    if suffix == ".py":
-        code = ast.parse(source)
-        for node in ast.walk(code):
-            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:]
-        code = outline(code)
-    return short_hash(code)
+    if suffix != ".py":
+        return short_hash(source.splitlines())
+    code = ast.parse(source)
+    for node in ast.walk(code):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+        if isinstance(node, ast.JoinedStr):  # Python 3.12 ends some with an empty text
+            node.values = [part for part in node.values if getattr(part, "value", None) != ""]
+    return short_hash(outline(code))
 
 
 def short_hash(value: Any) -> str:
