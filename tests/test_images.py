@@ -75,7 +75,7 @@ def test_bytes(script, n, optimizer, run_once, measured):
     if optimizer == "sgd" and n in (2, 4):
         measured("sent", script=script, ranks=n, sent=sent)
         if theory := row.sends(n, options):
-            assert sent == pytest.approx(theory, rel=0.02)
+            assert sent == pytest.approx(dict.fromkeys(sent, 0) | theory, rel=0.02)
         else:  # PowerSGD's, which it prints
             [line] = [line for line in finished.lines if line.startswith("sent per step and rank")]
             assert float(line.split()[5]) == pytest.approx(sum(sent.values()), abs=0.001)
