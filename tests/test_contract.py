@@ -256,18 +256,18 @@ def check_parity(one, run_once, folder, weights, result, measured):
 
 
 def check_rounding(one, run_once, weights, result, measured):
-    """It learns as well as in fp32."""
+    """It learns as well as in fp32: images over all epochs, as rounding alone changes the last."""
     expected, expected_result = read_run(single(one, run_once))
     assert list(weights) == list(expected) and not same_bits(weights, expected), "it did not round"
-    loss, expected_loss = result["eval_loss"][-1], expected_result["eval_loss"][-1]
+    name, first = ("train_loss", 0) if one.model == "images" else ("eval_loss", -1)
+    loss, fp32 = (torch.tensor(r[name][first:]).mean().item() for r in (result, expected_result))
     if one.model == "images":
-        measured("loss", script=one.script, ranks=one.n, value=loss, fp32=expected_loss)
-    dtype = re.search(r"--dtype (\w+)", one.script)  # float16: a GradScaler skips the first steps
-    limit = 0.1 if dtype and dtype[1] == "float16" else 0.05 if one.model == "images" else 0.02
-    assert loss == pytest.approx(expected_loss, rel=limit)  # images: fp32 is 1% from float64
+        measured("loss", script=one.script, ranks=one.n, value=loss, fp32=fp32)
+    far = "differs" in one.technique.traits or "--dtype float16" in one.script  # skips steps
+    assert loss == pytest.approx(fp32, rel=0.1 if far else 0.02)
     if "--clip-grad" in one.job:
         assert result["gradient_norm"] == pytest.approx(expected_result["gradient_norm"], rel=0.5)
-    assert result["precision"] == (dtype[1] if dtype else result["precision"])
+    assert "--dtype" not in one.script or f"--dtype {result['precision']}" in one.script
 
 
 def check_theory(one, weights, result, measured):
@@ -288,9 +288,9 @@ def check_theory(one, weights, result, measured):
     sent = {kind: size / numbers / unit for kind, size in result["sent"].items()}
     kept_theory = one.technique.keeps(one.n, options)
     sent_theory = one.technique.sends(one.n, options)
-    tensors = one.technique.name == "DDP_ZeRO" and one.n > 2  # it partitions whole tensors
+    tensors = one.technique.name == "DDP_ZeRO" and one.n > 2  # whole, up to 47% of small_resnet
     close = 0.02 if one.technique.name == "ND_parallel" else 0.05
-    assert kept == pytest.approx(kept_theory, rel=0.5 if tensors else close, abs=0.01)
+    assert kept == pytest.approx(kept_theory, rel=0.9 if tensors else close, abs=0.01)
     if "needs_gpt" in one.technique.traits and one.optimizer == "adamw" and not one.rounds:
         script = one.script.removesuffix(" --merge")
         about = {"script": script, "ranks": one.n, "how": list(sent)}
