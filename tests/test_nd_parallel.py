@@ -101,5 +101,5 @@ def test_weights_kept_between_forward_and_backward(tmp_path):
         succeed(command, forked=True, HOOKS="live")
         peaks[kept] = json.loads((tmp_path / kept / "rank0.json").read_text())["temporary"]
     saved = (peaks["no"] - peaks["2"]) / block
-    newest = torch.__version__ >= "2.12"  # which compares as a version
-    assert saved == 8 - (8 / 2 + 2) if newest else 2 < saved < 3
+    newest = torch.__version__ >= "2.12"  # both may have their peaks at other moments
+    assert saved == pytest.approx(8 - (8 / 2 + 2), abs=0.01) if newest else 2 < saved < 3
