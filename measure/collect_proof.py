@@ -1,7 +1,6 @@
 """Put what the tests measured into results/proof.json, for benchmark.py --render.
 
-python -m pytest -m '' --junitxml=measured.xml
-python measure/collect_proof.py measured.xml [more.xml ...]
+python -m pytest -m '' --junitxml=measured.xml; python measure/collect_proof.py measured.xml
 """
 
 import json
@@ -24,10 +23,11 @@ TABLES += " combinations"
 
 
 def read_measured(paths):
-    """The properties that tests recorded, by table, sorted; each once, the last one counts. Tables
-    that have none stay as they were."""
+    """The properties that passed tests recorded, by table, sorted; each once, the last one counts.
+    Tables that have none stay as they were."""
     found = {table: {} for table in TABLES.split()}
-    for node in (node for path in paths for node in ElementTree.parse(path).iter("property")):
+    cases = (case for path in paths for case in ElementTree.parse(path).iter("testcase"))
+    for node in (n for c in cases if c.find("failure") is None for n in c.iter("property")):
         if node.get("name") in found:
             row = json.loads(node.get("value"))
             key = row["script"], row.get("ranks"), row.get("optimizer"), row.get("mistake")

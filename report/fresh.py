@@ -34,7 +34,7 @@ def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
 
     Args:
         found: a result, with its ``files`` and the ``git_commit`` that it was measured at.
-        commands: in the table; only files that they name count, and those :data:`BELOW`, or all.
+        commands: of the table. Only files that they name and :data:`BELOW` count. Default: all.
     """
     named = {*BELOW, *(word for line in commands or () for word in shlex.split(line))}
     files = {path: before for path, before in found.get("files", {}).items()

@@ -150,10 +150,9 @@ READS = ["item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__
 
 
 def waits():
-    """Count, step by step, what would make the main thread wait for a GPU; others save. Each rank
-    writes ``waits-RANK.json`` into --output-dir: by step, the calls that read a value from a
-    tensor, from when the step has its batch until the next step has one. On a GPU, such a call
-    between two prints is also an error."""
+    """Count what would make the main thread wait for a GPU; other threads save. Each rank writes
+    ``waits-RANK.json`` into --output-dir: by step, the calls that read a value from a tensor, from
+    its batch to that of the next. On a GPU, such a call between two prints is also an error."""
     import torch.distributed.optim  # noqa: F401  PyTorch 2.11 compiles Adam here
     from torch.optim import adam
 

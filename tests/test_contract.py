@@ -243,7 +243,8 @@ def check_parity(one, run_once, folder, weights, result, measured):
     model = {"tied": " --tie", "llama": " --model llama-4x12x24 --kv-heads 6"}.get(one.model, "")
     script = one.script.removesuffix(" --merge") + model
     about = {"script": script, "ranks": one.n, "optimizer": one.optimizer}
-    measured(table, **about, value=difference)
+    if one.technique.name != "SingleGPU":  # whose difference from itself is no proof
+        measured(table, **about, value=difference)
     assert difference < TOLERANCE[one.optimizer] * one.slack
     norm = ["gradient_norm"] * ("--clip-grad" in one.job)
     for name in ("train_loss", "eval_loss", "eval_accuracy", *norm):
@@ -261,7 +262,7 @@ def check_rounding(one, run_once, weights, result, measured):
     assert list(weights) == list(expected) and not same_bits(weights, expected), "it did not round"
     name, first = ("train_loss", 0) if one.model == "images" else ("eval_loss", -1)
     loss, fp32 = (torch.tensor(r[name][first:]).mean().item() for r in (result, expected_result))
-    if one.model == "images":
+    if one.rounds and one.model == "images" and one.optimizer == "adamw":
         measured("loss", script=one.script, ranks=one.n, value=loss, fp32=fp32)
     far = "differs" in one.technique.traits or "--dtype float16" in one.script  # skips steps
     assert loss == pytest.approx(fp32, rel=0.1 if far else 0.02)
