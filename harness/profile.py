@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import Dataset
@@ -29,10 +30,13 @@ class Look:
 
     def start(self) -> None:
         self.profiler.start()
-        atexit.register(self.stop)  # if the run is stopped: a running profiler crashes at exit
+        atexit.register(self.profiler.stop)  # if the run is stopped: it would crash at exit
 
     def stop(self) -> None:
-        atexit.unregister(self.stop)
+        """Once a vote (see stop.py) has ended: its end would be noted in memory that was freed."""
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.barrier()  # gloo: after all collectives that began before
+        atexit.unregister(self.profiler.stop)
         self.profiler.stop()
 
 
@@ -50,7 +54,7 @@ class Tracer(Look):
         """End a step. In traced ones, phases are ranges. After the last, write trace and rows."""
         self.ended += 1
         clock.traced = self.ended <= self.steps
-        if self.ended <= self.steps + 1:
+        if clock.traced:
             self.profiler.step()
         if self.ended == self.steps + 1:
             self.stop()
@@ -89,10 +93,9 @@ def bytes_of_tensors() -> int:
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     storages = [t.untyped_storage() for t in tensors if not hasattr(t, "to_local")]  # of a DTensor
     sizes = {s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}
-    datasets = [found for found in objects if issubclass(type(found), Dataset)]
-    for held in (value for dataset in datasets for value in vars(dataset).values()):
-        if isinstance(held, Tensor):
-            sizes.pop(held.untyped_storage().data_ptr(), None)
+    held = (v for d in objects if issubclass(type(d), Dataset) for v in vars(d).values())
+    for tensor in (value for value in held if isinstance(value, Tensor)):
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 

@@ -4,6 +4,7 @@ the overlap of these two. On a GPU, all but the first show kernels, which run la
 import collections
 import itertools
 import math
+from collections.abc import Iterator
 
 from harness.clock import PHASES
 
@@ -29,7 +30,7 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
         threads = {event["tid"] for event in phases}
         working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
         working = [e for e in working if computes(e["name"])]
-        sent = describe_gloo(events)
+        sent = [*describe_gloo(events)]
         # An operation on a DTensor may contain a wait for communication.
         waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
     compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]
@@ -93,21 +94,17 @@ def name_of(collective: str) -> str:
     return NAMES.get(name, name)
 
 
-def describe_gloo(events: list[dict]) -> list[tuple[dict, str, int]]:
-    """Events of gloo's threads, each with its collective and the bytes of its largest tensor, both
-    from the dispatcher's call: gloo runs a reduce_scatter as an all_reduce. Calls and events are in
-    the same order; at the start or end of the trace one may be missing."""
-    own = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
-    calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
-    kinds = [(event["args"].get("Input type") or [""])[0] for event in own]
-    usual = next(filter(None, kinds), "")  # an event that ended after the profiler has none
-    found = []
-    for event, kind, call in zip(own, kinds, calls if len(calls) == len(own) else own, strict=True):
+def describe_gloo(events: list[dict]) -> Iterator[tuple[dict, str, int]]:
+    """Events of gloo's threads, but barriers, each with its collective and its largest tensor's
+    bytes, from the dispatcher's call: gloo runs a reduce_scatter as an all_reduce. Calls and events
+    are in the same order; at the start of the trace one may be missing."""
+    events = sorted((e for e in events if "barrier" not in e["name"]), key=lambda e: e["ts"])
+    own, calls = ([e for e in events if e["name"].startswith(x)] for x in ("gloo:", "c10d::"))
+    for event, call in zip(own, calls if len(calls) == len(own) else own, strict=True):
+        kind = (event["args"].get("Input type") or [""])[0]
         shapes = event["args"].get("Input Dims", []) + call["args"].get("Input Dims", [])
         size = max(map(count_elements, filter(None, shapes)), default=0)
-        name = name_of(call["name"].partition(":")[2])
-        found.append((event, name, bytes_of(size, kind or usual)))
-    return found
+        yield event, name_of(call["name"].partition(":")[2]), bytes_of(size, kind)
 
 
 def count_elements(shape: list) -> int:

@@ -420,6 +420,19 @@ def stop_at(step):
     StopRequest.vote = vote
 
 
+def late_vote(step):
+    """Of rank 1, by a second. There is one in each step."""
+    from harness import stop
+
+    vote, stop.VOTE_EVERY = stop.StopRequest.vote, 0
+
+    def vote_late(request, now):
+        time.sleep(RANK * (now == int(step)))
+        vote(request, now)
+
+    stop.StopRequest.vote = vote_late
+
+
 def send(name, rank, step):
     """A signal to itself, on a rank, when a step begins; to all ranks if RANK is "all"."""
 

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, hooked, launch, succeed
 
 from harness import clock
+from report import traces
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can begin anew")
@@ -109,7 +110,8 @@ def run_slowly(tmp_path_factory):
         finished = succeed(command, forked=True, HOOKS=way)
         line, done = finished.lines[-2:]
         result = json.loads((output / "result.json").read_text())
-        return result["breakdown"] | {"line": line, "done": done, "result": result}
+        more = {"line": line, "done": done, "result": result, "folder": output}
+        return result["breakdown"] | more
 
     return get
 
@@ -170,8 +172,7 @@ def test_tiny_buckets(run_slowly):
     tiny, usual = (run_slowly(way, "--trace 1")["collectives"] for way in ("buckets", ""))
     assert usual["all_reduce"]["per_step"] <= 3 and tiny["all_reduce"]["per_step"] >= 8
     sent = [found["all_reduce"]["bytes_per_step"] for found in (tiny, usual)]
-    # But for the vote of harness/stop.py, and a last bucket, whose end the profiler may miss
-    assert abs(sent[0] - sent[1]) <= 16 + 0.01 * 2**20 < sent[1] / 50
+    assert abs(sent[0] - sent[1]) <= 16, "a vote of harness/stop.py"
 
 
 @pytest.mark.full
@@ -207,8 +208,11 @@ def test_ranks_that_are_alike_are_no_stragglers():
 
 # ------------------------------------------------------------------------------------------ traces
 def test_a_trace_of_each_rank(run_slowly):
-    """What communication and compute it says overlap is a share."""
-    found = run_slowly("", "--trace 1")
+    """What communication and compute it says overlap is a share. The profiler waits for a vote on
+    its way: PyTorch notes the end of it, and did that in memory that was freed."""
+    found = run_slowly("late_vote:23", "--trace 1")
+    sent = traces.read_traces(found["folder"] / "trace")[0]["communication"]
+    assert sent[-1].bytes == 16 and sent[-1].end - sent[-1].begin > 900
     assert 0 <= found["overlap"] <= 1 and "of communication overlaps with compute" in found["line"]
     assert run_slowly("loader")["overlap"] is None
 
