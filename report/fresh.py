@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 BELOW = ("common.py", "jobs", "libraries", "harness")  # every script uses them
+PROFILER = ("harness/profile.py", "harness/trace_rows.py")  # which runs with a flag only
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SHOWN = 6  # files; if there are more, the note says how many
 
@@ -30,7 +31,7 @@ def files_of(root: Path, commands: Iterable[str], below: Iterable[str] = BELOW) 
 
 def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
     """The note on changed code for the line below a table; empty if nothing has changed. New files
-    do not count: an old file that uses them has changed. Nor do libraries that no file imports.
+    do not count: an old one that uses them has changed. Nor does an unused library, or profiler.
 
     Args:
         found: a result, with its ``files`` and the ``git_commit`` that it was measured at.
@@ -46,6 +47,7 @@ def note(root: Path, found: dict, commands: Iterable[str] | None = None) -> str:
         path
         for path, before in files.items()
         if not path.startswith("libraries/") or Path(path).stem in used
+        if path not in PROFILER or re.search("--(trace|profile-memory)", str(found))
         if path not in code or hash_of(code[path], Path(path).suffix) != before
     ]
     said = "; measured on uncommitted changes" if "-" in (found.get("git_commit") or "") else ""

@@ -79,9 +79,8 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
 def suite_blocks(root: Path, name: str, results: dict[str, dict]) -> dict[str, str]:
     """A suite's tables, each with what has changed since its rows were measured."""
     suite, found = load(root / "config" / f"suite_{name}.json"), results[name]
-    blocks = dict.fromkeys(suite["tables"], "")
-    for block in {row["table"] for row in found["rows"]}:
-        blocks[block] = suites.suite_table(root, found, block)
+    drawn = {row["table"]: suites.suite_table(root, found, row["table"]) for row in found["rows"]}
+    blocks = dict.fromkeys(suite["tables"], "") | drawn
     if not found["rows"]:
         blocks[suite["tables"][0]] = NOT_YET.format(name)
     return blocks
@@ -151,8 +150,7 @@ def fill_navigation(root: Path) -> str:
         pages = [*FIRST.get(course, []), *pages, *LAST.get(course, [])]
         lines.append(f"      - {number} {course}:")
         lines += [f"          - {page}" for page in dict.fromkeys(pages)]
-    text = "\n".join(["", *lines, ""])
-    return NAVIGATION.sub(text, (root / "mkdocs.yml").read_text())
+    return NAVIGATION.sub("\n".join(["", *lines, ""]), (root / "mkdocs.yml").read_text())
 
 
 def fill(root: Path, path: Path, blocks: dict, missing: dict, chinese: bool) -> str:

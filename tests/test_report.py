@@ -104,6 +104,9 @@ def test_changed_code_makes_a_result_stale(measured_code):
     more = {"files": found["files"] | {f"libraries/{name}.py": "" for name in ("mesh", "hub")}}
     assert fresh.note(root, more, ddp) == "; since then changed: libraries/mesh.py"
     assert fresh.note(root, found) == "; since then changed: pytorch_DP.py"
+    for flags, said in ("", ""), ("--trace 3", "; since then changed: harness/profile.py"):
+        profiled = {"files": {"harness/profile.py": ""}, "command": f"pytorch_DDP.py {flags}"}
+        assert fresh.note(root, profiled) == said
     (root / "common.py").write_text(old.replace("1", "2"))
     (root / "harness/run.py").unlink()
     assert fresh.note(root, found, ddp) == "; since then changed: common.py, harness/run.py"
