@@ -30,6 +30,7 @@ import slow
 import small_resnet  # noqa: F401  models to choose
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -108,10 +109,14 @@ def sent():
 
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"  # the whole run
     counter, log, finish, all_reduce = CountSent(), Run.log, Run.finish, dist.all_reduce
+    saves, save = [], dcp.async_save
+    dcp.async_save = lambda *args, **kwargs: saves.append(save(*args, **kwargs)) or saves[-1]
 
     def count_last(run, batches):
         for batch in batches:
             last = counter.counts = run.step == run.total_steps
+            for writing in saves if last else ():
+                writing.result()  # whose thread sends, too
             before = recorded() if last else None
             counter.seen.clear()  # PowerSGD's are noted in all steps
             with counter if last else contextlib.nullcontext():

@@ -11,6 +11,7 @@ import re
 import shutil
 from typing import NamedTuple
 
+import conftest
 import pytest
 import torch
 from conftest import hooked, launch, read_run, relative_difference, same_bits, succeed, tensors_of
@@ -26,8 +27,7 @@ DATA = f"--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 
 DATA += " --print-freq 5"
 CLIP = "--clip-grad 0.5 "
 GPT = f"--context {CONTEXT} {CLIP}--model gpt-{{}}x12x{{}}"
-LLAMA = f"--context {CONTEXT} {CLIP}--model llama-{{}}x12x{{}} --kv-heads 6"
-LLAMA += " --mlp-width 48"
+LLAMA = f"--context {CONTEXT} {CLIP}--model llama-{{}}x12x{{}} --kv-heads 6 --mlp-width 48"
 IMAGES = "--model small_resnet --norm group"
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
 TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
@@ -53,14 +53,9 @@ FLOAT16 = [  # with a scaled loss
 AT_16_BITS = (  # usual: what one sends shows how it adds, and the other's norm how it clips
     "pytorch_FSDP --dtype bfloat16", "pytorch_auto_mixed_precision --dtype float16",
 )  # fmt: skip
-PACKED = {  # several documents in a sequence: what a script does with their positions
-    "torchrun_DDP": 3, "FSDP": 2, "TP --sequence-parallel": 2, "PP --pipeline-schedule zbv": 2,
-    "PP_by_hand": 2, "CP --attention allgather": 2, "EP --experts 4": 2, "chunked_loss": 2,
-    "ND_parallel --pp 2 --cp 2 --attention allgather": 4, "gradient_accumulation": 2,
-}  # fmt: skip
-PACKED = [  # tried with a Llama
+PACKED = [  # several documents in a sequence; tried with a Llama
     (technique(name), Case(f"{flags} --packed".strip(), (n,), frozenset({"llama", "needs_gpt"})))
-    for (name, _, flags), n in ((key.partition(" "), n) for key, n in PACKED.items())
+    for name, flags, n in conftest.TABLES["packed"]
 ]
 
 
@@ -145,8 +140,9 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=(), more=()):
         unknown = one.model in ("tied", "llama") and one.model not in traits
         by_heads = "ulysses" in one.script or one.technique.name in ("TP", "TP_by_hand")
         undivided = by_heads and one.model == "llama" and one.n == 4  # six heads
-        no_muon = "Muon" in traits and one.optimizer == "sgd"
-        if of_images or unknown or undivided or no_muon or one.n > 4 or traits & set(but):
+        no_sgd = "Muon" in traits or "--outer-momentum" in one.script  # which is ten times as fast
+        no_sgd &= one.optimizer == "sgd"
+        if of_images or unknown or undivided or no_sgd or one.n > 4 or traits & set(but):
             continue
         marks = [] if "full" not in one.case.traits and usual(one) else [pytest.mark.full]
         marks += [COMPILER, pytest.mark.full] if one.technique.name == "compile" else []

@@ -35,13 +35,7 @@ FAKED = [
     for t, case in [*((t, case) for t in TECHNIQUES for case in t.cases), *FLOAT16]
     if t.name not in NOT_FAKED and case.ranks[0] <= 4 and not set(IN_A_V) & {*case.flags.split()}
 ]
-USUAL = """half_precision --dtype float16 --master-weights, auto_mixed_precision --dtype float16,
-DDP_AMP --dtype float16, torchrun_DDP, LocalSGD --sync-every 3 --outer-momentum 0.9,
-FSDP --dtype bfloat16, DDP_ZeRO --use_zero, activation_checkpointing, FSDP_by_hand,
-TP --sequence-parallel, PP --pipeline-schedule 1f1b, CP --attention ring,
-EP --ep 2 --experts 8 --top-k 2, EP --experts 4 --dtype bfloat16, ND_parallel --tp 2 --pp 2,
-ND_parallel --ep 2 --tp 2 --experts 4 --balance bias"""  # with branches of their own
-USUAL = [f"pytorch_{script}" for script in re.split(r",\s", USUAL)]
+USUAL = [f"pytorch_{script}" for script in TABLES["branches_of_a_gpu"]]
 
 
 def faked(on_gpts):

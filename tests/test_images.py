@@ -22,7 +22,6 @@ from techniques import TECHNIQUES, technique
 DATA = "--dataset synthetic --train-samples 96 --eval-samples 8 --batch-size 24 --print-freq 100"
 SMALL = f"{DATA} --model small_resnet"
 RESNET = f"{DATA} --model resnet18 --norm group --lr 0.001"
-full = pytest.mark.full
 HEAD = {"fc.weight": torch.ones(7, 512), "fc.bias": torch.ones(7)}
 FORMS = {  # what is said of a file that another program wrote, and how its state dict differs
     "names without module.": lambda state: {f"module.{n}": t for n, t in state.items()},
@@ -55,7 +54,7 @@ ROWS = [
 ]
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("script, n, optimizer", ROWS)
 def test_bytes(script, n, optimizer, run_once, measured):
     """All that is kept is there after a step; DDP sends as it always will from the third one on."""

@@ -4,7 +4,7 @@ import argparse
 from fractions import Fraction
 
 import pytest
-from conftest import HOOKED, cases, launcher, relative_difference, succeed
+from conftest import HOOKED, TABLES, cases, launcher, relative_difference, succeed
 
 from libraries.pipelining import SCHEDULES, divide
 from measure.bubble import UNITS, formula, idle_shares, order_of, plan, read_steps
@@ -12,7 +12,6 @@ from measure.bubble import UNITS, formula, idle_shares, order_of, plan, read_ste
 JOB = "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 SCRIPT = "pytorch_PP --pipeline-schedule {}".format
-SCHEDULES = list(SCHEDULES)
 FEW = [("gpipe", 3, 1), ("1f1b", 3, 3), ("interleaved", 3, 2), ("interleaved", 4, 6), ("zbv", 3, 1)]
 FEW += [("zbv", 2, 24), ("dualpipev", 2, 24), ("dualpipev", 3, 6)]
 
@@ -64,10 +63,7 @@ def test_what_is_refused_is_what_pytorch_refuses(schedule):
                 divide(args, 8, ranks)
 
 
-@pytest.mark.parametrize("schedule, batch, ranks, expected", [
-    ("1f1b", 128, 4, 8), ("zbv", 128, 3, 8), ("interleaved", 10, 4, 10),
-    ("interleaved", 11, 4, 1), ("gpipe", 6, 4, 6), ("1f1b", 7, 5, 7),
-])  # fmt: skip
+@pytest.mark.parametrize("schedule, batch, ranks, expected", TABLES["microbatches"])
 def test_microbatches_by_default(schedule, batch, ranks, expected):
     job = {"batch_size": batch, "microbatches": None, "model": "gpt-12x2x16"}
     args = argparse.Namespace(pipeline_schedule=schedule, **job)
