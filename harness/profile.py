@@ -35,7 +35,7 @@ class Look:
     def stop(self) -> None:
         """Once a vote (see stop.py) has ended: its end would be noted in memory that was freed."""
         if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.barrier()  # gloo: after all collectives that began before
+            dist.barrier()  # gloo: after all that its group began before
         atexit.unregister(self.profiler.stop)
         self.profiler.stop()
 

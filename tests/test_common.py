@@ -155,6 +155,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         patch.setattr(torch, "save", fail_half_way)
         state.save_file({"a": torch.ones(3)}, path)
     assert torch.equal(common.load_file(path, "--weights")["a"], torch.zeros(3))
+    state.save_file({"a": torch.ones(3)}, path)
+    assert torch.equal(common.load_file(path, "--weights")["a"], torch.ones(3))
 
 
 @pytest.mark.full

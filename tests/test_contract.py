@@ -50,9 +50,8 @@ FLOAT16 = [  # with a scaled loss
     (row, row.cases[0]._replace(flags=f"--dtype float16{SCALED[row.name]}"))
     for row in map(technique, SCALED)
 ]
-AT_16_BITS = (  # usual: what one sends shows how it adds, and the other's norm how it clips
-    "pytorch_FSDP --dtype bfloat16", "pytorch_auto_mixed_precision --dtype float16",
-)  # fmt: skip
+# Usual: what one sends shows how it adds, and the other's norm how it clips
+AT_16_BITS = ("pytorch_FSDP --dtype bfloat16", "pytorch_auto_mixed_precision --dtype float16")
 PACKED = [  # several documents in a sequence; tried with a Llama
     (technique(name), Case(f"{flags} --packed".strip(), (n,), frozenset({"llama", "needs_gpt"})))
     for name, flags, n in conftest.TABLES["packed"]

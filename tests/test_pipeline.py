@@ -12,8 +12,7 @@ from measure.bubble import UNITS, formula, idle_shares, order_of, plan, read_ste
 JOB = "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 SCRIPT = "pytorch_PP --pipeline-schedule {}".format
-FEW = [("gpipe", 3, 1), ("1f1b", 3, 3), ("interleaved", 3, 2), ("interleaved", 4, 6), ("zbv", 3, 1)]
-FEW += [("zbv", 2, 24), ("dualpipev", 2, 24), ("dualpipev", 3, 6)]
+FEW = [tuple(row) for row in TABLES["few_and_many_microbatches"]]
 
 
 @cases("schedule, n, microbatches", FEW, lambda *row: row in FEW[3:6])
