@@ -263,7 +263,7 @@ def test_what_the_pages_say_is_to_be_seen(name):
         if name == "FSDP":
             assert in_phase["forward"] == ["all_gather"] * 9
             assert in_phase["backward"].count("reduce_scatter") == 9
-            assert sum(b.end - b.begin for b in rank["overlap"]) < 0.1  # ms
+            assert all(b.begin > of["optimizer"][-1].end for b in rank["overlap"])  # a vote's
             continue
         assert in_phase["backward"] == ["all_reduce"] * 3 and not in_phase["forward"]
         assert rank["overlap"][0].begin < of["backward"][-1].end
