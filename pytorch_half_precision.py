@@ -61,7 +61,8 @@ def main():
         half_model, loss_scale, pairs = model.to(dtype), 1, []  # half: the same object
 
     # 4. Optimizer and schedule
-    optimizer = common.make_optimizer(args, model)
+    fused = device.type == "cuda" or torch.__version__ >= "2.14"  # half: SGD on CPUs was wrong
+    optimizer = common.make_optimizer(args, model, fused)  # half: pytorch#191763
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)
