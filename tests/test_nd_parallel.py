@@ -20,10 +20,8 @@ MIXTURES = {  # with norms of queries and keys; by a loss, but for micro-batches
     "mixture": "--model qwen3moe-2x4x16 --kv-heads 2 --experts 4",
     "biased": "--model qwen3moe-2x4x16 --kv-heads 2 --experts 4 --balance bias",
 }
-DIMENSIONS = {
-    "replicate": "--dp-replicate 2", "shard": "--dp-shard 2", "tp": "--tp 2", "pp": "--pp 2",
-    "cp": "--cp 2",
-}  # fmt: skip
+DIMENSIONS = {"replicate": "--dp-replicate 2", "shard": "--dp-shard 2"}
+DIMENSIONS |= {name: f"--{name} 2" for name in ("tp", "pp", "cp")}
 PAIRS, TRIPLES, *LARGE = ([*itertools.combinations(DIMENSIONS, n)] for n in (2, 3, 4, 5))
 ALL = "--sequence-parallel --tie --accumulate 2 --ac full"
 EXTRAS = ["", "--ac full", "--ac selective", "--accumulate 2", "--tie", "--sequence-parallel", ALL]
@@ -64,6 +62,8 @@ USUAL = [  # the contract has further ones
 
 @cases("dimensions, model, optimizer, extra", [*rows()], lambda *row: row in USUAL)
 def test_parity(dimensions, model, optimizer, extra, train, measured):
+    if extra == "--compile" and torch.__version__ < "2.13":
+        pytest.skip("pytorch#185539: compiled attention in float64")
     n, flags = 2 ** len(dimensions.split("+")), combined(dimensions, extra)
     job = f"{(MODELS | MIXTURES)[model]} --optimizer {optimizer}"
     job += "".join(f" {flag}" for flag in ("--tie", "--packed") if flag in extra)
