@@ -45,9 +45,9 @@ def test_memory_of_tensors_on_a_cpu(script, n, part, train):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(torch.__version__ < "2.13" or not shutil.which("c++"), reason="needs both")
+@pytest.mark.skipif(torch.__version__ < "2.13" or not shutil.which("c++"), reason="c++, torch 2.13")
 def test_compiled(train, measured):
-    """Of one block: compiling is slow. Compiled sums have another order. (2.13: pytorch#185539)"""
+    """Of one block, as compiling is slow. Compiled code adds up in another order. pytorch#185539"""
     script, flags = "pytorch_compile", "--model gpt-1x2x16 --double --max-steps 12 --optimizer sgd"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, result = train(script, 2, flags)
