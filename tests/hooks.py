@@ -213,19 +213,20 @@ def waits():
     around_batches(count_steps)
 
 
-def live(fake_ranks=None, to_one=False):
-    """Count live memory as estimate.py does: on real tensors, or as rank 0 of some fake ranks.
-    Images are contiguous, and optimizers and autocast behave as on a CPU. The bytes at the peak of
-    the third step, by kind, are written to rank0.json, rank1.json, ... in --output-dir."""
-    from estimator import trial
+def live(*given):
+    """Count live memory as estimate.py does: images are contiguous, optimizers and autocast behave
+    as on a CPU. rank0.json, ... in --output-dir get the bytes at the peak of the third step, by
+    kind. ``given``: a number of fake ranks, of which it is the first; ``to_one``; ``backward``."""
+    from estimator import live_bytes, trial
 
     folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
-    ranks, options = fake_ranks and int(fake_ranks), {"to_one": bool(to_one)}
+    ranks = next((int(word) for word in given if word.isdigit()), None)
     # In the second step DDP makes its buckets anew.
-    options |= {"block": 1, "steps": 3, "as_on_a_gpu": False}
+    options = {"block": 1, "steps": 3, "as_on_a_gpu": False, "to_one": "to_one" in given}
     counted, _ = trial.run_script(list(sys.argv), ranks, **options)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{RANK}.json").write_text(json.dumps(counted.peak()))
+    peaks = counted.peaks()[2:4] if "backward" in given else counted.peaks()  # two of each phase
+    (folder / f"rank{RANK}.json").write_text(json.dumps(live_bytes.highest(peaks)))
     sys.stdout.flush()
     os._exit(0)  # the others are not waited for
 

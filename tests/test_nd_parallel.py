@@ -90,16 +90,15 @@ def test_what_the_matrix_calls_proven():
 
 @pytest.mark.full
 def test_weights_kept_between_forward_and_backward(tmp_path):
-    """Of 8 blocks: all, or half of each, and two gathered: the last, and the one prefetched. With
-    PyTorch 2.11 it is almost one gathered block less."""
+    """In backward, of 8 blocks: all, or half of each, and two gathered: the last, and the one
+    prefetched. In the evaluation and the forward, versions of PyTorch differ."""
     job = "--model gpt-8x4x64 --context 8 --dataset synthetic --train-samples 96 --eval-samples 24 "
     job += "--batch-size 4 --epochs 1 --max-steps 3 --optimizer sgd"
     block, peaks = 4 * (12 * 64**2 + 4 * 64), {}
     for kept in ("no", "2"):
         command = launcher("pytorch_ND_parallel", 4, HOOKED)
         command += f" {job} --reshard-after-forward {kept} --output-dir {tmp_path / kept}"
-        succeed(command, forked=True, HOOKS="live")
+        succeed(command, forked=True, HOOKS="live:backward")
         peaks[kept] = json.loads((tmp_path / kept / "rank0.json").read_text())["temporary"]
-    saved = (peaks["no"] - peaks["2"]) / block
-    newest = torch.__version__ >= "2.12"  # both may have their peaks at other moments
-    assert saved == pytest.approx(8 - (8 / 2 + 2), abs=0.01) if newest else 2 < saved < 3
+    saved = (peaks["no"] - peaks["2"]) / block  # one peak is a block later: other temporaries
+    assert saved == pytest.approx(8 - (8 / 2 + 2), abs=0.15)
