@@ -185,8 +185,7 @@ def waits():
             counted_step = None
         if on_gpu:
             torch.cuda.set_sync_debug_mode("default")
-        path = run.args.output_dir / f"waits-{RANK}.json"
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        (run.args.output_dir / f"waits-{RANK}.json").write_text(json.dumps(found, indent=2) + "\n")
 
     def number_of_steps(tensor):
         """AdamW keeps it on the CPU: no GPU is waited for."""
@@ -214,13 +213,14 @@ def waits():
 
 
 def live(*given):
-    """Count live memory as estimate.py does: images are contiguous, optimizers and autocast behave
-    as on a CPU. rank0.json, ... in --output-dir get the bytes at the peak of the third step, by
-    kind. ``given``: a number of fake ranks, of which it is the first; ``to_one``; ``backward``."""
+    """rank0.json, ... in --output-dir get the bytes at the peak of the third step, by kind, as on a
+    CPU. ``given``: a number of fake ranks, of which it is the first; ``to_one``; ``backward``."""
     from estimator import live_bytes, trial
 
     folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
     ranks = next((int(word) for word in given if word.isdigit()), None)
+    if "comm_hooks" in sys.argv[0]:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 2**40  # one bucket, as the script asks for on gloo
     # In the second step DDP makes its buckets anew.
     options = {"block": 1, "steps": 3, "as_on_a_gpu": False, "to_one": "to_one" in given}
     counted, _ = trial.run_script(list(sys.argv), ranks, **options)
