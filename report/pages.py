@@ -88,13 +88,13 @@ def suite_blocks(root: Path, name: str, results: dict[str, dict]) -> dict[str, s
 
 def technique_block(row: Technique, results: dict[str, dict]) -> str:
     """A technique's rows of the first suites that have some."""
-    names = ("parallel",) if row.course == MODEL else ("gpt", "shakespeare", "cpu", "half", "gpu")
+    names = ("parallel",) if row.course == MODEL else ("gpt", "shakespeare", "cpu", "gpu")
     parts = []
     for suite in ("by_hand", "parallel") if row.shows else names:
         found = results[suite]
         rows = [r for r in found["rows"] if r["runs"] and r["runs"][0]["technique"] == row.script]
         rows = [r for r in rows if r["table"] == rows[0]["table"]]  # the first that has some
-        if rows and not (parts and suite == "half"):  # a smaller job
+        if rows:
             run = rows[0]["runs"][0]
             size = "context {context}" if "context" in run else "{image_size}×{image_size}"
             parts.append(f"{run['model']}, {size.format_map(run)}, {run['device']}:")
