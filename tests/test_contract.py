@@ -9,6 +9,7 @@ and files of its own (test_deepspeed.py), and test_local_sgd.py plays its ranks 
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import conftest
@@ -35,6 +36,7 @@ OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie|--packed")
 # Where embedding and head are on different ranks, or sharded:
 TIED = ("pytorch_TP --sequence-parallel", "pytorch_PP --pipeline-schedule 1f1b")
 COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+TORCHAO = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
 FUSED = pytest.mark.skipif(torch.__version__ < "2.14", reason="needs PyTorch 2.14")
 # Another script has the same code for saving and resuming:
 SAVED_ALIKE = ("DP", "DDP", "gradient_accumulation", "activation_checkpointing", "comm_hooks")
@@ -97,8 +99,7 @@ class Try(NamedTuple):
 
     @property
     def layers(self):
-        many = "--pipeline-schedule" in self.case.flags and self.n > 2  # two stages a rank
-        return 8 if many else 4
+        return 8 if "--pipeline-schedule" in self.case.flags and self.n > 2 else 4  # two a rank
 
     @property
     def job(self):
@@ -144,6 +145,7 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=(), more=()):
             continue
         marks = [] if "full" not in one.case.traits and usual(one) else [pytest.mark.full]
         marks += [COMPILER, pytest.mark.full] if one.technique.name == "compile" else []
+        marks += [TORCHAO] if one.technique.name == "float8" else []
         marks += [FUSED] if "--fused" in one.case.flags else []
         found.append(pytest.param(one, id=str(one), marks=marks))
     return found
@@ -288,8 +290,7 @@ def check_theory(one, weights, result, measured):
     close = 0.02 if one.technique.name == "ND_parallel" else 0.05
     assert kept == pytest.approx(kept_theory, rel=0.9 if tensors else close, abs=0.01)
     if "needs_gpt" in one.technique.traits and one.optimizer == "adamw" and not one.rounds:
-        script = one.script.removesuffix(" --merge")
-        about = {"script": script, "ranks": one.n, "how": list(sent)}
+        about = {"script": one.script.removesuffix(" --merge"), "ranks": one.n, "how": list(sent)}
         about |= {"kept": sum(kept.values()), "kept_theory": sum(kept_theory.values())}
         sizes = {"sent": sum(sent.values()), "sent_theory": sum(sent_theory.values())}
         measured("shared", **about, **{name: size * numbers for name, size in sizes.items()})
@@ -318,9 +319,8 @@ def loads_by_itself(one):
 def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_path):
     """At this rate no weight changes, and what was loaded is written again."""
     path = single(one, run_once) / "model.pt"
-    job = one.job.replace(one.steps, f"--double --max-steps 1 --weights {path}")
-    job = job.replace("--double", "") if one.rounds else job
-    job += f" --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
+    job = one.job.replace(one.steps, "--max-steps 1" + " --double" * (not one.rounds))
+    job += f" --weights {path} --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
     succeed(hooked(one.script, one.n, job), forked=True)
     expected, weights = torch.load(path, weights_only=True), read_run(tmp_path)[0]
     if one.technique.name in ("half_precision", "LoRA") and "--dtype" in one.script:
