@@ -99,7 +99,7 @@ class Try(NamedTuple):
 
     @property
     def layers(self):
-        return 8 if "--pipeline-schedule" in self.case.flags and self.n > 2 else 4  # two a rank
+        return 8 if "--pipeline-schedule" in self.case.flags and self.n > 2 else 4  # two stages
 
     @property
     def job(self):
