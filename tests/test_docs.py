@@ -189,6 +189,7 @@ def test_settings_are_what_was_given(monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ pages
+@pytest.mark.release
 @pytest.mark.parametrize("english, chinese", list(zip(ENGLISH, CHINESE, strict=True)), ids=name_of)
 def test_both_languages_have_the_same_blocks_and_figures(english, chinese):
     ours, theirs = english.read_text(), chinese.read_text()

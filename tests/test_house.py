@@ -1,14 +1,16 @@
-"""House rules: which rooms may import which, how large files and functions may be, and budgets."""
+"""House rules: which rooms may import which, how large and how dense they may be."""
 
 import ast
+import io
 import re
+import tokenize
 from graphlib import TopologicalSorter
 
 import pytest
 from conftest import ROOT, name_of, succeed
 
 from report.pages import BLOCK, list_pages
-from techniques import HOOD, LESSONS, MODEL
+from techniques import LESSONS
 
 ROOMS = ["harness", "hangs", "remote", "libraries", "jobs", "report", "inference", "estimator"]
 ROOMS += ["website", "measure"]
@@ -33,23 +35,58 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapter
 }
 PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "EP", "activation_checkpointing")}
 MAY_KNOW |= {"pytorch_ND_parallel": {"common", "libraries", *PARTS}}  # which is made of lessons
-# Lines as `wc -l` counts them. A number changes only if an issue says so; a lighter room lowers it.
-BUDGETS = {"harness": 2200, "hangs": 420, "remote": 320, "libraries": 1150, "jobs": 1950}
-BUDGETS |= {"report": 1400, "estimator": 2100, "inference": 800, "website": 770, "measure": 2400}
-BUDGETS |= {"common.py": 350, "techniques.py": 350, "README.md": 130, "tests": 10300}
-LESSON, MODEL_PARALLEL, EXAMPLE, SPLIT_EXAMPLE = 170, 210, 105, 205
-LONGER = {"pytorch_Muon": 180, "pytorch_checkpoint": 175, "pytorch_CP": 240}
-LONGER |= {"pytorch_ND_parallel": 280, "lightning_Trainer": 250, "chat": 135}
-LONGER |= {"pytorch_LocalSGD": 185, "pytorch_PP_by_hand": 230}  # beside that of PP, which is 210
-LONGER |= {"pytorch_activation_checkpointing": 250}  # whole, selective and offloaded
-# Rooms that are still above their budget, and may not grow: their lines now, in rounded numbers.
-ABOVE = {"harness": 2730, "hangs": 510, "libraries": 1491, "jobs": 3007, "report": 1514}
-ABOVE |= {"inference": 900, "techniques.py": 415, "estimator": 2146, "measure": 2480}
-ABOVE |= {"tests": 10605}
+# Lines of code, without docstrings, comments and blank lines. A room may grow by PLAY before its
+# number here has to be discussed in an issue; a room that becomes lighter lowers it.
+PLAY = 1.05
+BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "libraries": 1080, "jobs": 2155}
+BUDGETS |= {"report": 1065, "estimator": 1520, "inference": 615, "website": 535, "measure": 1765}
+BUDGETS |= {"common.py": 225, "techniques.py": 305, "tests": 8700}
+# Statements that say more than one thing, per 100 lines: they may only become fewer.
+DENSE = {"harness": 2.7, "hangs": 3.2, "libraries": 2.3, "jobs": 3.2, "report": 2.9}
+DENSE |= {"estimator": 2.8, "inference": 1.8, "website": 3.7, "measure": 2.1, "tests": 1.7}
+DENSE |= {"examples": 5.2, "lessons": 2.0}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def lines_of(path):
     return len(path.read_text().splitlines())
+
+
+def lines_of_code(path):
+    """Without docstrings, comments and blank lines: explaining a line costs nothing."""
+    text = path.read_text()
+    docstrings = set()
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if documented and ast.get_docstring(node):
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def has_inside(node, kinds):
+    return any(isinstance(inner, kinds) for inner in ast.walk(node) if inner is not node)
+
+
+def says_more_than_one_thing(node):
+    """A tuple of unrelated values assigned to a tuple; a comprehension in a comprehension; a
+    conditional in a conditional; ``:=`` in a call."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+        if not isinstance(node.value, ast.Tuple):
+            return False
+        names = {ast.unparse(target) for target in node.targets[0].elts}
+        return not names & {ast.unparse(value) for value in node.value.elts}  # a swap is one thing
+    if isinstance(node, COMPREHENSIONS):
+        return has_inside(node, COMPREHENSIONS)
+    if isinstance(node, ast.IfExp):
+        return has_inside(node, ast.IfExp)
+    if isinstance(node, ast.Call):
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        return any(isinstance(argument, ast.NamedExpr) for argument in arguments)
+    return False
 
 
 def imported(path):
@@ -96,23 +133,29 @@ def test_a_file_has_one_concern(path):
 @pytest.mark.parametrize("room", BUDGETS)
 def test_budgets(room):
     paths = [ROOT / room] if "." in room else (ROOT / room).rglob("*.py")
-    lines = sum(map(lines_of, paths))
-    assert lines <= ABOVE.get(room, BUDGETS[room])
-    assert room not in ABOVE or lines > BUDGETS[room], "it meets its budget: take it out of ABOVE"
+    lines = sum(map(lines_of_code, paths))
+    most = int(BUDGETS[room] * PLAY)
+    assert lines <= most, f"{room} has {lines} lines of code: take {lines - most} away, or ask"
+
+
+@pytest.mark.parametrize("room", DENSE)
+def test_a_line_says_one_thing(room):
+    lessons = [ROOT / f"{row.script}.py" for row in LESSONS]
+    paths = lessons if room == "lessons" else [*(ROOT / room).rglob("*.py")]
+    found = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if says_more_than_one_thing(node):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    most = DENSE[room] / 100 * sum(map(lines_of, paths))
+    assert len(found) <= most, f"a name or a line of its own for one of {found}"
 
 
 def test_pages_are_short():
-    """In lines that no program writes, in English."""
+    """In lines that no program writes, in English: the course and the reference together."""
     pages = [ROOT / "CONTRIBUTING.md", *list_pages(ROOT, chinese=False)]
     texts = [re.sub(rf"{BLOCK.pattern}\n", "", p.read_text(), flags=re.S) for p in pages]
-    assert sum(text.count("\n") for text in texts) <= 3000
-
-
-@pytest.mark.parametrize("row", LESSONS, ids=lambda row: row.script)
-def test_a_lesson_is_short(row):
-    if "no_training" not in row.traits:
-        usual = MODEL_PARALLEL if row.course in (MODEL, HOOD) else LESSON
-        assert lines_of(ROOT / f"{row.script}.py") <= LONGER.get(row.script, usual)
+    assert sum(text.count("\n") for text in texts) <= 5600 * PLAY
 
 
 def test_claims_of_gpus_have_their_tests():
@@ -121,11 +164,3 @@ def test_claims_of_gpus_have_their_tests():
     tests = {claim.partition(" => ")[2] for claim in claims}
     found = succeed("python -m pytest --collect-only -q -n 0 -m claim").stdout
     assert tests == set(re.findall(r"^tests/.*::.*$", found, re.MULTILINE))
-
-
-def test_an_example_is_short():
-    """In lines of code: without the docstring and blank lines."""
-    for path in ROOT.glob("examples/**/*.py"):
-        code = path.read_text().split('"""', 2)[2]
-        usual = SPLIT_EXAMPLE if "layers" in code else EXAMPLE  # it shards or splits the model
-        assert len(re.findall(r"\S.*$", code, re.M)) <= LONGER.get(path.stem, usual), path.stem
