@@ -169,6 +169,10 @@ def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
         # The script decides how a step is computed.
         own_groups.append(group | theirs | {"params": places, "fused": group.get("fused")})
     optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+    if updating is not optimizer and updating.defaults["fused"]:
+        for parameter, own in updating.state.items():
+            if "step" in own:  # ZeRO leaves it on the CPU (pytorch/pytorch#124133)
+                own["step"] = own["step"].to(parameter.device)
 
 
 def load_others(folder: Path, snapshot: dict, others: dict) -> None:

@@ -6,15 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from conftest import TABLES, cases, refused, succeed
 from fake_gpu import GIB, FakeCuda, FakeGpus
 from test_contract import FLOAT16
 from torch._subclasses import fake_tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import common
 import harness.world
-from harness import clock, result
+from harness import clock, result, state
 from harness.data import TaskData
 from jobs import classifiers, images
 from libraries import attention_kernels
@@ -212,6 +214,25 @@ def test_get_device(cuda, become, monkeypatch):
     words.remove("--virtual-local-rank")
     with refused("4 ranks need as many GPUs, and this machine has 1; use --nproc_per_node=1"):
         common.get_device(args, 0)
+
+
+def test_zero_resumes_with_its_steps_on_the_gpu(cuda, tmp_path, monkeypatch):
+    """Where a fused AdamW needs them: ZeroRedundancyOptimizer loads them to the CPU
+    (pytorch/pytorch#124133)."""
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
+    entries = {"exp_avg": torch.ones(2, 4), "exp_avg_sq": torch.ones(2, 4), "step": torch.tensor(3)}
+    saved = {f"optimizer.weight.{name}": tensor for name, tensor in entries.items()}
+    state.save(saved | {"model.weight": torch.ones(2, 4)}, tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with FakeGpus(cuda):
+        model = torch.nn.Linear(4, 2, bias=False, device="cuda:0")
+        kind = torch.optim.AdamW
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, fused=True)
+        dist.destroy_process_group()  # which could not send what is fake
+        state.load(tmp_path, {"param_groups": []}, model, optimizer)
+    [found] = optimizer.optim.state.values()
+    assert found.keys() == entries.keys()
+    assert {str(tensor.device) for tensor in found.values()} == {"cuda:0"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

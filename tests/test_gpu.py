@@ -95,6 +95,16 @@ def test_a_language_model(script, tmp_path):
     assert last < (first if "LoRA" in script else 3.2) and result["tokens_per_second"] > 0
 
 
+@pytest.mark.parametrize("script", ["pytorch_SingleGPU", "pytorch_DDP_ZeRO --use_zero"])
+def test_it_resumes_with_a_fused_adamw(script, tmp_path):
+    """Whose kernel wants the number of steps on the GPU, where a snapshot's tensors come from the
+    CPU."""
+    flags = "--model gpt-2x2x64 --context 32 --resume auto --max-steps"
+    train(script, 1, f"{flags} 2", tmp_path)
+    _, result = train(script, 1, f"{flags} 4", tmp_path)
+    assert result["steps"] == 4 and result["optimizer"] == "adamw"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_step_waits_between_prints(script, tmp_path):
     """PyTorch itself raises an error where one would, from the batch to the record of the loss."""
