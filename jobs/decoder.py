@@ -127,7 +127,8 @@ def draw(args, name: str, shape: torch.Size) -> Tensor:
     if len(shape) == 1:  # of norms
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     name = "token.weight" if args.tie and name == "head.weight" else name
-    rng = torch.Generator("cpu").manual_seed(args.seed << 32 ^ zlib.crc32(name.encode()))
+    # Of a seed, the CPU's generator uses the lower 32 bits alone.
+    rng = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode(), args.seed))
     adds = name.endswith(("out.weight", "down.weight", "experts.down"))  # they add to the residual
     std = 0.02 / (math.sqrt(2 * size_of(args).layers) if adds else 1)
     return torch.empty(shape, device="cpu").normal_(std=std, generator=rng)

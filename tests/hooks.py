@@ -324,7 +324,8 @@ class Adapted(nn.Module):
 
     def __init__(self, name, weight):
         super().__init__()
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{name}.lora_A".encode()))  # of --seed 0
+        seed = zlib.crc32(f"{name}.lora_A".encode(), int(sys.argv[sys.argv.index("--seed") + 1]))
+        draw = torch.Generator().manual_seed(seed)
         a, bound = torch.empty(8, weight.shape[1]), weight.shape[1] ** -0.5
         self.a = nn.Parameter(a.uniform_(-bound, bound, generator=draw))
         self.b = nn.Parameter(torch.zeros(len(weight), 8))

@@ -106,7 +106,8 @@ class Try(NamedTuple):
         """All flags that the single process has, too."""
         own = {"gpt": GPT, "tied": f"{GPT} --tie", "llama": LLAMA, "images": IMAGES}[self.model]
         own = [own.format(self.layers, self.width), *OF_THE_MODEL.findall(self.case.flags)]
-        own += ["--lr 0.02"] if self.technique.name == "LoRA" and not self.rounds else []
+        if self.technique.name == "LoRA":  # its matrices are drawn by the seed, too
+            own += ["--seed 1"] if self.rounds else ["--seed 1 --lr 0.02"]
         return self.allowed(" ".join([DATA, self.steps, "--optimizer", self.optimizer, *own]))
 
     @property
