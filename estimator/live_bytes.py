@@ -35,16 +35,21 @@ class LiveBytes(TorchDispatchMode):
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
         self.messages: list[Message] = []
         self.begin = 0  # of the measured step: an index into changes
-        self.phases: list[int] = []  # likewise, starts of forward, each backward and the update
+        self.phases = [(0, "")]  # likewise the start of each phase of the step, and its name
 
     def begin_step(self) -> None:
         """Start to measure the peak and to record communication."""
         self.begin = len(self.changes)
-        self.phases = [self.begin]
+        self.phases = [(self.begin, "")]
         self.messages.clear()
 
-    def begin_phase(self) -> None:
-        self.phases.append(len(self.changes))
+    def begin_phase(self, name: str = "") -> None:
+        self.phases.append((len(self.changes), name))
+
+    def name_phase(self, name: str) -> None:
+        """Name the current phase, unless it has a name."""
+        begin, known = self.phases[-1]
+        self.phases[-1] = begin, known or name
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
         """Set the kind of tensors, or of those that have been of the kind ``only``."""
@@ -81,7 +86,8 @@ class LiveBytes(TorchDispatchMode):
         """The same of each half of each phase of the step. If all blocks are identical,
         each of these peaks grows by the same amount per block; the overall peak need not."""
         limits = []
-        for begin, end in itertools.pairwise([*self.phases, len(self.changes)]):
+        begins = [begin for begin, _ in self.phases]
+        for begin, end in itertools.pairwise([*begins, len(self.changes)]):
             limits += [(begin + end) // 2, end]
         now, total, found = collections.Counter(), 0, [(0, {})]
         for index, (number, size) in enumerate(self.changes):

@@ -168,8 +168,11 @@ class ShortRun:
             self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
         self.before, self.live.kind = self.live.kind, "update"
-        if self.before != "temporary":  # not in backward
-            self.live.begin_phase()
+        if self.before == "temporary":  # a hook updates in backward
+            self.live.name_phase("backward and optimizer")
+        else:  # what follows backward, such as clipping, belongs to the optimizer
+            self.live.name_phase("optimizer")
+            self.live.begin_phase("optimizer")
 
     def after_update(self, *_) -> None:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -186,7 +189,7 @@ class ShortRun:
             self.live.kind = "activations"
             yield batch
         type(self).sent = len(self.live.messages)
-        self.live.begin_phase()  # of the evaluation, which may need more
+        self.live.begin_phase("evaluation")  # which may need more
         if loader.dataset.own:  # it has no labels that we know
             raise Finished
 
@@ -281,9 +284,11 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
 
     def backward(*args, **kwargs):
         before, live.kind = live.kind, "temporary"
+        live.name_phase("forward")
         live.begin_phase()
         call_backward(*args, **kwargs)
-        live.begin_phase()
+        live.name_phase("backward")
+        live.begin_phase()  # the next micro-batch's forward or the optimizer, which will name it
         live.kind = before
 
     def make_hooks(hooks, pack, unpack):

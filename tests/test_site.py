@@ -3,12 +3,14 @@ the output of the programs."""
 
 import functools
 import http.server
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
 import threading
+from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,7 +20,7 @@ from test_collectives import expected
 from test_report import TILES
 
 from measure import bubble
-from website import make_data
+from website import area, make_data
 
 DATA = {path.stem: json.loads(path.read_text()) for path in (ROOT / "website/data").glob("*.json")}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -163,6 +165,33 @@ def test_navigation_and_dark_mode(page):
     assert page.locator("body").get_attribute("data-md-color-scheme") != scheme
 
 
+class Tags(HTMLParser):
+    """Attributes with a tag in them, and the paths of each picture of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.broken, self.areas = [], []
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.broken += [text for text in named.values() if text and "<" in text]
+        if tag == "svg" and named.get("class") == "area":
+            self.areas.append(0)
+        elif tag == "path" and self.areas and "fill" in named:
+            self.areas[-1] += 1
+
+
+def test_tags_are_whole_and_pictures_have_areas(site):
+    """What marks options in the text would end a tag in whose attribute it stands."""
+    areas = []
+    for path in sorted(site.rglob("*.html")):
+        tags = Tags()
+        tags.feed(path.read_text())
+        assert not tags.broken, path
+        areas += tags.areas
+    assert min(areas) > 1 and len(areas) == 2 * len(SERIES)  # in two languages
+
+
 def test_will_it_fit(page, site):
     page.goto_page(next(pages_of(site, "fit")))
     form = page.locator('[data-widget="fit"]')
@@ -219,6 +248,23 @@ def test_what_fits_is_what_is_recommended():
     first = printed.partition("\n\n1. ")[2].partition("\n\n")[0]
     assert first.startswith(f"{cell['way']}: peak {cell['peak'] / 2**30:.1f} GiB")
     assert first.splitlines()[-1].strip() == cell["command"]
+
+
+SERIES = DATA["memory"]["data"]["series"]
+KINDS = dict.fromkeys(make_data.LiveBytes.KINDS, "")
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda one: f"{one['job']}, {one['technique']}")
+def test_a_picture_of_memory_names_its_axes(series):
+    """All phases of a training step are in it, and no evaluation; no name covers another."""
+    texts = re.findall(r'<text x="(.+?)" y="(.+?)".*?>(.*?)</text>', area.svg(series, 0, KINDS, {}))
+    names = {name for *_, name in texts}
+    assert {"forward", "backward", "optimizer"} <= {*" ".join(names).split()}
+    assert "GiB" in names and "evaluation" not in names
+    for line in {y for _, y, name in texts if name[0].isalpha()}:
+        row = sorted((float(x), name) for x, y, name in texts if y == line)
+        for (x, name), (after, other) in itertools.pairwise(row):
+            assert after - x >= (area.room(name) + area.room(other)) / 2
 
 
 PEAKS = [("GPT", "FSDP"), pytest.param("ResNet-50", "SingleGPU", marks=pytest.mark.full)]

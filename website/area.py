@@ -38,15 +38,14 @@ def svg(series: dict, highest: float, names: dict[str, str], words: dict[str, st
         corners = [*enumerate(above), *reversed([*enumerate(below)])]
         areas.append((kind, "L".join(f"{x(i):.1f},{y(size):.1f}" for i, size in corners)))
         below = above
-    marks = []
-    for begin, end, name in phases(series["phases"]):
-        middle = x((begin + end) / 2 * (points - 1)) if end - begin > 0.08 else None
-        marks.append((x(begin * (points - 1)), middle, words.get(name, name)))
+    begins = [x(begin * (points - 1)) for begin, _ in series["phases"]]
+    shown = [words.get(name, name) for _, name in series["phases"]]
     drawn = TEMPLATE.render(
         width=WIDTH, height=HEIGHT, left=LEFT, top=TOP,
         areas=areas, tones=TONES, names=names,
         title=f"{series['technique']}, {series['job']}: {most / GIB:.2f} GiB",
-        ticks=[(size, y(size * GIB)) for size in ticks(top / GIB)], phases=marks,
+        ticks=[(size, y(size * GIB)) for size in ticks(top / GIB)], lines=begins,
+        labels=labels([*begins, x(points - 1)], shown),
         peak=(x(sums.index(most)), y(most)), most=f"{most / GIB:.2f}",
     )  # fmt: skip
     return drawn.replace("\n", "")  # Markdown would end it at a blank line
@@ -73,10 +72,21 @@ def legend(names: dict[str, str]) -> str:
     return f'<p class="legend">{" ".join(marks)}</p>'
 
 
-def phases(begins: list[float]) -> list[tuple[float, float, str]]:
-    """Begin, end and name of each phase. Only a step of forward and backward passes that ends with
-    the optimizer gets names."""
-    if len(begins) < 4 or len(begins) % 2:
-        return [(begin, begin, "") for begin in begins]
-    names = ["forward", "backward"] * (len(begins) // 2 - 1) + ["", "optimizer"]
-    return list(zip(begins, [*begins[1:], 1.0], names, strict=True))
+def labels(borders: list[float], names: list[str]) -> list[tuple[float, int, str]]:
+    """Where names of phases are written: the middle and the line, 0 or 1. A phase with room has its
+    name below it; a name that found no room is written once, on the second line, as that of an
+    optimizer that allocates nothing."""
+    placed = []
+    for begin, end, name in zip(borders, borders[1:], names, strict=True):
+        if name and end - begin > room(name):
+            placed.append(((begin + end) / 2, 0, name))
+    for begin, end, name in zip(borders, borders[1:], names, strict=True):
+        if name and name not in [known for *_, known in placed]:
+            middle = min((begin + end) / 2, WIDTH - room(name) / 2)
+            placed.append((middle, 1, name))
+    return placed
+
+
+def room(name: str) -> float:
+    """About the width of a word; a Chinese character is twice as wide as a letter."""
+    return sum(8 if letter.isascii() else 15 for letter in name)

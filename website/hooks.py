@@ -17,7 +17,8 @@ from website import pages  # noqa: E402
 
 COPIES = tempfile.TemporaryDirectory(prefix="pages-")  # removed when MkDocs ends
 FOLDERS = {"en": "", "zh": "zh/"}  # of the languages on the site
-OPTION = re.compile(r"(?<=[\s>])--[a-z][\w-]*")
+MARKUP = r"<!--.*?-->|<svg.*?</svg>|<(?:\"[^\"]*\"|'[^']*'|[^>\"'])*>"  # a tag with its attributes
+OPTION = re.compile(rf"{MARKUP}|(?<=[\s>])(--[a-z][\w-]*)", re.DOTALL)
 WORD = re.compile(r"<code>([^\s<]+)</code>")
 
 
@@ -51,13 +52,18 @@ def on_page_content(html, page, config, files):
     if page.file.src_uri.startswith("index."):
         page.meta["hide"] = [*page.meta.get("hide", []), "path"]
     html = WORD.sub(r'<code class="word">\1</code>', html)
-    html = OPTION.sub(r'<span class="option">\g<0></span>', html)
+    html = OPTION.sub(mark_option, html)
     html = html.replace(
         '<div class="language-diff', '<div data-search-exclude class="language-diff'
     )
     if page.file.src_uri.startswith("troubleshooting."):  # the style sheet hides a column on phones
         html = html.replace("<table>", "<table data-evidence>")
     return html
+
+
+def mark_option(match: re.Match) -> str:
+    """Only in text: a tag in the attribute of another tag would end it."""
+    return f'<span class="option">{match[1]}</span>' if match[1] else match[0]
 
 
 def on_post_template(output_content, template_name, config):

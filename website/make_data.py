@@ -63,21 +63,24 @@ def record(name: str, title: str) -> dict | None:
 
 
 def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
-    """Split the step into at most ``POINTS`` parts. Returns the bytes by kind at the peak of each
-    part, and where phases begin, as fractions of the step's events."""
+    """Split the step, without the evaluation after it, into at most ``POINTS`` parts. Returns the
+    bytes by kind at the peak of each part, and the phases: where each begins, as a fraction of the
+    step's events, and its name."""
     now = dict.fromkeys((kind for kind in live.KINDS if kind not in without), 0)
-    events = len(live.changes) - live.begin + 1
+    [end] = [begin for begin, name in live.phases if name == "evaluation"]
+    events = end - live.begin + 1
     points = min(POINTS, events)
     peaks = [None] * points
-    for index, (number, size) in enumerate(live.changes):
+    for index, (number, size) in enumerate(live.changes[:end]):
         if live.kinds[number] in now:
             now[live.kinds[number]] += size
         part = (index - live.begin + 1) * points // events
         if part >= 0 and (peaks[part] is None or sum(now.values()) > sum(peaks[part].values())):
             peaks[part] = dict(now)
     kinds = {kind: [peak[kind] for peak in peaks] for kind in now}
-    phases = [(begin - live.begin) / events for begin in live.phases]
-    return {"bytes": {kind: sizes for kind, sizes in kinds.items() if any(sizes)}, "phases": phases}
+    phases = [((begin - live.begin) / events, name) for begin, name in live.phases]
+    kinds = {kind: sizes for kind, sizes in kinds.items() if any(sizes)}
+    return {"bytes": kinds, "phases": phases[:-1]}
 
 
 # ------------------------------------------------------------------------------- will it fit?
