@@ -1,5 +1,6 @@
 """Memory over one step as a stacked area chart: an inline SVG in the colours of its page."""
 
+import itertools
 from pathlib import Path
 
 import jinja2
@@ -76,11 +77,11 @@ def labels(borders: list[float], names: list[str]) -> list[tuple[float, int, str
     """Where names of phases are written: the middle and the line, 0 or 1. A phase with room has its
     name below it; a name that found no room is written once, on the second line, as that of an
     optimizer that allocates nothing."""
-    placed = []
-    for begin, end, name in zip(borders, borders[1:], names, strict=True):
+    placed, phases = [], [*zip(itertools.pairwise(borders), names, strict=True)]
+    for (begin, end), name in phases:
         if name and end - begin > room(name):
             placed.append(((begin + end) / 2, 0, name))
-    for begin, end, name in zip(borders, borders[1:], names, strict=True):
+    for (begin, end), name in phases:
         if name and name not in [known for *_, known in placed]:
             middle = min((begin + end) / 2, WIDTH - room(name) / 2)
             placed.append((middle, 1, name))
