@@ -132,7 +132,9 @@ def main():
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
-        model = make_model().to(FROZEN)
+        model = make_model()
+    for parameter in model.parameters():  # not buffers: rotary frequencies would be rounded, too
+        parameter.data = parameter.data.to(FROZEN)
     adapt(model)  # before sharding: adapters are sharded and gathered with their layer, in fp32
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32

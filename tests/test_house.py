@@ -151,6 +151,29 @@ def test_a_line_says_one_thing(room):
     assert len(found) <= most, f"a name or a line of its own for one of {found}"
 
 
+ROUNDED = re.compile(r"(?:model|module|layer|block|stage|network|make_model\(.*\))")
+CASTS = {("pytorch_half_precision.py", "model.to(dtype)")}  # 16 bits for all are its subject
+
+
+def casts_of_modules(path):
+    """Casts of a whole module, buffers included. To fp32 nothing is rounded."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            module = ROUNDED.fullmatch(ast.unparse(node.func.value).rpartition(".")[2])
+            to = ast.unparse(node).rpartition(".to(")[2]
+            dtype = re.search("dtype|float16|half|double|FROZEN", to)
+            casts = node.func.attr in ("half", "bfloat16") or node.func.attr == "to" and dtype
+            if module and casts:
+                yield path.name, ast.unparse(node)
+
+
+def test_buffers_are_not_rounded():
+    """Rotary frequencies in bfloat16 are other frequencies: cast parameters."""
+    lessons = ROOT.glob("*.py")
+    paths = [*lessons, *(ROOT / "examples").glob("*.py"), *(ROOT / "examples/own").glob("*.py")]
+    assert {cast for path in paths for cast in casts_of_modules(path)} <= CASTS
+
+
 def test_pages_are_short():
     """In lines that no program writes, in English: the course and the reference together."""
     pages = [ROOT / "CONTRIBUTING.md", *list_pages(ROOT, chinese=False)]
