@@ -1,11 +1,13 @@
 """Model folders in the format of huggingface.co: configuration, weights, their names, tokenizer."""
 
+import contextlib
 import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -219,24 +221,52 @@ def unstack(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield expert, DTensor.from_local(matrix.mT, stack.device_mesh, layouts, **options)
 
 
-def read_weights(folder: Path, kind: str, tensors: dict[str, Tensor], flag="--weights") -> None:
+def weight_files(folder: Path, flag: str) -> list[str]:
+    """The files with a model's weights, as transformers chooses them: ``model.safetensors``, else
+    those that the index lists. The folder may also have the files of another save."""
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        why = "has neither model.safetensors nor its index"
+        fail(f"{flag} {folder} {why}; save the model with transformers' save_pretrained")
+    with one_line_errors(index, flag):
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
+@contextlib.contextmanager
+def reader_of(folder: Path, names: Iterable[str], flag: str) -> Iterator[HuggingFaceStorageReader]:
+    """A reader of these files. Since it reads every file of a folder, it gets one of links."""
+    with tempfile.TemporaryDirectory() as links:
+        for name in names:
+            if not (folder / name).is_file():
+                fail(f"{flag} {folder} has no {name}, which its index lists; copy it again")
+            Path(links, Path(name).name).symlink_to((folder / name).absolute())
+        yield HuggingFaceStorageReader(links)
+
+
+def read_weights(
+    folder: Path, kind: str, tensors: dict[str, Tensor], flag="--weights", names=()
+) -> None:
     """Fill the parameters of a model, tensors or DTensors by name, from the folder's file, or
     several with an index. For a DTensor, only this rank's shard is read; the dtype may differ.
-    ``kind``: that of :class:`jobs.llama.LlamaSize`, or empty if tensors have the files' names."""
+
+    Args:
+        kind: that of :class:`jobs.llama.LlamaSize`, or empty if tensors have the files' names.
+        names: of the files, if they are no model's.
+    """
     tensors = their_names(kind, tensors) if kind else tensors
     import_optional("safetensors")
-    reader = HuggingFaceStorageReader(str(folder))
-    with one_line_errors(folder, flag):
-        found = reader.read_metadata().state_dict_metadata
-    if not found:
-        fail(f"{flag} {folder} has no *.safetensors; save them with transformers' save_pretrained")
-    for name, tensor in tensors.items():
-        theirs = tuple(found[name].size) if name in found else None
-        if theirs != tuple(tensor.shape):
-            has = f"has {name} of {theirs}" if theirs else f"has no {name}"
-            why = "give the folder's own --model, text and tokenizer"
-            fail(f"{flag} {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
-    read_shards(folder, tensors, reader, flag)
+    with reader_of(folder, names or weight_files(folder, flag), flag) as reader:
+        with one_line_errors(folder, flag):
+            found = reader.read_metadata().state_dict_metadata
+        for name, tensor in tensors.items():
+            theirs = tuple(found[name].size) if name in found else None
+            if theirs != tuple(tensor.shape):
+                has = f"has {name} of {theirs}" if theirs else f"has no {name}"
+                why = "give the folder's own --model, text and tokenizer"
+                fail(f"{flag} {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
+        read_shards(folder, tensors, reader, flag)
 
 
 def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:

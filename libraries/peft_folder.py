@@ -113,7 +113,7 @@ def init(args, layers: dict[str, nn.Linear]) -> None:
     print0(f"adapters: {n:,} parameters of {len(layers)} layers are trained")
     if args.adapter:
         found = {name: layers[n].get_parameter(part) for name, n, part in entries(args, layers)}
-        return read_weights(Path(args.adapter), "", found, "--adapter")
+        return read_weights(Path(args.adapter), "", found, "--adapter", [FILE])
     for name, layer in layers.items():
         a = layer.lora_A.weight
         seed = zlib.crc32(f"{name}.lora_A".encode(), args.seed)  # of 32 bits: see decoder.draw()

@@ -19,10 +19,11 @@ from conftest import (
     read_run,
     refused,
     relative_difference,
+    same_bits,
     snapshots,
     succeed,
 )  # fmt: skip
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_inference import infer
 
 import common
@@ -132,6 +133,30 @@ def test_we_read_what_transformers_writes(kind, kv, head_dim, rope, tmp_path, ou
     request.getfixturevalue("in_float64")
     ours = our_logits(f"--weights {tmp_path}")
     torch.testing.assert_close(ours, logits_of(theirs), rtol=1e-10, atol=1e-12)
+
+
+def test_files_of_another_save_are_not_read(tmp_path):
+    """Those that the index lists are, or the one file without a number, as in transformers."""
+    make_folder(tmp_path, shards="40KB", dtype=torch.float32)
+    for path in tmp_path.glob("model-*.safetensors"):
+        older = {name: tensor + 1 for name, tensor in load_file(path).items()}
+        for place in ("a", "z"):
+            save_file(older, path.with_name(f"{place}-{path.name}"), {"format": "pt"})
+
+    def read():
+        ours = {name: torch.full_like(tensor, torch.nan) for name, tensor in theirs.items()}
+        hub.read_weights(tmp_path, "", ours)
+        return ours
+
+    theirs = class_of("llama").from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert same_bits(read(), theirs)
+    path.unlink()
+    with refused(f"has no {path.name}, which its index lists; copy it again"):
+        read()
+    newer = {name: tensor + 2 for name, tensor in theirs.items()}
+    save_file(newer, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = class_of("llama").from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert same_bits(read(), theirs) and same_bits(theirs, newer)
 
 
 WRITTEN = ["llama", "llama --tie", "mistral", "qwen2 --tie", "qwen3"]
