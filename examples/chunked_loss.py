@@ -3,9 +3,11 @@ torchrun --nproc_per_node=2 chunked_loss.py"""
 
 import gc
 import glob
+import json
 import math
 import os
 import shutil
+import tempfile
 from contextlib import nullcontext
 
 import torch
@@ -88,13 +90,29 @@ def read_weights(model, device):
     kept = model.state_dict()
     tensors = dict(model.named_parameters())  # one that is tied to another is there once
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    reader = dcp.HuggingFaceStorageReader(WEIGHTS)
-    found = reader.read_metadata().state_dict_metadata.keys()
-    if missing := tensors.keys() - found:
-        raise SystemExit(f"{WEIGHTS} has no {min(missing)}, which the model of make_model() has")
-    if (unread := found - kept.keys()) and dist.get_rank() == 0:
-        print(f"not read from {WEIGHTS}, since the model has no such tensor: {min(unread)}, ...")
-    dcp.load(tensors, storage_reader=reader)
+    files = ["model.safetensors"]  # as transformers: others in the folder may be of another save
+    index = f"{WEIGHTS}/model.safetensors.index.json"
+    if not os.path.exists(f"{WEIGHTS}/model.safetensors") and os.path.exists(index):
+        with open(index) as file:
+            files = sorted(set(json.load(file)["weight_map"].values()))
+    with tempfile.TemporaryDirectory() as links:  # the reader reads every file of a folder
+        for name in files:
+            if not os.path.exists(f"{WEIGHTS}/{name}"):
+                raise SystemExit(f"{WEIGHTS} has no {name}")
+            os.symlink(os.path.abspath(f"{WEIGHTS}/{name}"), f"{links}/{name}")
+        reader = dcp.HuggingFaceStorageReader(links)
+        found = reader.read_metadata().state_dict_metadata.keys()
+        if missing := tensors.keys() - found:
+            raise SystemExit(f"{WEIGHTS} has no {min(missing)}, which the model of make_model has")
+        if (unread := found - kept.keys()) and dist.get_rank() == 0:
+            print(f"not read from {WEIGHTS}: {min(unread)}, ..., which the model does not have")
+        tied = [name for name in kept if name in found and name not in tensors]
+        twins = {name: torch.empty_like(kept[name]) for name in tied}
+        dcp.load(tensors | twins, storage_reader=reader)
+    for name, twin in twins.items():  # of tied parameters: transformers unties them if they differ
+        if not torch.equal(twin, kept[name]):
+            why = f"its {name} differs from the parameter to which the model ties it"
+            raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found

@@ -5,13 +5,14 @@ import ast
 import functools
 import json
 import re
+import shutil
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import ROOT, TABLES, cases, distance, launch, same_bits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_llama import make_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -217,6 +218,7 @@ def hub(tmp_path_factory):
 FAMILIES = ("ddp", "accumulation", "zero", "fsdp")
 OWN_MODELS = [*product(FAMILIES, [*DECODERS, *CLASSIFIERS])]
 USUAL = ("ddp", "Qwen2"), ("fsdp", "Llama"), ("accumulation", "vit")
+READERS = [name for name in ROWS if "def read_weights" in read(name)]
 PAGES = [ROOT / f"docs/your_own_model{language}.md" for language in ("", ".zh-CN")]
 
 
@@ -240,6 +242,36 @@ def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
     if kind in DECODERS:
         text = generate(tmp_path / "runs/best")
         assert text == generate(folder / "runs/best") and re.fullmatch(r" ?abcd.{,9}</s>", text)
+
+
+@cases("name", READERS, lambda name: name == "fsdp")
+def test_a_folder_is_read_as_in_transformers(name, hub, tmp_path):
+    """By its index: the files of another save are not read. A model that is tied reads a head that
+    is the embedding, and refuses one that differs."""
+    own = read("own/decoder").replace("from_pretrained(FOLDER, dty", "from_config(CONFIG, dty")
+    for kind in ("Qwen3", "Qwen2"):
+        work, folder = tmp_path / kind, tmp_path / kind / "folder"
+        shutil.copytree(hub(kind), folder)
+        theirs = Decoder.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for path in folder.glob("*.safetensors"):
+            older = {name: tensor + 1 for name, tensor in load_file(path).items()}
+            save_file(older, folder / f"a-{path.name}")
+            save_file(older, folder / f"z-{path.name}")
+        if kind == "Qwen2":  # with the head
+            theirs["lm_head.weight"] = theirs["lm_head.weight"].clone()
+            save_file(theirs, path)
+        code = f"FOLDER, DATA, LENGTH = {str(folder)!r}, {str(folder / 'text')!r}, 16\nLR = 0.0\n"
+        code += "from transformers import AutoConfig\nCONFIG = AutoConfig.from_pretrained(FOLDER)\n"
+        code += "WEIGHTS = FOLDER"
+        run(name, 2, work, code, own, exact=False)
+        assert same_bits(best(work), {n: theirs[n] for n in best(work)})
+    theirs["lm_head.weight"] += 1
+    save_file(theirs, path)
+    with pytest.raises(AssertionError, match="its lm_head.weight differs from the parameter"):
+        run(name, 2, work, code, own, exact=False)
+    path.unlink()
+    with pytest.raises(AssertionError, match="folder has no model.safetensors"):
+        run(name, 2, work, code, own, exact=False)
 
 
 def generate(folder):
