@@ -111,7 +111,8 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     else:
         shared = "head.weight" in parameters and args.tie
         tied = {"token.weight": parameters.pop("head.weight")} if shared else {}
-        hub.read_weights(hub.folder_of(args.weights), size_of(args).kind, tied | parameters)
+        kind, tie = size_of(args).kind, bool(args.tie)
+        hub.read_weights(hub.folder_of(args.weights), kind, tied | parameters, tie=tie)
 
 
 def set_whole(tensor: Tensor, whole: Tensor) -> None:
@@ -144,12 +145,17 @@ def read_ours(args, tensors: dict[str, Tensor], points: Tensor) -> None:
         shapes = make_shapes(args, [chr(0)] * len(points))
     check_weights(shapes, found, f"--weights {args.weights} does not fit {flags}")
     tensors = {name: tensor for name, tensor in tensors.items() if name in found}  # others: counts
+    twin = None
+    if args.tie and "token.weight" in tensors and "head.weight" in found:
+        twin = tensors["head.weight"] = torch.empty_like(tensors["token.weight"])
     if shards:
         found = {"vocabulary": torch.empty_like(points)}
         weights.read(args.weights, tensors | found)
     else:
         for name, tensor in tensors.items():
             set_whole(tensor, found[name])
+    if twin is not None:
+        hub.check_tied(f"--weights {args.weights}", tensors["token.weight"], twin)
     if not torch.equal(found["vocabulary"], points):
         why = "was trained on other characters than this text has"
         fail(f"--weights {args.weights} {why}; give the text that it was trained on")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
@@ -246,7 +247,7 @@ def reader_of(folder: Path, names: Iterable[str], flag: str) -> Iterator[Hugging
 
 
 def read_weights(
-    folder: Path, kind: str, tensors: dict[str, Tensor], flag="--weights", names=()
+    folder: Path, kind: str, tensors: dict[str, Tensor], flag="--weights", names=(), tie=False
 ) -> None:
     """Fill the parameters of a model, tensors or DTensors by name, from the folder's file, or
     several with an index. For a DTensor, only this rank's shard is read; the dtype may differ.
@@ -254,12 +255,16 @@ def read_weights(
     Args:
         kind: that of :class:`jobs.llama.LlamaSize`, or empty if tensors have the files' names.
         names: of the files, if they are no model's.
+        tie: the embedding is also the head; the folder's head, if it has one, must not differ.
     """
     tensors = their_names(kind, tensors) if kind else tensors
     import_optional("safetensors")
     with reader_of(folder, names or weight_files(folder, flag), flag) as reader:
         with one_line_errors(folder, flag):
             found = reader.read_metadata().state_dict_metadata
+        token, head = tensors.get(f"{NAMES['token']}.weight"), f"{NAMES['head']}.weight"
+        if twin := tie and token is not None and head in found:
+            tensors = tensors | {head: torch.empty_like(token)}
         for name, tensor in tensors.items():
             theirs = tuple(found[name].size) if name in found else None
             if theirs != tuple(tensor.shape):
@@ -267,6 +272,17 @@ def read_weights(
                 why = "give the folder's own --model, text and tokenizer"
                 fail(f"{flag} {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
         read_shards(folder, tensors, reader, flag)
+    if twin:
+        check_tied(f"{flag} {folder}", token, tensors[head])
+
+
+def check_tied(given: str, token: Tensor, head: Tensor) -> None:
+    """Refuse a head that differs from the embedding, if the model has one matrix for both: it would
+    be lost. transformers then unties them."""
+    ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (token, head))
+    if not torch.equal(ours, theirs):
+        why = "its head differs from its embedding, so they cannot be one matrix"
+        fail(f"{given}: {why}; leave out --tie, or set tie_word_embeddings to false in config.json")
 
 
 def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:

@@ -159,6 +159,28 @@ def test_files_of_another_save_are_not_read(tmp_path):
     assert same_bits(read(), theirs) and same_bits(theirs, newer)
 
 
+def test_a_head_that_differs_is_not_lost(tmp_path, our_logits, monkeypatch):
+    """A folder that says that the matrices are tied may have both, if they are equal."""
+    make_folder(tmp_path, tie_word_embeddings=True)
+    expected = our_logits(f"--weights {tmp_path}")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, {"format": "pt"})
+    assert torch.equal(our_logits(f"--weights {tmp_path}"), expected)
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, file, {"format": "pt"})
+    with refused("its head differs from its embedding", "set tie_word_embeddings to false"):
+        our_logits(f"--weights {tmp_path}")
+    shape = "--model llama-1x2x8 --context 24"
+    args = "pytorch_SingleGPU.py", *shape.split(), "--device", "cpu", "--double"
+    monkeypatch.setattr(sys, "argv", args)
+    model = common.make_model(common.parse_args(common.argument_parser("")), list(LETTERS))
+    torch.save(model.state_dict(), tmp_path / "untied.pt")
+    with refused("its head differs from its embedding", "leave out --tie"):
+        our_logits(f"{shape} --weights {tmp_path}/untied.pt --tie")
+
+
 WRITTEN = ["llama", "llama --tie", "mistral", "qwen2 --tie", "qwen3"]
 WRITTEN += ["qwen3moe --experts 4 --top-k 3", "mixtral --experts 3"]
 
