@@ -123,16 +123,29 @@ def check_experts(args, size, ep: int, ranks: int) -> None:
 
 
 def gather_weights(model: nn.Module, stages: int) -> dict[str, torch.Tensor]:
-    """Gather all weights on the CPU of rank 0. All ranks call it."""
-    own, of_stage = {}, dist.get_world_size() // stages
-    is_first = dist.get_rank() % of_stage == 0  # ND: of its stage
-    # ND: through the CPU: nccl would gather all weights on rank 0's GPU
-    firsts = dist.new_group([number * of_stage for number in range(stages)], backend="gloo")
+    """Gather all weights in the CPU memory of rank 0, which alone returns them all. All ranks call
+    it. ``stages``: ranks of the pipeline, or 1."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    is_first = rank % (world_size // stages) == 0  # ND: of its stage
+    weights = {}
     for name, tensor in model.state_dict().items():
         tensor = whole(tensor)
         if is_first:
-            own[name] = tensor.cpu()
-    parts = [None] * stages if dist.get_rank() == 0 else None
-    if is_first:
-        dist.gather_object(own, parts, group=firsts)
-    return {name: tensor for part in parts or [] for name, tensor in part.items()}
+            weights[name] = tensor.cpu()
+    if stages == 1:
+        return weights
+    # ND: through the CPU: nccl would gather all weights on rank 0's GPU. The group has all ranks:
+    # those that are not in a gloo group wait for ever if the default group is bound to a GPU
+    gloo = dist.new_group(backend="gloo")
+    parts = [None] * world_size if rank == 0 else None
+    dist.gather_object({name: t.to("meta") for name, t in weights.items()}, parts, group=gloo)
+    # ND: one tensor at a time: gather_object would hold several copies of all of them
+    if rank > 0:
+        for tensor in weights.values():
+            dist.send(tensor.contiguous(), 0, group=gloo)
+        return weights
+    for sender, theirs in enumerate(parts[1:], 1):
+        for name, tensor in theirs.items():
+            weights[name] = torch.empty_like(tensor, device="cpu")
+            dist.recv(weights[name], sender, group=gloo)
+    return weights

@@ -197,7 +197,7 @@ class FakeGpus(FakeTensorMode):
 def stand_in_for_ranks(note):
     """All others are like this one."""
     init, all_reduce = dist.init_process_group, dist.all_reduce
-    new_group = dist.new_group
+    new_group, receive_fake = dist.new_group, dist.recv
 
     def init_process_group(backend, device_id=None, **_):
         note("init_process_group", backend, device_id)
@@ -216,13 +216,18 @@ def stand_in_for_ranks(note):
         values[:] = [value] * len(values)
 
     def new_group_of(ranks=None, backend=None, **options):
+        assert not (ranks and backend), "with a bound GPU, the others wait for ever for this group"
         return backend or new_group(ranks, **options)
+
+    def receive(tensor, src=None, group=None, **options):
+        if group != "gloo":  # otherwise a weight of another stage
+            receive_fake(tensor, src, group, **options)
 
     dist.new_group = new_group_of
     dist.split_group = lambda parent_pg, *_, **__: parent_pg or dist.group.WORLD
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 1)])
     dist.init_process_group, dist.all_reduce = init_process_group, all_reduce_alike
-    dist.all_gather_object = all_gather_object
+    dist.all_gather_object, dist.recv = all_gather_object, receive
     dist.broadcast_object_list = dist.monitored_barrier = lambda *_, **__: None
     # DDP reads what the others say of their parameters, and so does its new order of buckets.
     distributed._verify_param_shape_across_processes = lambda *_: None

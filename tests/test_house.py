@@ -181,6 +181,31 @@ def test_pages_are_short():
     assert sum(text.count("\n") for text in texts) <= 5600 * PLAY
 
 
+def makes_a_gloo_group_of_some(node):
+    """If init_process_group has got a device_id, all ranks that such a group leaves out wait in
+    nccl's split of the communicator of all ranks, for those that it has: they never come."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if not name.startswith(("new_group", "new_subgroups")) or "gloo" not in str(options):
+        return False
+    return name != "new_group" or bool(node.args) or "ranks" in options
+
+
+def test_groups_of_gloo_have_all_ranks():
+    wrong = "dist.new_group([0, 1], backend='gloo')", "new_group(ranks=some, backend='gloo')"
+    for line in wrong:
+        assert makes_a_gloo_group_of_some(ast.parse(line).body[0].value)
+    assert not makes_a_gloo_group_of_some(ast.parse("new_group(backend='gloo')").body[0].value)
+    found = []
+    for path in [*FILES, *(ROOT / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if makes_a_gloo_group_of_some(node):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
 def test_claims_of_gpus_have_their_tests():
     """With these parameters: ``-m claim`` would not miss one whose name has changed."""
     claims = (ROOT / "tests" / "gpu_claims.txt").read_text().splitlines()[1:]

@@ -102,3 +102,41 @@ def test_weights_kept_between_forward_and_backward(tmp_path):
         peaks[kept] = json.loads((tmp_path / kept / "rank0.json").read_text())["temporary"]
     saved = (peaks["no"] - peaks["2"]) / block  # one peak is a block later: other temporaries
     assert saved == pytest.approx(8 - (8 / 2 + 2), abs=0.15)
+
+
+GATHER = """
+import json
+import torch
+import torch.distributed as dist
+from harness.measure import peak_memory_gib, reset_peak_memory
+from libraries.mesh import gather_weights
+
+dist.init_process_group("gloo")
+rank, cpu, model = dist.get_rank(), torch.device("cpu"), torch.nn.Module()
+for n in range(8):
+    value = torch.full((2**20,), rank, dtype=torch.float64)
+    model.register_parameter(f"{rank}-{n}", torch.nn.Parameter(value))
+dist.barrier()
+reset_peak_memory(cpu)
+before = peak_memory_gib(cpu)["process"]
+weights = gather_weights(model, STAGES)
+more = peak_memory_gib(cpu)["process"] - before
+if rank == 0:
+    values = {name: tensor.unique().tolist() for name, tensor in weights.items()}
+    print(json.dumps([more, values]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rank_0_gathers_one_copy_of_the_weights(stages, tmp_path):
+    """Beside its own, which are 64 MiB here, it has what other stages have; of no tensor a second
+    copy, as gather_object would need several."""
+    program = tmp_path / "program.py"
+    path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    program.write_text(path + GATHER.replace("STAGES", str(stages)))
+    finished = succeed(f"torchrun --standalone --nproc_per_node=2 {program}", forked=True)
+    more, values = json.loads(finished.lines[-1])
+    assert values == {f"{stage}-{n}": [stage] for stage in range(stages) for n in range(8)}
+    assert more < (stages - 1) / 16 + 0.02
