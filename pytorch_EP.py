@@ -75,7 +75,7 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group("ep")
     for block in model.blocks:
         experts = block.mlp.experts
-        for name, stack in list(experts.named_parameters()):  # EP: [experts, ...]
+        for name, stack in list(experts.named_parameters(recurse=False)):  # EP: [experts, ...]
             layout = Shard(0), Shard(1 if name == "down" else 2)
             own = distribute_tensor(stack, mesh, layout[: mesh.ndim])
             setattr(experts, name, nn.Parameter(own))

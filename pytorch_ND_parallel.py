@@ -202,8 +202,9 @@ def main():
         tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # ND: each rank fills its shards
-    for name, buffer in model.named_buffers():
-        setattr(model, name, buffer.to(device))  # offload: not sharded, stay on the GPU
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))  # offload: not sharded, stay on the GPU
     tied = set()
     if args.tie and owners[-1] > 0:
         last = range(world_size - world_size // args.pp, world_size)  # PP: they share a matrix

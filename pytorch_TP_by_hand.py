@@ -104,7 +104,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
             )
         if isinstance(layer, nn.Linear) or name == "token":
             shard = Shard(1 if name in ("out", "down") else 0)  # by hand: of [outputs, inputs]
-            for kind, p in layer.named_parameters():
+            for kind, p in layer.named_parameters(recurse=False):
                 setattr(layer, kind, nn.Parameter(distribute_tensor(p, mesh, [shard])))
             layer.forward = partial(look_up if name == "token" else linear, layer)
 

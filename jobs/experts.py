@@ -205,7 +205,7 @@ class SplitExperts(ParallelStyle):
         experts, mixture.copies = mixture.experts, mesh.size()
         replicas = distribute_tensor(mixture.router.weight, mesh, [Replicate()])
         mixture.router.weight = nn.Parameter(replicas)
-        for name, stack in list(experts.named_parameters()):
+        for name, stack in list(experts.named_parameters(recurse=False)):
             if not isinstance(stack, DTensor):  # --ep has divided them, by both
                 part = distribute_tensor(stack, mesh, [Shard(1 if name == "down" else 2)])
                 setattr(experts, name, nn.Parameter(part))

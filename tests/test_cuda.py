@@ -177,6 +177,14 @@ def test_a_shard_of_a_gpt_on_a_gpu(script, n, tmp_path):
     assert result["steps"] == 8
 
 
+def test_buffers_are_on_the_gpu_while_parameters_are_not(tmp_path):
+    """The biases and loads of experts, in each block."""
+    script = "pytorch_ND_parallel --offload --experts 4 --balance bias"
+    job = f"{GPT_JOB} --max-steps 2 --model gpt-2x2x16"
+    seen, _ = pretend(script, 2, job, tmp_path)
+    assert ["model", "float32 on cpu", "float32 on cuda:1"] in seen.log
+
+
 # ----------------------------------------------------------------------------- one part at a time
 @pytest.fixture
 def cuda(monkeypatch):

@@ -181,6 +181,20 @@ def test_pages_are_short():
     assert sum(text.count("\n") for text in texts) <= 5600 * PLAY
 
 
+def sets_a_name_with_dots(loop):
+    """``setattr(model, "blocks.0.bias", ...)`` makes an attribute of this name, and leaves what the
+    block has as it was: a loop that sets what it has found asks with ``recurse=False``."""
+    if not isinstance(loop, ast.For):
+        return False
+    asked = ast.unparse(loop.iter)
+    asks = re.search(r"\.named_(buffers|parameters)\(", asked)
+    if not asks or "recurse" in asked or "**" in asked:
+        return False
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    return any(ast.unparse(c.func) == "setattr" and ast.unparse(c.args[1]) in names for c in calls)
+
+
 def makes_a_gloo_group_of_some(node):
     """If init_process_group has got a device_id, all ranks that such a group leaves out wait in
     nccl's split of the communicator of all ranks, for those that it has: they never come."""
@@ -193,15 +207,20 @@ def makes_a_gloo_group_of_some(node):
     return name != "new_group" or bool(node.args) or "ranks" in options
 
 
-def test_groups_of_gloo_have_all_ranks():
-    wrong = "dist.new_group([0, 1], backend='gloo')", "new_group(ranks=some, backend='gloo')"
-    for line in wrong:
-        assert makes_a_gloo_group_of_some(ast.parse(line).body[0].value)
-    assert not makes_a_gloo_group_of_some(ast.parse("new_group(backend='gloo')").body[0].value)
-    found = []
+WRONG = {  # the lines of a mistake, what finds it
+    "dist.new_group([0, 1], backend='gloo')": makes_a_gloo_group_of_some,
+    "dist.new_group(ranks=some, backend='gloo')": makes_a_gloo_group_of_some,
+    "for n, b in model.named_buffers(): setattr(model, n, b.cuda())": sets_a_name_with_dots,
+}
+
+
+@pytest.mark.parametrize("lines", WRONG)
+def test_mistakes_that_are_made_once(lines):
+    finds, found = WRONG[lines], []
+    assert any(map(finds, ast.walk(ast.parse(lines))))
     for path in [*FILES, *(ROOT / "examples").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if makes_a_gloo_group_of_some(node):
+            if finds(node):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found
 
