@@ -1,19 +1,19 @@
 """Chat: conversations of a .jsonl file in a model's chat template; labels are the answers."""
 
-import json
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import jinja2
 import numpy as np
+from jinja2 import TemplateError
 from torch import Tensor
 
 from harness.cli import fail, fetch_input
 from harness.data import how_many
 from harness.world import print0
 from jobs import decoder, text, token_files
+from jobs.conversations import documents_of
 from libraries import hub
 
 END = np.iinfo(np.int32).min  # follows each conversation in a token file
@@ -31,9 +31,9 @@ def resolve(args):
 
 
 class Chat(text.Documents):
-    """Conversations. Labels are the answers."""
+    """Documents of conversations, mostly one of each. Labels are the answers."""
 
-    unit, units, name = "conv", "conversations", "chat"
+    unit, units, name = "doc", "documents", "chat"
 
     def describe(self) -> dict:
         return super().describe() | {"checksum": zlib.crc32(self.tokens.cpu().numpy())}
@@ -66,10 +66,11 @@ def load(args) -> tuple[Chat, Chat, str]:
 
 
 def choose(args, split: str, tokens: Tensor, vocabulary: list[str]) -> tuple[Chat, str]:
-    """The conversations that have an answer within the context, and a description of them all."""
+    """The documents that have an answer within the context, and a description of them all."""
     ends = np.flatnonzero(tokens.numpy() == END)
     starts = np.concatenate([[0], ends + 1])[: len(ends)]
-    places = np.stack([starts + 1, np.minimum(ends, starts + args.context + 1)], 1)
+    begins = np.minimum(ends, starts + 1)  # a template may make nothing of a line
+    places = np.stack([begins, np.minimum(ends, starts + args.context + 1)], 1)
     counts = np.add.reduceat(tokens.numpy() >= 0, places.flatten(), dtype=np.int64)[::2]
     kept = np.flatnonzero(counts)
     if not len(kept):
@@ -82,7 +83,7 @@ def choose(args, split: str, tokens: Tensor, vocabulary: list[str]) -> tuple[Cha
     places = np.stack([starts, np.minimum(inputs, args.context), counts], 1)
     chosen = Chat(tokens, vocabulary, args.context, places[kept], args.packed)
     kind = "training" if split == "train" else "evaluation"
-    words = f"{len(kept):,} {kind} conversations with {chosen.count_labels():,} labels "
+    words = f"{len(kept):,} {kind} documents with {chosen.count_labels():,} labels "
     words += f"({long:,} cut, {skipped:,} others without an answer skipped)"
     return chosen, words + chosen.describe_rows()
 
@@ -90,14 +91,14 @@ def choose(args, split: str, tokens: Tensor, vocabulary: list[str]) -> tuple[Cha
 def encode(
     tokenizer, path: Path, context: int, begin: int, end: int, samples: int | None
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of each conversation from line ``begin`` to ``end``, as :class:`Chat` takes
+    """Yield the tokens of each document from line ``begin`` to ``end``, as :class:`Chat` takes
     them; stop after so many samples that have an answer within the context."""
     n, pairs = 0, read(tokenizer, path, begin, end)
     for answers, ids, offsets in token_files.tokenize(tokenizer, pairs, "offset_mapping"):
         first, last = np.array(offsets).reshape(-1, 2).T
         counted = np.zeros(len(ids), bool)
-        for start, stop in answers:  # the offsets of a token need not include its spaces
-            counted |= (first >= start) & (last > start) & (last <= stop)
+        for start, stop in answers:  # as transformers and TRL: a token counts if any of it does
+            counted |= (first < stop) & (last > start)
         yield np.append(np.where(counted, ids, np.invert(ids)), END)
         n += counted[1 : context + 1].any()
         if n == samples:
@@ -105,44 +106,12 @@ def encode(
 
 
 def read(tokenizer, path: Path, begin: int, end: int) -> Iterator[tuple[str, list]]:
-    """What :func:`render` makes of the lines from ``begin`` to ``end``."""
+    """The documents of the lines from ``begin`` to ``end``, and where their answers are."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if begin < number <= end and line.strip():
                 try:
-                    yield render(tokenizer, parse(line))
-                except (ValueError, TypeError, jinja2.TemplateError) as error:
+                    yield from documents_of(line, tokenizer)
+                except (ValueError, TypeError, TemplateError) as error:
                     why = f"line {number} cannot be used ({error}); correct or remove it"
                     fail(f"--data-dir {path}: {why}; a line is {EXAMPLE}")
-
-
-def parse(line: bytes) -> list[dict]:
-    """The messages of a line; a ``ValueError`` says what is wrong with it."""
-    found = json.loads(line)
-    messages = found.get("messages") if isinstance(found, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("it has no list of messages")
-    for number, message in enumerate(messages, 1):
-        for name in ("role", "content"):
-            if not isinstance(message, dict) or not isinstance(message.get(name), str):
-                raise ValueError(f"the {name} of message {number} is not text")
-    return messages
-
-
-def render(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and where its answers begin, after the prompt for one, and end,
-    with what ends a turn. A ``ValueError`` says that the template does not tell."""
-    fill = partial(tokenizer.apply_chat_template, tokenize=False)
-    whole, answers = fill(messages), []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = fill(messages[:number], add_generation_prompt=True)
-            turn, said = fill(messages[: number + 1]), message["content"].strip()
-            stop = len(turn)
-            if not whole.startswith(turn):  # later messages have changed what is before the answer
-                said = turn[turn.rfind(said) :]
-                stop = whole.find(said, len(prompt)) + len(said)
-            if not whole.startswith(prompt) or stop < len(prompt) + len(said):
-                raise ValueError(f"its template renders message {number + 1} in two ways")
-            answers.append((len(prompt), stop))
-    return whole, answers

@@ -25,6 +25,7 @@ from libraries import hub
 
 TOGETHER = 32  # parts that a tokenizer gets in one call, and encodes in parallel
 PART = 2**14  # bytes of text in a part
+VERSION = 2  # of what is encoded: another one does not read the files of earlier ones
 
 
 def load(args, paths: list[Path], total: int, encode: Callable) -> list[Tensor]:
@@ -69,7 +70,7 @@ def identify(tokenizer: Path, paths: list[Path], about: tuple) -> str:
     found = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
     files = sorted(file for kind in hub.BESIDE for file in tokenizer.glob(kind))
     hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
-    return hashlib.sha256(json.dumps([found, hashes, about]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([VERSION, found, hashes, about]).encode()).hexdigest()[:16]
 
 
 def write(places: list[Path], encode: Callable[[], Iterator[Iterable[int]]]) -> None:

@@ -1,39 +1,129 @@
 """Fine-tuning: which tokens of a conversation have labels, ranks that count different numbers of
 them, and tokens that are encoded once."""
 
+import importlib.util
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import cases, relative_difference
+from conftest import ROOT, cases, relative_difference
 from test_text import settled
 
 import common
-from jobs import text, token_files
+from jobs import chat as chat_data
+from jobs import conversations, text, token_files
 from libraries import hub
 
 JOB = "--context 32 --batch-size 12 --max-steps 3 --double --lr 0.01 --dataset chat"
 
 
 def test_answers_have_labels(chat, capsys):
-    """All tokens are those of the template; labels are those after the prompt for an answer."""
+    """All tokens are those of the template; labels are those after the prompt for an answer. This
+    template changes earlier answers, so each answer ends a document of its own."""
     flags = f"{JOB} --weights {chat}/hub --data-dir {chat}/chat.jsonl"
     sets = common.make_datasets(settled(flags))
     tokenizer, cut = hub.load_tokenizer(chat / "hub"), 0
     talks = [json.loads(line)["messages"] for line in (chat / "chat.jsonl").open()]
+    parts = [talk[:n] for talk in talks for n in range(2, len(talk) + 1, 2)]
     rows = [dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu") for dataset in sets]
-    for talk, tokens, labels in zip(talks, *map(torch.cat, zip(*rows, strict=True)), strict=True):
-        written, expected, answer = tokenizer.apply_chat_template(talk, tokenize=False), [], False
+    for talk, tokens, labels in zip(parts, *map(torch.cat, zip(*rows, strict=True)), strict=True):
+        written = tokenizer.apply_chat_template(talk, tokenize=False)
         whole = tokenizer(written, add_special_tokens=False)["input_ids"]
-        for token, name in zip(whole, tokenizer.convert_ids_to_tokens(whole), strict=True):
-            expected.append(token if answer else -100)
-            answer = name == "<|assistant|>" or answer and name != "<|end|>"
+        names = tokenizer.convert_ids_to_tokens(whole)
+        last = len(whole) - names[::-1].index("<|assistant|>")
+        expected = [-100] * last + whole[last:]
         assert labels.tolist() == (expected[1:] + 32 * [-100])[:32]
         assert tokens.tolist() == (whole[:-1] + 32 * [0])[:32]
         cut += len(whole) > 33
     data = capsys.readouterr().out
-    assert cut == 10 and "45 training conversations with" in data and "(9 cut, 0" in data
+    assert cut == 10 and "56 training documents with" in data and "(9 cut, 0 others" in data
+
+
+KINDS = [json.loads(line) for line in (ROOT / "tests/chat/kinds.jsonl").open()]
+PLAIN = {
+    "reasoning",
+    "tools",
+    "calls",
+}  # kinds that a template refuses, which has no place for them
+REFUSED = dict.fromkeys(("border", "chatml", "llama3", "phi3"), PLAIN)
+REFUSED |= {"mistral": {"systems", "reasoning"}, "qwen2_5": {"reasoning"}, "qwen3": set()}
+REFUSED |= {"deepseek_r1_distill": {"systems", "thoughts", *PLAIN}}
+TRL = importlib.util.find_spec("trl")  # its templates: `pip install --no-deps trl` is enough
+
+
+def make_tokenizer(template):
+    tokenizer = hub.train_tokenizer(["to be or not to be that is the question"], 280)
+    tokenizer.backend_tokenizer.normalizer = None  # keeps upper case
+    names = "<|im_start|> <|im_end|> <|eot_id|> <|end|> [INST] [/INST] <think> </think>".split()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": names}
+    tokenizer.add_special_tokens(special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def split(tokens, counted):
+    """Those that count, as a list of each answer."""
+    answers, before = [], False
+    for token, counts in zip(tokens, counted, strict=True):
+        if counts and not before:
+            answers.append([])
+        if counts:
+            answers[-1].append(token)
+        before = counts
+    return answers
+
+
+def learned(number, template):
+    """The tokens of the answers that our script learns of a line."""
+    path, answers = ROOT / "tests/chat/kinds.jsonl", []
+    for tokens in chat_data.encode(make_tokenizer(template), path, 99, number, number + 1, None):
+        answers += split(tokens[:-1].tolist(), tokens[:-1] >= 0)
+    return answers
+
+
+def masked(number, template, name, **options):
+    """Those of the assistant mask of transformers, in a template with marks, as TRL takes them. It
+    knows no weights. Our rules differ in two templates."""
+    tokenizer, line = make_tokenizer(template), json.dumps(KINDS[number])
+    messages, _, tools = conversations.parse(re.sub('"(weight|train)"', '"id"', line), template)
+    options |= tools | {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = tokenizer.apply_chat_template(messages, **options)
+    answers = split(found["input_ids"], found["assistant_masks"])
+    if KINDS[number]["id"] == "weights":
+        answers = [answers[1]]
+    if name == "qwen2_5":  # the line break in the prompt for an answer
+        return [answer[1:] for answer in answers]
+    if name == "phi3":  # each answer ends a document
+        end = tokenizer.eos_token_id
+        return [answer + [end] * (answer[-1] != end) for answer in answers]
+    return answers
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("of", ["here", "trl"])
+def test_labels_are_those_of_trl(of, name, capsys):
+    """For short templates that do what those of these models do, and for TRL's own."""
+    marked = (ROOT / f"tests/chat/templates/{name}.jinja").read_text()
+    template = re.sub(r"\{%- (end)?generation %\}", "", marked)
+    if of == "trl":
+        folder = Path(TRL.origin).parent / "chat_templates" if TRL else Path()
+        if not (folder / f"{name}.jinja").is_file():
+            pytest.skip("needs TRL, with a template of this name")
+        template = (folder / f"{name}.jinja").read_text()
+        marked = (folder / f"{name}_training.jinja").read_text()
+    refused = set()
+    for number, kind in enumerate(KINDS):
+        try:
+            found = learned(number, template)
+        except SystemExit:
+            refused.add(kind["id"])
+            continue
+        assert found == masked(number, marked, name, whole=True), kind["id"]
+    assert refused == REFUSED[name]
+    assert capsys.readouterr().err.count("correct or remove it") == len(refused)
 
 
 SCRIPTS = [("pytorch_torchrun_DDP", 3), ("pytorch_gradient_accumulation --accumulate 3", 2)]

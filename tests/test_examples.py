@@ -9,11 +9,15 @@ import shutil
 from itertools import pairwise, product
 from typing import NamedTuple
 
+import jinja2
 import pytest
+import test_chat
 import torch
-from conftest import ROOT, TABLES, cases, distance, launch, same_bits
+from conftest import ROOT, TABLES, cases, distance, launch, name_of, same_bits
 from safetensors.torch import load_file, save_file
 from test_llama import make_tokenizer
+
+import jobs.chat
 
 transformers = pytest.importorskip("transformers")
 Decoder = transformers.AutoModelForCausalLM
@@ -291,22 +295,37 @@ def functions_of(code):
     return found
 
 
-HM = "{% if loop.last and m['role'] == 'assistant' %}hm {% endif %}{{ m['c"
-LEARNED = {  # by template: of two answers. One that changes earlier answers makes two documents
-    TEMPLATE: ["to be</s>or not</s>"],
-    TEMPLATE.replace("{{ m['c", HM): ["hm to be</s>", "hm or not</s>"],
-}
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/chat/templates").iterdir()), ids=name_of)
+def test_answers_alone_are_learned(path):
+    """By the same functions as in our script, so with the same tokens and labels."""
+    tokenizer = test_chat.make_tokenizer(re.sub(r"\{%- (end)?generation %\}", "", path.read_text()))
+    ours, found = (ROOT / "jobs/conversations.py").read_text(), functions_of("")
+    assert ours.partition("TemplateError\n\n")[2] in read("chat")
+    lines = ROOT / "tests/chat/kinds.jsonl"
+    for i, line in enumerate(lines.open("rb")):
+        try:
+            texts = found["documents_of"](line, tokenizer)
+        except (ValueError, TypeError, jinja2.TemplateError):
+            continue
+        documents = [found["tokenize"](*each, tokenizer) for each in texts]
+        both = zip(documents, jobs.chat.encode(tokenizer, lines, 99, i, i + 1, None), strict=True)
+        for (tokens, labels), expected in both:
+            signed = [t if label >= 0 else ~t for t, label in zip(tokens, labels, strict=True)]
+            assert signed == expected[:-1].tolist()
+            assert all(label in (t, -100) for t, label in zip(tokens, labels, strict=True))
 
 
-@pytest.mark.parametrize("template", LEARNED)
-def test_answers_alone_are_learned(template, hub):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(hub("Qwen3"))
-    tokenizer.chat_template = template
-    messages = json.loads(talk("a", "to be", "b", "or not"))["messages"]
-    documents = [*functions_of("")["documents_of"](messages, tokenizer)]
-    learned = [tokenizer.decode([i for i in labels if i >= 0]) for _, labels in documents]
-    assert learned == LEARNED[template]
-    assert documents[-1][0] == tokenizer.apply_chat_template(messages, return_dict=False)
+def test_a_conversation_without_an_answer_is_skipped(chat, tmp_path, capsys):
+    question = json.dumps({"messages": [{"role": "user", "content": "to be"}]})
+    late = talk("to be" * 50, "or not")
+    (tmp_path / "chat").write_text("\n".join([question, "", talk("a", "b"), late, talk("c", "d")]))
+    make_data = functions_of(f"{chat}\nDATA = {str(tmp_path / 'chat')!r}")["make_data"]
+    train_set, eval_set = make_data()
+    assert len(train_set) == len(eval_set) == 1
+    assert "2 conversations; 2 without an answer in 64 tokens skipped" in capsys.readouterr().out
+    (tmp_path / "chat").write_text(question)
+    with pytest.raises(SystemExit, match="no conversation has an answer within 64 tokens"):
+        make_data()
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -333,8 +352,13 @@ BAD = TABLES["wrong_conversations"]
 
 @pytest.mark.parametrize("line", BAD)
 def test_a_bad_line_is_named(line, chat, tmp_path):
-    (tmp_path / "bad.jsonl").write_text(f"{talk('a', 'b')}\n{line}\n")
-    with pytest.raises(SystemExit, match=rf"bad.jsonl, line 2: .*{BAD[line]}"):
+    both = zip(("Q", "A"), json.loads(talk("a", "b"))["messages"], strict=True)
+    written = line
+    for name, message in both:
+        written = re.sub(rf"\b{name}\b", json.dumps(message), written)
+    (tmp_path / "bad.jsonl").write_text(f"{talk('a', 'b')}\n{written}\n")
+    said = rf"bad.jsonl, line 2: .*{re.escape(BAD[line])}.*; correct or remove it"
+    with pytest.raises(SystemExit, match=said):
         functions_of(f"{chat}\nDATA = {str(tmp_path / 'bad.jsonl')!r}")["make_data"]()
 
 
