@@ -82,13 +82,13 @@ class Experts(nn.Module):
     width, inner]``; ``down`` ``[experts, inner, width]``. Each can be a DTensor: a rank computes
     with its part, of the experts and of ``inner``."""
 
-    def __init__(self, experts: int, width: int, inner: int, gated: bool, dropout: float):
+    def __init__(self, experts: int, width: int, inner: int, gated: bool):
         super().__init__()
         if gated:
             self.gate = nn.Parameter(torch.empty(experts, width, inner))
         self.up = nn.Parameter(torch.empty(experts, width, inner))
         self.down = nn.Parameter(torch.empty(experts, inner, width))
-        self.dropout, self.gated = nn.Dropout(dropout), gated
+        self.gated = gated
         # Expert parallelism sets it: ranks whose tokens come here, each with a loss of its own.
         # A gradient is their mean, as that of every other parameter.
         self.sources = 1
@@ -112,7 +112,7 @@ class Experts(nn.Module):
             hidden = F.silu(multiply(tokens, self.gate)) * multiply(tokens, self.up)
         else:
             hidden = F.gelu(multiply(tokens, self.up))
-        return self.dropout(multiply(hidden, self.down))
+        return multiply(hidden, self.down)
 
     def width_dim(self, weight: Tensor) -> Shard:
         """How FSDP shards them, as there may be more ranks than experts."""
@@ -142,14 +142,15 @@ class MixtureOfExperts(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
-        self.experts = Experts(experts, width, inner, gated, dropout)
+        self.experts, self.dropout = Experts(experts, width, inner, gated), nn.Dropout(dropout)
         self.count, self.top_k, self.balance, self.normalize = experts, top_k, balance, normalize
         if balance == "bias":  # both fp32, and float64 with --double
             self.register_buffer("bias", torch.zeros(experts))
             self.register_buffer("load", torch.zeros(experts), persistent=False)
         # Expert parallelism sets what runs the experts; tensor parallelism its number of ranks:
         # they route the same tokens, and each has a part of the outputs and of their gradients.
-        self.run_experts, self.copies = None, 1
+        # It also sets what sums these parts, which dropout must follow.
+        self.run_experts, self.copies, self.add_up = None, 1, None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, router = x.flatten(0, 1), self.router.weight
@@ -181,7 +182,10 @@ class MixtureOfExperts(nn.Module):
         outputs = run_experts(tokens[order // self.top_k], counts)  # dispatch
         outputs = outputs * gates.flatten()[order, None]
         combined = outputs.new_zeros(tokens.shape).index_add(0, order // self.top_k, outputs)
-        return combined.to(x.dtype).view_as(x)
+        combined = combined.to(x.dtype).view_as(x)
+        if self.add_up:
+            combined = self.add_up(combined)
+        return self.dropout(combined)
 
     def load_balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """1 if all experts are used equally, up to their number if only one is used. The load is
@@ -215,12 +219,12 @@ class SplitExperts(ParallelStyle):
             x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.between])
             return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
-        def add_up(_, inputs, outputs):
+        def add_up(outputs):
             outputs = DTensor.from_local(outputs, mesh, [Partial()])
             return outputs.redistribute(placements=[self.between]).to_local()
 
         mixture.register_forward_pre_hook(gather)
-        mixture.register_forward_hook(add_up)
+        mixture.add_up = add_up
         return mixture
 
 

@@ -1,10 +1,12 @@
 """Mixture of experts: unit tests. Parity is in test_contract.py."""
 
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT, cases, succeed
 from test_inference import infer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,3 +145,41 @@ def test_balance_has_the_router_use_all_experts():
         (0 * mixture(x)).sum().backward()  # the balance alone
         optimizer.step()
     assert most_used[0] > 0.8 and most_used[-1] < 0.5
+
+
+DROPPED = """
+import json
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from jobs.experts import MixtureOfExperts, SplitExperts
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+for between in (Replicate(), Shard(1)):
+    torch.manual_seed(0)
+    mixture, x = MixtureOfExperts(8, 16, 4, dropout=0.5), torch.randn(4, 64, 8)
+    for stack in mixture.experts.parameters():
+        torch.nn.init.normal_(stack)
+    torch.manual_seed(rank if between.is_shard() else 0)  # as pytorch_TP.py does
+    own = x.chunk(ranks, 1)[rank] if between.is_shard() else x
+    outputs = SplitExperts(between)._apply(mixture, init_device_mesh("cpu", (ranks,)))(own)
+    share = (outputs == 0).double().mean()
+    print(json.dumps([between.is_shard(), list(outputs.shape), share.item()]) + "\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+@cases("n", [2, 4], lambda n: n == 2)
+def test_dropout_is_of_the_sum(n, tmp_path):
+    """Each rank has a term of it. With sequence parallelism the ranks draw other masks, and of the
+    terms' sum next to nothing would be dropped."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{DROPPED}")
+    finished = succeed(f"torchrun --standalone --nproc_per_node={n} {program}", forked=True)
+    found = [json.loads(line) for line in finished.lines if line.startswith("[")]
+    assert len(found) == 2 * n
+    for sharded, shape, share in found:
+        assert shape == [4, 64 // n if sharded else 64, 8]
+        assert share == pytest.approx(0.5, abs=0.1)
