@@ -77,6 +77,17 @@ def test_a_step_with_a_snapshot_is_left_out_and_memory_is_bounded():
     assert len(ours.steps) == clock.KEPT and ours.steps[-1][0] == len(ours.seconds) - 1
 
 
+def test_speed_is_that_of_the_steps_after_the_first_ten():
+    """Of a short run, of its second half; and of the steps before it was resumed."""
+    ours = clock.StepClock([torch.device("cpu")])
+    ours.seconds = 10 * [9.0] + 12 * [0.1]
+    assert ours.settled() == 12 * [0.1]
+    ours.before = [0.3]
+    assert ours.settled() == [0.3] + 12 * [0.1]
+    ours.seconds = [9.0, 9.0, 0.1, 0.2, 0.4]
+    assert ours.settled() == [0.3, 0.1, 0.2, 0.4]
+
+
 @pytest.mark.parametrize("how", ["compiled", "threads"])
 def test_a_forward_without_hooks_is_one_with_backward(how):
     """Of a compiled model they would cut the graph; replicas would call them from threads."""

@@ -53,10 +53,9 @@ for name in ("ring", "allgather", "ulysses"):
     with Count() as count, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         attend(*own)
     kept = sum(storage.nbytes() for storage in storages.values()) / own[0].nbytes / n
-    long = [torch.randn(1, 2, 768 // n, 4, requires_grad=True) for _ in range(3)]
+    long = [torch.randn(1, 12, 768 // n, 4, requires_grad=True) for _ in range(3)]
     with LiveBytes(block=1) as live:
-        found = attend(*long) if name == "ring" else long[0]
-        torch.autograd.grad(found.sum(), long, allow_unused=True)
+        torch.autograd.grad(attend(*long).sum(), long)
     peak = sum(live.peak().values()) / long[0].nbytes
     print(json.dumps([name, kept, count.pairs, peak]) + "\\n", end="", flush=True)
 dist.destroy_process_group()
@@ -78,7 +77,9 @@ def test_a_layer(n, tmp_path):
         assert max(of_ranks) < 1.1 * min(of_ranks), "all ranks have as much work"
         assert sum(of_ranks) * heads < (1 + 0.51 / n) * 24**2 / 2, "and hardly what none sees"
     for name, bytes_kept, _, peak in lines:
-        assert peak < 20, "of what a shard has; scores alone would be 192 / n"
+        # In units of a shard. Allgather has all keys and values, and their gradients. Scores of a
+        # shard's queries alone would be 192, and of one chunk of keys 192 / n.
+        assert peak < (20 + 5 * n if name == "allgather" else 20), name
         # and sums of scores, one where a query has five numbers; of allgather, its mask
         assert kept[name] <= bytes_kept < kept[name] + 0.4 / n
 

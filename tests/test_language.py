@@ -76,7 +76,7 @@ def test_drawing():
     """As often as the model says, and none that --top-k leaves out."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
-    for temperature, top_k in ((1.0, None), (0.5, 3)):
+    for temperature, top_k in ((0.5, None), (1.0, 3)):
         drawn = language.draw(logits, temperature, top_k, generator).flatten().bincount(minlength=4)
         kept = logits[0].clone()
         kept[top_k or 4 :] = -torch.inf

@@ -14,26 +14,34 @@ from test_text import JOB, settled
 from jobs import decoder, text
 
 
+def documents_of(dataset):
+    """Each ends with an empty line, or with the text."""
+    written = "".join(dataset.classes[token] for token in dataset.tokens)
+    return re.findall(r"(?s).+?(?:\n\n|$)", written)
+
+
 @pytest.mark.parametrize("model", ["gpt-2x4x32", "llama-2x4x32 --kv-heads 2"])
 def test_packed_documents_are_trained_as_if_alone(model):
-    """Loss and gradients of rows are those of their documents, each computed by itself."""
+    """Loss and gradients of rows are those of their documents, each computed by itself. Where they
+    end is read from the text; a long one is several."""
     args = settled(f"{JOB} --model {model} --context 32 --packed")
-    dataset, _ = text.make_datasets(args)
+    _, dataset = text.make_datasets(args)
     model = decoder.make_model(args, dataset.classes).double()
-    rows, labels = dataset.prepare_evaluation((torch.arange(12),), "cpu")
-    alone, documents = 0, 0
-    for (tokens, positions), row in zip(rows, labels, strict=True):
-        starts = [i for i, position in enumerate(positions) if position == 0]
-        for part in map(slice, starts, [*starts[1:], None]):
-            logits = model(tokens[None, part])
-            alone = alone + F.cross_entropy(logits[0], row[part], reduction="sum")
-            documents += 1
+    rows, labels = dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu")
+    alone, parts = 0, 0
+    for document in documents_of(dataset):
+        codes = torch.tensor([dataset.classes.index(character) for character in document])
+        for begin in range(0, len(codes) - 1, 32):
+            part = codes[begin : begin + 33]
+            logits = model(part[None, :-1])
+            alone = alone + F.cross_entropy(logits[0], part[1:], reduction="sum")
+            parts += 1
     together = F.cross_entropy(model(rows).flatten(0, 1), labels.flatten(), reduction="sum")
     ours, theirs = (
         [loss, *torch.autograd.grad(loss, list(model.parameters()))] for loss in (together, alone)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    assert documents > 20
+    assert parts > 20
 
 
 def test_no_token_is_lost_in_packing(tmp_path, capsys):
@@ -44,10 +52,8 @@ def test_no_token_is_lost_in_packing(tmp_path, capsys):
     rows, labels = dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu")
     pairs = torch.stack([rows[:, 0], labels], 2)[labels >= 0].tolist()
     found = collections.Counter("".join(dataset.classes[i] for i in pair) for pair in pairs)
-    written = "".join(dataset.classes[token] for token in dataset.tokens)
-    documents = re.findall(r"(?s).+?(?:\n\n|$)", written)
     assert found == collections.Counter(
-        a + b for document in documents for a, b in itertools.pairwise(document)
+        a + b for document in documents_of(dataset) for a, b in itertools.pairwise(document)
     )
     assert "(18 longer than --context, split)" in capsys.readouterr().out
     assert dataset.count_labels() == len(pairs) and rows[:, 1].max() == 7

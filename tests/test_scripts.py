@@ -5,13 +5,14 @@ import math
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torchvision
-from conftest import HOOKED, ROOT, launcher, succeed
+from conftest import HOOKED, ROOT, launcher, state, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -68,6 +69,9 @@ def test_result(run):
     assert 0 < result["seconds_train"] < result["seconds_total"] < finished.seconds
     assert 0 < result["step_ms"]["p50"] <= result["step_ms"]["p95"]
     assert result["images_per_second"] == pytest.approx(48 / result["step_ms"]["p50"] * 1000)
+    timed = state(output)["clock"]["steps"]  # the second half of a short run
+    assert len(timed) == STEPS // 2
+    assert result["step_ms"]["p50"] == pytest.approx(1000 * statistics.median(timed), rel=1e-3)
     memory = result["peak_memory_gib"]
     assert memory["allocated"] is None and memory["reserved"] is None
     assert 0.1 < memory["process"] < 8
