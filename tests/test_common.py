@@ -81,6 +81,17 @@ def test_peaks(name, precision, tf32, teraflops):
     assert flops.peak_flops(name, precision, tf32) == expected
 
 
+def test_utilization_is_of_one_device():
+    """Of eight that do two steps of 40 samples a second: 10 samples each."""
+    result = {"global_batch_size": 40, "step_ms": {"p50": 500.0}, "devices": 8}
+    result |= {"precision": "bfloat16", "tf32": {"convolutions": True}}
+    found = flops.utilization(9.894e12, result | {"device": "NVIDIA H100 80GB HBM3"})
+    assert found == {"model_tflops": pytest.approx(98.94), "mfu": pytest.approx(0.1)}
+    found = flops.utilization(9.894e12, result | {"device": "cpu"})
+    assert found == {"model_tflops": pytest.approx(98.94), "mfu": None}
+    assert flops.utilization(None, result) == {"model_tflops": None, "mfu": None}
+
+
 def test_evaluate_refuses_to_report_a_wrong_count():
     data = images.Images(torch.zeros(20, 3, 8, 8), torch.zeros(20).long(), list("0123456789"), 8)
     loader = common.make_loader(arguments(), data, 8, sampler=range(16))

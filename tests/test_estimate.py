@@ -13,7 +13,7 @@ from estimator import allocator, fit, gpu_rules, network, recommend, techniques
 from estimator.live_bytes import LiveBytes
 from estimator.sent import Message
 from measure.estimates import published, published_elsewhere
-from techniques import TECHNIQUES
+from techniques import TECHNIQUES, decoder, technique
 
 IMAGES = "--model resnet18 --batch-size 32"
 TEXT = "--model gpt-4x4x64 --context 64 --batch-size 16"
@@ -132,6 +132,24 @@ def test_a_row_for_each_technique():
     assert half["peak"] < 0.9 * fsdp["peak"]
     sent = zero["sent_in"]  # after the step, where nothing hides it
     assert sent["forward"] == 0 and sent["update"] == pytest.approx(sent["backward"] / 2, rel=0.01)
+
+
+def test_what_rows_keep_of_the_optimizer():
+    """As the one list of techniques has it, in units of what one process keeps."""
+    flags = "--model gpt-2x2x128 --context 16 -b 32 --gpus 16 --json --only SingleGPU,LocalSGD"
+    flags += ",DDP_ZeRO,HSDP,ZeRO_by_hand,Muon"
+    rows = {row["technique"]: row for row in json.loads(estimate(flags).stdout)}
+    options = {"optimizer": "adamw", "use_zero": True, "stage": 2, "shard": 8, "sync_every": 3}
+    options |= {"outer_lr": 1, "outer_momentum": 0, "decoder": decoder(2, 128, 65, 16, 32)}
+    assert len(rows) == 7  # Muon's bfloat16 is one
+    whole = rows["SingleGPU"]["kinds"]["optimizer"]
+    for name, row in rows.items():
+        of_row = options | ({} if "HSDP" in name else {"shard": 16})
+        n = 1 if name == "SingleGPU" else 16
+        theory = technique(name.split()[0]).keeps(n, of_row)["optimizer"] / 8
+        # Small tensors take a block each; ZeroRedundancyOptimizer does not shard a tensor at all.
+        most = 3 if "DDP_ZeRO" in name else 1.2
+        assert 0.8 < row["kinds"]["optimizer"] / whole / theory < most, name
 
 
 def test_what_a_table_says():

@@ -6,13 +6,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, cases, succeed
+from conftest import ROOT, cases, same_bits, succeed
 from test_inference import infer
+from test_text import settled
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from jobs import experts
+from jobs import decoder, experts
 from jobs.experts import MixtureOfExperts, balance_at_steps
 
 JOB = "--model gpt-2x2x16 --context 12 --dataset synthetic --train-samples 150 --eval-samples 20"
@@ -118,6 +119,17 @@ def test_the_bias_follows_the_load():
     mixture.bias[3] += 7
     mixture(tokens[:, :1])
     assert mixture.load.tolist() == [6.0, 4.0, 2.0, 1.0]
+
+
+def test_weights_have_the_routers_bias(tmp_path):
+    """Without it, a run that starts with them would route otherwise."""
+    flags = "--model gpt-2x1x8 --context 8 --experts 4 --balance bias --dataset synthetic"
+    model = decoder.make_model(settled(flags), ["a", "b"])
+    for block in model.blocks:
+        block.mlp.bias.uniform_()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = decoder.make_model(settled(f"{flags} --weights {tmp_path}/model.pt"), ["a", "b"])
+    assert same_bits(loaded.state_dict(), model.state_dict())
 
 
 def test_a_rank_without_tokens(train, tmp_path):

@@ -2,6 +2,7 @@
 are offloaded; and that stock PyTorch scores model.pt as the run did."""
 
 import argparse
+import re
 import shlex
 from functools import partial
 from inspect import signature
@@ -10,7 +11,7 @@ from weakref import ref
 import pytest
 import torch
 import torchvision
-from conftest import cases, flat, read_run
+from conftest import ROOT, cases, flat, read_run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,6 +82,20 @@ def test_bytes(script, n, optimizer, run_once, measured):
             assert sum(sent.values()) < 4 / 20, "of the 4 that plain DDP sends at two ranks"
 
 
+EVALUATED = [
+    row.script for row in TECHNIQUES if row.traits.isdisjoint({"one_process", "needs_gpt"})
+]
+EVALUATED.remove("pytorch_DeepSpeed")  # whose engine has the model
+
+
+@pytest.mark.parametrize("script", EVALUATED)
+def test_statistics_of_rank_0_are_sent_before_evaluation(script):
+    """That it matters, and that this is enough: test_stock_pytorch_scores_it_as_the_run_did."""
+    text = (ROOT / f"{script}.py").read_text()
+    sends = r"for buffer in model(\.module)?\.buffers\(\):\n +dist\.broadcast\(buffer, src=0\)"
+    assert re.search(sends, text.partition("# 6. Evaluate")[2])
+
+
 BUFFERS = ["pytorch_DDP", "pytorch_DDP_ZeRO", "pytorch_DDP_AMP --dtype bfloat16"]
 BUFFERS += ["pytorch_gradient_accumulation --accumulate 4", "pytorch_comm_hooks --comm-hook bf16"]
 
@@ -135,10 +150,10 @@ def test_offload_waits_for_its_copies(monkeypatch):
 
 
 STOCK = [("pytorch_torchrun_DDP", 2), ("pytorch_FSDP_by_hand", 2), ("pytorch_DDP_by_hand", 2)]
-STOCK += [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)]
+STOCK += [("pytorch_FSDP", 2), ("pytorch_SingleGPU", 1)]
 
 
-@cases("script, n", STOCK, lambda *row: row in STOCK[:2])
+@cases("script, n", STOCK, lambda *row: row in (*STOCK[:2], STOCK[3]))
 def test_stock_pytorch_scores_it_as_the_run_did(script, n, train):
     """To the last sample: 203 of them, which two ranks do not divide. BatchNorm's statistics, of
     other images on each rank, have been rank 0's for all."""

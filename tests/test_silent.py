@@ -6,6 +6,8 @@ import re
 import pytest
 from conftest import HOOKED, ROOT, TABLES, cases, launcher, read_run, relative_difference, succeed
 
+from techniques import LESSONS
+
 # Of mistakes.py: script, ranks, flags; how far off it is at least
 SILENT = [(name, *row["run"]) for name, row in TABLES["silent_mistakes"].items()]
 
@@ -60,6 +62,20 @@ def test_which_ranks_drop_the_same(script, alike, other, tmp_path):
         assert len(first) > 2 and all(other == first for other in others)
         drawn += first
     assert len(set(drawn)) == len(drawn)
+
+
+WHOLE = ("TP", "TP_by_hand", "FSDP_TP")  # their ranks have the same activations, so one seed
+TRAINING = [row for row in LESSONS if "no_training" not in row.traits]
+
+
+@pytest.mark.parametrize("row", TRAINING, ids=lambda row: row.name)
+def test_dropout_has_a_seed_of_each_rank(row):
+    """What comes of it: test_which_ranks_drop_the_same, and check_seeds() of the contract."""
+    text = (ROOT / f"{row.script}.py").read_text()
+    alike = "one_process" in row.traits or row.name in WHOLE
+    own = "own" if row.name == "ND_parallel" else "rank"  # of several meshes
+    seeds = re.findall(r"common\.seed_everything\((.*), args\.deterministic\)", text)
+    assert seeds == ["args.seed" if alike else f"args.seed + {own}"]
 
 
 def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):

@@ -3,6 +3,7 @@ how a run ends. That a resumed run has the same bits: test_contract.py. Random t
 test_faults.py."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from conftest import ROOT, cases, hooked, launch, same_bits, snapshots, started,
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness import snapshots as disk
+from harness.progress import RunState
 from libraries.weights import load
 
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24"  # 4 steps an epoch
@@ -121,6 +123,18 @@ def test_the_best_weights_are_kept(script, tmp_path):
     (tmp_path / "result.json").unlink()
     assert "its snapshot does not exist; model.pt has the weights of step 12" in run(command).stdout
     assert result(tmp_path)["model_step"] == 12
+
+
+def test_the_best_evaluation():
+    """The lowest loss, wherever it was, and the first of two; NaN is the worst."""
+    run = RunState(torch.zeros(()))
+    assert run.best == (0, math.inf)
+    best = []
+    for run.step, loss in enumerate([math.nan, 3.0, 1.0, math.nan, 2.0, 1.0, 0.5, 4.0], start=1):
+        run.add_evaluation(0.0, {"loss": loss, "accuracy": 0.0, "samples": 1}, 0.0)
+        best.append(run.best)
+    assert best[1:] == [(2, 3.0), *4 * [(3, 1.0)], *2 * [(7, 0.5)]]
+    assert run.name_best() == "step-00000007-evaluated"
 
 
 def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
