@@ -98,7 +98,7 @@ def main():
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
     size = 0 if args.average == "each" else 4 * 2**20  # by hand: bytes; DDP's are 25 MiB
-    buckets = make_buckets(list(model.parameters()), size)
+    buckets = make_buckets([p for p in model.parameters() if p.requires_grad], size)
     for bucket in buckets if args.average == "overlap" else []:
         for p in bucket.parameters:
             p.register_post_accumulate_grad_hook(bucket.send_when_full)

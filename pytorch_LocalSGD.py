@@ -135,7 +135,8 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    outer = CommonWeights(list(model.parameters()), args.outer_lr, args.outer_momentum)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    outer = CommonWeights(trained, args.outer_lr, args.outer_momentum)
     local_sgd.resume(run, model, optimizer, scheduler, outer)
     outer.begin()
 

@@ -131,7 +131,8 @@ def main():
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
-    matrices = [p for block in common.blocks_of(model) for p in block.parameters() if p.ndim == 2]
+    of_blocks = [p for block in common.blocks_of(model) for p in block.parameters()]
+    matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
     options = common.optimizer_class(args)[1]
     optimizer = Muon(common.parameter_groups(args, model), matrices, **options)
     args = common.replace(args, optimizer="muon")  # Muon: AdamW cannot resume its snapshots

@@ -99,9 +99,10 @@ def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> t
 
 def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
-    own = [p.grad for p in model.parameters() if p not in counted_elsewhere]
+    updated = [p for p in model.parameters() if p.grad is not None]
+    own = [p.grad for p in updated if p not in counted_elsewhere]
     dist.all_reduce(squares := nn.utils.get_total_norm(own).square())
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, squares.sqrt())
+    nn.utils.clip_grads_with_norm_(updated, max_norm, squares.sqrt())
     return squares.sqrt()
 
 

@@ -112,8 +112,8 @@ def check_input(args, model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """Parameter groups for an optimizer: one group."""
-    return [{"params": list(model.parameters())}]
+    """Parameter groups of what is trained: one group."""
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
 def decay_matrices(model: nn.Module, spared: tuple[type, ...] = ()) -> list[dict]:

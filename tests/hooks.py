@@ -356,6 +356,21 @@ def lora():
     common.make_model, common.save_model = make_model, save_model
 
 
+def frozen():
+    """Every fifth parameter is not trained: of a GPT embedding, values, experts."""
+    import common
+
+    make = common.make_model
+
+    def make_model(*args, **options):
+        model = make(*args, **options)
+        for parameter in list(model.parameters())[::5]:
+            parameter.requires_grad_(False)
+        return model
+
+    common.make_model = make_model
+
+
 def route(step):
     """The router sends the first token to the first experts, and each following one to experts that
     are ``step`` further: with 0 all to the same, with 1 equally to all."""

@@ -46,6 +46,9 @@ ENDED_EARLY = ("SingleGPU", "FSDP", "TP", "PP", "EP", "FSDP_by_hand", "LocalSGD"
 RESUMED_ELSEWHERE = ("DDP_ZeRO", "ZeRO_by_hand", "ND_parallel")
 LOADED_ALIKE = SAVED_ALIKE + ("SingleGPU", "auto_mixed_precision", "torchrun_DDP", "DDP_ZeRO")
 LOADED_ALIKE += ("checkpoint", "Muon", "EP", "ZeRO_by_hand")
+# Usual: what goes through parameters by itself
+FREEZES = ("optimizer_in_backward", "half_precision", "TP", "PP", "EP", "ND_parallel", "Muon")
+FREEZES += ("DDP_by_hand", "ZeRO_by_hand", "FSDP_by_hand", "TP_by_hand", "PP_by_hand")
 SCALED = {"auto_mixed_precision": "", "DDP_AMP": "", "half_precision": " --master-weights"}
 FLOAT16 = [  # with a scaled loss
     (row, row.cases[0]._replace(flags=f"--dtype float16{SCALED[row.name]}"))
@@ -310,6 +313,36 @@ def decoder_of(one, weights):
     if one.model == "llama":
         more |= {"kv": 0.5, "mlp": 3 * WIDTH * 48, "llama": True}
     return decoder(layers, one.width, vocabulary, CONTEXT, BATCH, **more)
+
+
+def freezes(one):
+    """On two ranks, if it can; of ZeRO images, as a GPT has groups of parameters of its own."""
+    cases = one.technique.cases
+    case = cases[1] if one.technique.name == "half_precision" else cases[0]
+    model = "images" if one.technique.name == "ZeRO_by_hand" else "gpt"
+    ranks = min(case.ranks, key=lambda n: abs(n - 2))
+    return one.technique.name in FREEZES and one[1:3] == (case, ranks) and one.model == model
+
+
+@pytest.mark.parametrize("one", tries(freezes, models=("gpt", "images"), but=("LoRA", "differs")))
+def test_what_is_frozen_is_left_alone(one, run_once):
+    """By hooks, reductions, norms and optimizers, on every rank: as in the single process."""
+    job = one.job.replace(one.steps, "--max-steps 2" + " --double" * (not one.rounds))
+    theirs = "frozen" + " muon" * (one.technique.name == "Muon")
+    _, reference = run_once("pytorch_SingleGPU", 1, job, theirs)
+    _, folder = run_once(one.technique.script, one.n, f"{one.case.flags} {job}", "frozen")
+    (weights, result), (expected, expected_result) = read_run(folder), read_run(reference)
+    assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=0.01)
+    if not one.rounds:
+        assert relative_difference(weights, expected) < TOLERANCE["adamw"] * one.slack
+
+
+def test_an_optimizer_in_backward_takes_a_step_per_block(run_once):
+    """Not per parameter: with a balancing bias, each step of an optimizer is an all-reduce."""
+    flags = f"{DATA} {GPT.replace(CLIP, '').format(2, WIDTH)} --experts 4 --balance bias"
+    _, folder = run_once("pytorch_optimizer_in_backward", 2, f"{flags} --max-steps 2", "sent")
+    ends = 3  # embedding, head, and what is in neither
+    assert read_run(folder)[1]["calls"]["allreduce"] == 2 + ends
 
 
 def loads_by_itself(one):
