@@ -1,7 +1,8 @@
 """Train on several devices with FSDP2, and update each parameter during backward.
 
-Differs     from pytorch_FSDP.py: as soon as a gradient is averaged, the optimizer uses it, and its
-            memory is freed. No step sees all gradients at once. Lines tagged "# in-backward:".
+Differs     from pytorch_FSDP.py: as soon as the gradients of a block are averaged, the optimizer
+            uses them, and their memory is freed. No step sees all gradients at once. Lines tagged
+            "# in-backward:".
 Command:    torchrun --nproc_per_node=4 pytorch_optimizer_in_backward.py
             torchrun --nproc_per_node=4 pytorch_optimizer_in_backward.py --dtype bfloat16
 Use it      when gradients are the largest part of what does not fit: a large model, small batches.
@@ -14,6 +15,7 @@ Sends       per step and rank, 3 * 4 * (N - 1) / N bytes per parameter: as pytor
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,12 +91,17 @@ def main():
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler, engine=model)  # in-backward: a step is no phase
 
-    def update(parameter):
-        optimizer.step()  # in-backward: skips all others, which have no gradient
-        parameter.grad = None  # in-backward: frees it
+    def update(parameters, _):
+        if all(p.grad is not None for p in parameters):
+            optimizer.step()  # in-backward: skips all others, which have no gradient
+            for p in parameters:
+                p.grad = None  # in-backward: frees the buffer that FSDP reduced for this block
 
-    for parameter in model.parameters():  # in-backward: FSDP calls it after the reduce-scatter
-        parameter.register_post_accumulate_grad_hook(update)
+    norms = {p for norm in common.batch_norms(model) for p in norm.parameters()}
+    for unit in common.units_of(model):
+        own = [p for p in unit.parameters() if p.requires_grad and p not in norms]
+        for p in own:  # in-backward: FSDP calls it after the reduce-scatter
+            p.register_post_accumulate_grad_hook(partial(update, own))
 
     # 5. Train
     for epoch in run.epochs_left():
@@ -105,6 +112,8 @@ def main():
             loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
             loss *= train_set.weight(labels)  # chat: by tokens
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
+            optimizer.step()  # in-backward: BatchNorm, and what is in no block
+            optimizer.zero_grad()
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
