@@ -78,7 +78,7 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, stack in list(experts.named_parameters(recurse=False)):  # EP: [experts, ...]
             layout = Shard(0), Shard(1 if name == "down" else 2)
             own = distribute_tensor(stack, mesh, layout[: mesh.ndim])
-            setattr(experts, name, nn.Parameter(own))
+            setattr(experts, name, nn.Parameter(own, stack.requires_grad))
         block.mlp.run_experts = partial(run_distributed, experts, group)
         experts.sources = group.size()  # EP: FSDP averages gradients over the other ranks only
 
@@ -87,7 +87,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
-        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        if p.grad is not None:
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())

@@ -100,7 +100,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> to
     parameters of each mesh; the squares are summed over the pipeline stages."""
     by_mesh = {}
     for p in model.parameters():
-        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        if p.grad is not None:
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     counted_elsewhere = tied if dist.get_rank(pipeline) else set()
     own = [[p.grad for p in group if p not in counted_elsewhere] for group in by_mesh.values()]
     norms = [common.whole(nn.utils.get_total_norm(gradients)) for gradients in own if gradients]

@@ -89,7 +89,7 @@ def add_up_gradients(model: nn.Module) -> None:
     """Sum gradients that cover only this rank's positions, heads or part of an expert: those of
     norms and routers. All others are complete."""
     for p in model.parameters():
-        if isinstance(p, DTensor) and p.grad.placements != p.placements:
+        if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
 
 
@@ -97,7 +97,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
-        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        if p.grad is not None:
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())

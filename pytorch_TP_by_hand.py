@@ -105,7 +105,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(layer, nn.Linear) or name == "token":
             shard = Shard(1 if name in ("out", "down") else 0)  # by hand: of [outputs, inputs]
             for kind, p in layer.named_parameters(recurse=False):
-                setattr(layer, kind, nn.Parameter(distribute_tensor(p, mesh, [shard])))
+                part = nn.Parameter(distribute_tensor(p, mesh, [shard]), p.requires_grad)
+                setattr(layer, kind, part)
             layer.forward = partial(look_up if name == "token" else linear, layer)
 
     def as_dtensor(model: nn.Module, inputs: tuple, logits: Tensor) -> DTensor:
@@ -119,7 +120,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
-        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        if p.grad is not None:
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())

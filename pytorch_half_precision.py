@@ -82,7 +82,8 @@ def main():
             loss *= train_set.weight(labels)  # chat: by tokens
             (loss * loss_scale).backward()  # half: keeps gradients that float16 would round to 0
             for weight, half in pairs:
-                weight.grad = half.grad.float().div_(loss_scale)
+                if half.grad is not None:
+                    weight.grad = half.grad.float().div_(loss_scale)
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()

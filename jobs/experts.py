@@ -207,12 +207,13 @@ class SplitExperts(ParallelStyle):
 
     def _apply(self, mixture: MixtureOfExperts, mesh: DeviceMesh) -> MixtureOfExperts:
         experts, mixture.copies = mixture.experts, mesh.size()
-        replicas = distribute_tensor(mixture.router.weight, mesh, [Replicate()])
-        mixture.router.weight = nn.Parameter(replicas)
+        router = mixture.router.weight
+        replicas = distribute_tensor(router, mesh, [Replicate()])
+        mixture.router.weight = nn.Parameter(replicas, router.requires_grad)
         for name, stack in list(experts.named_parameters(recurse=False)):
             if not isinstance(stack, DTensor):  # --ep has divided them, by both
                 part = distribute_tensor(stack, mesh, [Shard(1 if name == "down" else 2)])
-                setattr(experts, name, nn.Parameter(part))
+                setattr(experts, name, nn.Parameter(part, stack.requires_grad))
 
         def gather(_, inputs):
             x = inputs[0]
