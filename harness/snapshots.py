@@ -19,7 +19,7 @@ from remote.storage import SUMS, RemoteError, is_url, list_files, local_folder
 FORMAT = 4  # of a snapshot: tensors as safetensors, and all else in state.pt
 WEIGHTS = "model.pt", "model.safetensors", "config.json", "generation_config.json"
 WEIGHTS += "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"  # of an earlier run
-WEIGHTS += "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS += "adapter", "adapter_config.json", "adapter_model.safetensors"
 
 
 def sha256(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""LoRA: which layers of a model have an adapter, and the files in which the library peft has them.
+"""LoRA: which layers of a model have an adapter, and the files in which the library peft has them,
+in the folder adapter/ of a run: beside a merged model, transformers would add them once more.
 
     adapter_config.json         rank, alpha, and the last part of the names of the layers
     adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [rank, in], lora_B.weight
@@ -21,14 +22,14 @@ from torch.distributed.tensor import distribute_tensor
 
 from harness.cli import fail, import_optional, number
 from harness.measure import whole
-from harness.settings import fill
+from harness.settings import fill, replace
 from harness.snapshots import delivery
 from harness.world import print0
 from libraries.hub import read_weights, their_names
 from libraries.weights import one_line_errors
 from remote.storage import local_folder
 
-CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+FOLDER, CONFIG, FILE = "adapter", "adapter_config.json", "adapter_model.safetensors"
 USUAL = {"rank": 8, "alpha": 16.0, "targets": "query,value"}
 PLAIN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "modules_to_save": None}
 PLAIN |= {"use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
@@ -43,7 +44,7 @@ def add_flags(parser) -> None:
     ):
         said += f" (default: {USUAL[name]}, or that of --adapter)"
         parser.add_argument(f"--{name}", type=kind, metavar="X", help=said)
-    parser.add_argument("--adapter", metavar="FOLDER", help="go on with an adapter that peft wrote")
+    parser.add_argument("--adapter", metavar="FOLDER", help="continue with it: peft's, or a run's")
     parser.add_argument("--merge", action="store_true", help="also write model.pt, with both added")
 
 
@@ -51,8 +52,10 @@ def complete(args):
     """Rank, alpha and targets that were not given: those of ``--adapter``, or the usual ones."""
     if not args.adapter:
         return fill(args, **USUAL)
+    if (Path(args.adapter) / FOLDER).is_dir():
+        args = replace(args, adapter=str(Path(args.adapter) / FOLDER))
     folder, given = Path(args.adapter), f"--adapter {args.adapter}"
-    if folder.resolve() == Path(args.output_dir).resolve():
+    if folder.resolve() == (local_folder(args.output_dir) / FOLDER).resolve():
         fail(f"{given} would be overwritten; give another --output-dir")
     try:
         config = PLAIN | json.loads((folder / CONFIG).read_text())
@@ -157,13 +160,16 @@ class Base:
 
 
 def save(args, layers: dict[str, nn.Linear], weights: dict[str, Tensor]) -> None:
-    """Write the adapters in a state dict to ``--output-dir``, as peft reads them."""
+    """Write the adapters in a state dict to ``--output-dir/adapter``, as peft reads them."""
     tensors = {name: weights[f"{n}.{part}"].contiguous() for name, n, part in entries(args, layers)}
     config = PLAIN | {"r": args.rank, "lora_alpha": args.alpha, "lora_dropout": 0.0}
     config |= {"target_modules": sorted({name.split(".")[-3] for name in tensors})}
     config |= {"base_model_name_or_path": None if args.weights == "none" else str(args.weights)}
     config |= {"inference_mode": True} | ({} if args.module else {"task_type": "CAUSAL_LM"})
-    folder = local_folder(args.output_dir)
-    with delivery(folder / FILE):
+    folder = local_folder(args.output_dir) / FOLDER
+    with delivery(folder):
+        folder.mkdir(exist_ok=True)
         import_optional("safetensors.torch").save_file(tensors, folder / FILE, {"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    for name in (CONFIG, FILE):  # of a run that began when they were written beside the model
+        (folder.parent / name).unlink(missing_ok=True)

@@ -202,7 +202,7 @@ def check_files(one, folder, weights, result):
     waits = {f"waits-{rank}.json" for rank in range(one.n)}
     weights_too = {"model.safetensors", "config.json"} if one.model == "llama" else set()
     adapters = one.technique.name == "LoRA"
-    weights_too |= {"adapter_config.json", "adapter_model.safetensors"} if adapters else set()
+    weights_too |= {"adapter"} if adapters else set()  # not beside a merged model
     assert names - events - waits - weights_too == {"model.pt", "result.json", "snapshots"}
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
     optimizer = "muon" if one.technique.name == "Muon" else one.optimizer
@@ -212,7 +212,7 @@ def check_files(one, folder, weights, result):
     assert {t.dtype for t in weights.values() if t.is_floating_point()} == {dtype}
     saved = load(max(folder.glob("snapshots/step-*")))  # without the ranks that wrote them
     if adapters:  # alone, as in their file
-        file = load_file(folder / "adapter_model.safetensors")
+        file = load_file(folder / "adapter/adapter_model.safetensors")
         bits = [sorted(t.numpy().tobytes() for t in found.values()) for found in (saved, file)]
         assert bits[0] == bits[1] and len(saved) == 4 * one.layers
         return

@@ -263,8 +263,8 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
     command = f"{start} {JOB} --merge --lr 0.1 --weights {base} --output-dir {tmp_path}/none"
     flags = f"--rank 3 --alpha 5 --targets {targets}"
     succeed(f"{command} {flags} --output-dir {first}", forked=True)
-    config = json.loads((first / "adapter_config.json").read_text())
-    tensors = load_file(first / "adapter_model.safetensors")
+    config = json.loads((first / "adapter/adapter_config.json").read_text())
+    tensors = load_file(first / "adapter/adapter_model.safetensors")
     assert len(tensors) == sum(2 if t == "head" else 8 for t in targets.split(","))
     for name, a in tensors.items():
         layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
@@ -275,6 +275,9 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
     merged = logits_of(read_in_float64(kind, first))
     torch.testing.assert_close(merged, logits_of(model), rtol=1e-10, atol=1e-12)
     assert (merged - logits_of(read_in_float64(kind, base))).abs().max() > 1e-3
+    for path in tmp_path.rglob("*.safetensors"):  # else transformers adds them to the merged model
+        beside = path.with_name("adapter_config.json").exists()
+        assert beside == path.name.startswith("adapter"), path
     no_step = command.replace("--lr 0.1", "--lr 1e-30")
     succeed(f"{no_step} --adapter {first} --output-dir {again}", forked=True)
     assert relative_difference(read_run(again)[0], read_run(first)[0]) < 1e-15
@@ -287,6 +290,21 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
         f"--adapter {base}": "adapter_config.json cannot be used",
     }.items():
         assert words in launch(f"{command} {wrong}", forked=True).refusal
+
+
+@torch.no_grad()
+def test_peft_reads_the_adapter_and_transformers_the_merged_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    make_folder(tmp_path / "base", dtype=torch.float32)
+    command = f"{launcher('pytorch_LoRA', 2)} {JOB} --merge --lr 0.1 --weights {tmp_path}/base"
+    succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    base, merged = load(tmp_path / "base"), load(tmp_path / "run")
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+    before = logits_of(base)
+    adapted = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "run/adapter"))
+    torch.testing.assert_close(logits_of(merged), adapted, rtol=0, atol=1e-5)
+    assert (adapted - before).abs().max() > 1e-2
 
 
 def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
