@@ -4,8 +4,9 @@ Differs     from pytorch_torchrun_DDP.py: parameters, gradients and optimizer st
             block is all-gathered before it computes, and freed afterwards. Lines tagged "# FSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP.py
             torchrun --nproc_per_node=4 pytorch_FSDP.py --dtype bfloat16
-Use it      when model and optimizer do not fit one device. Not when they do: it sends 1.5 times as
-            much as DDP, and does not shard activations, most of a small model's memory.
+Use it      when model and optimizer do not fit one device. Not when they do: it sends 1.5 times
+            DDP's bytes in fp32 (as many with bfloat16 gathers), and does not shard activations,
+            most of a small model's memory.
 Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
             (AdamW) for the optimizer; and one or two unsharded blocks while they compute.
 Sends       per step and rank, 3 * 4 * (N - 1) / N bytes per parameter: an all-gather before forward

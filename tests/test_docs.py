@@ -13,6 +13,7 @@ import runpy
 import shlex
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import jsonschema
@@ -21,13 +22,15 @@ import torch
 import yaml
 from checkout import copy_checkout
 from conftest import ROOT, cases, launch, name_of, succeed
+from torch import nn
+from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import common
-from harness import cli
+from harness import cli, clock
 from report.pages import list_pages
 from techniques import LESSONS as ROWS
-from techniques import TECHNIQUES
+from techniques import TECHNIQUES, technique
 
 ENGLISH, CHINESE = list_pages(ROOT, chinese=False), list_pages(ROOT, chinese=True)
 README = (ROOT / "README.md").read_text()
@@ -152,6 +155,15 @@ def test_the_notebook_has_commands_that_work(parse):
         parse(line)
 
 
+PUBLIC = [*ENGLISH, *map(ROOT.joinpath, ("CONTRIBUTING.md", "CITATION.cff", "mkdocs.yml"))]
+
+
+@pytest.mark.parametrize("page", [*PUBLIC, ROOT / "config/kaggle.ipynb"], ids=name_of)
+def test_nothing_is_to_be_filled_in(page):
+    """A command of the README runs as it stands."""
+    assert not re.search(r"\b(OWNER|YOUR_\w+|ORG|USER)/", page.read_text())
+
+
 # ------------------------------------------------------------------------------------------- help
 SCRIPTS = sorted({path.stem for path in ROOT.glob("*_*.py")}.difference(NO_TRAINING, PROGRAMS))
 
@@ -224,6 +236,95 @@ def anchors(text):
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+def sent_by(name, dtype):
+    """Bytes per parameter and step, by the formula, on four ranks."""
+    return sum(technique(name).sends(4, {"dtype": dtype}).values())
+
+
+def directions_share():
+    """The setting exists since PyTorch 2.14."""
+    config = getattr(torch.distributed, "config", None)
+    return not getattr(config, "pipeline_per_direction_p2p", False)
+
+
+def launcher_reads_the_variable():
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    source = inspect.getsource(runner.main)
+    return source.index("visible_devices_env") < source.index("args.include = ")
+
+
+def wrapper_sends_buffers():
+    """In evaluation, too, and only if there are any."""
+    both = (DistributedDataParallel(layer).eval() for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    return [wrapper.will_sync_module_buffers() for wrapper in both] == [False, True]
+
+
+def graph_is_split_unless_it_was_made_before():
+    """By the number of graphs of four layers, each as large as a bucket."""
+    found = {}
+    for when in ("before", "after", "in between"):
+        torch._dynamo.reset()
+        graphs = []
+        model = Layers()
+        backend = partial(note_graph, graphs)
+        if when != "after":
+            model.compile(backend=backend)
+        if when == "in between":
+            model(torch.ones(1, 600))
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+        if when == "after":
+            wrapped.compile(backend=backend)
+        wrapped(torch.ones(1, 600))
+        found[when] = len(graphs)
+    return found["before"] == found["after"] > 1 == found["in between"]
+
+
+class Layers(nn.Module):
+    """PyTorch 2.11 does not compile an nn.Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def note_graph(graphs, graph, inputs):
+    graphs.append(graph)
+    return graph
+
+
+@pytest.fixture
+def alone():
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name, said, holds", [
+    ("techniques/FSDP", "in fp32 FSDP sends 1.5 times DDP's bytes",
+     lambda: sent_by("FSDP", "float32") == 1.5 * sent_by("torchrun_DDP", "float32")),
+    ("techniques/FSDP", "With `--dtype bfloat16` it sends as many",
+     lambda: sent_by("FSDP", "bfloat16") == sent_by("torchrun_DDP", "float32")),
+    ("techniques/PP", "pipeline_per_direction_p2p = True`, off by default", directions_share),
+    ("techniques/compile", "do not run the compiled model in between",
+     graph_is_split_unless_it_was_made_before),
+    ("techniques/torchrun_DDP", "evaluating the DDP wrapper there if the model has buffers",
+     wrapper_sends_buffers),
+    ("techniques/DeepSpeed", "Without both, the launcher takes the GPUs of the variable",
+     launcher_reads_the_variable),
+    ("measuring", "the first half of its steps if it has fewer than twenty",
+     lambda: clock.WARMUP_STEPS == 10),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_a_page_says_holds(name, said, holds, alone):
+    """Each sentence has been wrong, and may become so with a version of its library."""
+    assert said in " ".join((ROOT / f"docs/{name}.md").read_text().split())
+    assert holds()
 
 
 @pytest.mark.parametrize(
