@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from report import diffs, draw, front, matrix, measured, predictions, suites
-from report.blocks import TABLES
+from report.blocks import TABLES, footer
 from report.blocks import draw as table
 from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
 from techniques import COURSE, HOOD, LESSONS, MODEL, ONE, TECHNIQUES, TUNE, Technique
@@ -20,6 +20,7 @@ RESULTS = (*SUITES, *measured.SINGLE, "scaling", "estimate", "published", "proof
 RESULTS += ("front", "outputs", "inference")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
+HEADING_OR_PROGRAM = re.compile(r"^##+ (.*)$|^<!-- silent-(\w+) -->$", re.MULTILINE)
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
 FIRST = {HOOD: ["under_the_hood.md"]}  # pages of a chapter before those of techniques, and after
 LAST = {ONE: ["job.md"], DATA_PARALLEL: ["multi_node.md"], MODEL: ["parallelism.md"]}
@@ -42,6 +43,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     changed = {root / "mkdocs.yml": fill_navigation(root)}
     for chinese in (False, True):
         texts = blocks | {"course": course_table(root, chinese)}
+        texts["silent_examples"] = silent_table(root, results["proof"], chinese)
         missing = dict.fromkeys(texts)
         for path in list_pages(root, chinese):
             changed[path] = fill(root, path, texts, missing, chinese)
@@ -128,6 +130,27 @@ def course_table(root: Path, chinese: bool) -> str:
         page = places[row.name].page.relative_to(root).as_posix().replace(".zh-CN", "")
         rows.append(found | {"page": page, "about": places[row.name].about})
     return table(rows, TABLES["course"])
+
+
+def silent_table(root: Path, proof: dict, chinese: bool) -> str:
+    """Silent mistakes by section of their page, each with a link to its section."""
+    page = root / "docs" / ("silent_mistakes.zh-CN.md" if chinese else "silent_mistakes.md")
+    sections = {}
+    last = ""
+    for heading, program in HEADING_OR_PROGRAM.findall(page.read_text()):
+        last = heading or last
+        anchor = re.sub(r"[^\w\- ]", "", last.lower()).replace(" ", "-")
+        sections[program] = f"[{last}](#{anchor})"
+    order = list(sections)
+    rows = []
+    for row in measured.worst_first(proof["silent_examples"]):
+        name = row["script"].rpartition("/")[2]
+        if name not in sections:
+            raise Unusable(f"{page} has no place <!-- silent-{name} --> ... <!-- end -->")
+        rows.append(row | {"section": sections[name], "place": order.index(name)})
+    rows.sort(key=lambda row: row["place"])
+    about = footer(root, proof["measured"]["silent_examples"], "proof.json")
+    return measured.proof_table("silent_examples", rows) + about
 
 
 def schematics(root: Path) -> dict[str, str]:

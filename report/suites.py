@@ -12,6 +12,7 @@ from techniques import LIBRARIES, decoder, technique
 
 MEMORY = "process", "allocated", "reserved"  # on a CPU; there with --profile-memory; on a GPU
 LONG = 200  # steps, after which an accuracy means something
+SHORT = 50  # steps, before which a loss means nothing
 GPTS = {"gpt-nano": (4, 128), "gpt-mini": (6, 384), "gpt2": (12, 768)}  # layers, width
 
 
@@ -98,8 +99,8 @@ def figures(row: dict) -> dict:
     found |= {"gpu": middle(runs, "gpu", "utilization_percent"), "flops": model_flops(runs)}
     found["steps"] = "{:.0f} ({:.0f})".format(*(middle(runs, "step_ms", p) for p in ("p50", "p95")))
     if text:  # without a meaningful epoch
-        loss, first = middle(runs, "eval_loss"), middle(runs, "first_step_seconds")
-        return found | {"loss": loss, "first_step": first}
+        loss = middle(runs, "eval_loss") if run["steps"] >= SHORT else None
+        return found | {"loss": loss, "first_step": middle(runs, "first_step_seconds")}
     found["accuracy"] = middle(runs, "eval_accuracy") if run["steps"] >= LONG else None
     return found | {"epoch": run["train_samples"] / statistics.median(speeds_of(runs))}
 

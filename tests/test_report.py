@@ -7,15 +7,18 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import yaml
 from conftest import ROOT, name_of, succeed
 from matplotlib.colors import to_rgb
 from test_collectives import expected
 
 import benchmark
 from harness import trace_rows
+from measure import bubble
 from report import diffs, draw, fresh, front, pages, palette, suites, traces
 from report.results import Unusable, read_result
 from techniques import TECHNIQUES
+from website import schematics
 
 SVG = "{http://www.w3.org/2000/svg}"
 CODE = '"""What."""\nfrom libraries import (\n mesh)\n\ndef f():\n """How."""\n return 1  # why\n'
@@ -45,6 +48,20 @@ def test_tables_tell_ranks_from_gpus():
 
     long = suites.techniques_table(read_result(ROOT, "reviews")["rows"])
     assert "| accuracy |" in long and "accuracy" not in drawn, "of a few steps it says nothing"
+    assert "| loss |" in suites.techniques_table(read_result(ROOT, "parallel")["rows"])
+    short = suites.techniques_table(read_result(ROOT, "gpt")["rows"])
+    assert "loss |" not in short, "all rows but LoRA's are worse than a uniform guess"
+
+
+@pytest.mark.parametrize("chinese", [False, True])
+def test_a_silent_mistake_has_its_program_and_its_section(chinese):
+    proof, all_pages = read_result(ROOT, "proof"), pages.list_pages(ROOT, chinese)
+    [text] = [path.read_text() for path in all_pages if path.name.startswith("silent_mistakes.")]
+    sections = dict(part.split("\n", 1) for part in re.split(r"^##+ ", text, flags=re.M)[1:])
+    drawn = pages.silent_table(ROOT, proof, chinese)
+    links = re.findall(r"\((examples/silent/\w+\.py)\) \| \[(.+)\]\(#.+\) \|$", drawn, re.M)
+    assert len(links) == len(proof["silent_examples"])
+    assert all(f"# {program}\n" in sections[section] for program, section in links)
 
 
 def test_the_bars_are_whole_peaks():
@@ -53,6 +70,58 @@ def test_the_bars_are_whole_peaks():
     for name, one in found["outputs"].items():
         peak = one["output"][0]["peak"] / 2**30
         assert peak == pytest.approx(sum(bars[name].values()), abs=0.03) and peak > 10
+
+
+def test_rows_say_that_they_accumulate():
+    """Which sends FSDP's bytes again for each part: most of what the row of CP sends."""
+    found = read_result(ROOT, "front")["outputs"]
+    for name, one in found.items():
+        parts = re.search(r"--accumulate (\d+)", one["command"])
+        assert bool(parts) == ("accumulate" in name)
+        assert not parts or f"accumulate {parts[1]}" in name
+    whole = found["CP 8, accumulate 8"]["output"][0]["sent"]
+    assert whole / 2 < 8 * found["FSDP"]["output"][0]["sent"] < whole
+
+
+@pytest.mark.parametrize("page", pages.list_pages(ROOT, chinese=False), ids=name_of)
+def test_no_page_with_speeds_says_that_there_are_none(page):
+    text = page.read_text()
+    assert "timings yet" not in text or not re.search(r"^\|.*(tokens|images)/s", text, re.M)
+
+
+SCHEMATICS = yaml.safe_load((ROOT / "website/schematics.yaml").read_text())["schematics"]
+
+
+def spans(line):
+    """Kind, label, begin and length of the boxes of a line, after its first column."""
+    boxes, begin = [schematics.read(part, {}) for part in line.split(",")], 0.0
+    for box in boxes[1:]:
+        yield box.kind, box.label, begin, box.width
+        begin += box.width
+
+
+@pytest.mark.parametrize("name, ranks", [("PP", 2), ("PP_by_hand", 3)])
+def test_a_pipeline_is_drawn_as_its_schedule(name, ranks):
+    """By the same rules as the form below it: a backward takes as long as two forwards."""
+    lines = [line for line in SCHEMATICS[name].splitlines() if line.startswith("rank ")]
+    drawn = [[box[:1] + box[2:] for box in spans(line) if box[0]] for line in lines]
+    timetable = bubble.timetable("1f1b", ranks, 4)["rows"]
+    kinds = {"F": "forward", "B": "backward"}
+    assert drawn == [[(kinds[row[0]], row[3], row[4]) for row in rank] for rank in timetable]
+
+
+def test_buckets_are_drawn_in_backward():
+    backward, sent = SCHEMATICS["torchrun_DDP"].splitlines()[-2:]
+    ends = {label: begin + length for kind, label, begin, length in spans(backward) if kind}
+    [first, last] = [(begin, begin + length) for kind, *_, begin, length in spans(sent) if kind]
+    assert first[0] < max(ends.values()) < last[1]
+
+
+def test_schematics_draw_what_their_pages_say():
+    """LoRA's factor, without which merging is wrong; offloading leaves the last two on the GPU."""
+    assert "W x + alpha / rank × B A x" in SCHEMATICS["LoRA"]
+    offload = SCHEMATICS["activation_checkpointing"].splitlines()[-1]
+    assert re.findall("CPU|input", offload) == ["CPU", "input", "input"]
 
 
 PLACES = pages.find_places(ROOT)
