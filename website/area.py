@@ -77,7 +77,8 @@ def labels(borders: list[float], names: list[str]) -> list[tuple[float, int, str
     """Where names of phases are written: the middle and the line, 0 or 1. A phase with room has its
     name below it; a name that found no room is written once, on the second line, as that of an
     optimizer that allocates nothing."""
-    placed, phases = [], [*zip(itertools.pairwise(borders), names, strict=True)]
+    placed = []
+    phases = [*zip(itertools.pairwise(borders), names, strict=True)]
     for (begin, end), name in phases:
         if name and end - begin > room(name):
             placed.append(((begin + end) / 2, 0, name))
