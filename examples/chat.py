@@ -7,6 +7,7 @@ import math
 import os
 import re
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER, DATA, LENGTH = "model", "chat.jsonl", 2048  # tokens of a row
+PACKED = True  # several conversations in a row, if the model keeps them apart by their positions
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/chat", 300, 100, 32, 2e-5, 9, 0.0
 
 
@@ -178,7 +180,7 @@ def pack(documents):  # into rows; positions restart, so no document attends to 
     rows, padding = [], [(0, i, -100) for i in range(LENGTH)]
     for tokens, labels in documents:
         document = [*zip(tokens[:-1], range(LENGTH), labels[1:], strict=False)]  # cut to LENGTH
-        if not rows or len(rows[-1]) + len(document) > LENGTH:
+        if not rows or not PACKED or len(rows[-1]) + len(document) > LENGTH:
             rows.append([])
         rows[-1] += document
     rows = [torch.tensor((row + padding)[:LENGTH]).T for row in rows]
@@ -205,9 +207,13 @@ def make_data():  # for training, and every 20th conversation for evaluation
     return pack(train_set), pack(sum(found[::20], []))
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+def logits_of(model, batch):
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-    logits = model(**inputs, use_cache=False).logits.float()  # a cache would ignore the packing
+    return model(**inputs, use_cache=False).logits.float()  # a cache would ignore the packing
+
+
+def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
+    logits = logits_of(model, batch)
     labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
@@ -225,6 +231,32 @@ def order(samples, start):  # the indices of each batch: a new permutation every
         yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
+
+
+@torch.no_grad()
+def check_packing(model, rows, device):  # recurrent layers, and some masks, ignore positions
+    for row in rows:
+        row = {name: tensor[None].to(device) for name, tensor in row.items()}
+        starts = torch.where(row["position_ids"][0] == 0)[0].tolist()
+        ends = [*pairwise([*starts, LENGTH])]
+        if (row["labels"][:, ends[-1][0] :] < 0).all():  # the last one is padding
+            ends.pop()
+        if len(ends) > 1:  # of the first row with several documents
+            found = logits_of(model.eval(), row)[:, : ends[-1][1]]
+            parts = [{name: row[name][:, a:b] for name in row} for a, b in ends]
+            expected = torch.cat([logits_of(model, part) for part in parts], 1)
+            why = "the documents of a row see each other in this model: set PACKED = False"
+            return check(found, expected, next(model.parameters()).dtype, why)
+
+
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
@@ -235,6 +267,7 @@ def main():
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
     model, (train_set, eval_set) = make_model().to(device), make_data()
+    check_packing(model, train_set, device)
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)

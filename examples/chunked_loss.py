@@ -47,8 +47,13 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
+def logits_of(model, batch):
+    return model(batch["input_ids"])
+
+
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    inputs, labels = model(batch["input_ids"]), batch["labels"]  # the inputs of the head
+    inputs = logits_of(model, batch)  # the head returns its inputs
+    labels = batch["labels"]
     parts = inputs.flatten(0, -2).chunk(CHUNKS), labels.flatten().chunk(CHUNKS)
     chunks = zip(*parts, strict=True)
     # FSDP has gathered the head, which is in no layer, and keeps it so until backward ends
@@ -128,6 +133,29 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
+
+
+@torch.no_grad()
+def replace_head(model, sample):  # the model returns the inputs of its head, for loss_of_chunk()
+    head = head_of(model.eval())
+    compute = head.forward
+    head.forward = lambda inputs: 1000 * compute(inputs)  # a soft cap shows in large logits
+    expected = logits_of(model, sample)
+    head.forward = torch.clone  # FSDP warns about views
+    found = 1000 * nn.functional.linear(logits_of(model, sample), head.weight, head.bias)
+    model.reshard()  # the optimizer needs the shards
+    why = "forward changes the logits after the head, as by a soft cap, which loss_of_chunk() omits"
+    check(found, expected, POLICY.param_dtype or torch.float32, why)
+
+
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
@@ -141,7 +169,6 @@ def main():
         raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
-    head_of(model).forward = torch.clone  # the model returns its inputs; FSDP warns about views
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
             fully_shard(part)
@@ -151,6 +178,8 @@ def main():
     fully_shard(model, mp_policy=POLICY)  # all other parameters
     if WEIGHTS:
         read_weights(model, device)
+    sample = {name: tensor[None, :256].to(device) for name, tensor in train_set[0].items()}
+    replace_head(model, sample)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     start, best = 0, math.inf
     if folder:

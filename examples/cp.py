@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/cp", 60, 20, 32, 1e-2, 6, 0.01
 
@@ -114,12 +114,28 @@ def attend(q, k, v, window=None, **options):  # causal, of [batch, heads, this r
     return Exchange.apply(F.scaled_dot_product_attention(q, k, v, **options), 2, 1)
 
 
+def replace_attention(model):  # of each layer, by attend()
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = attend
+
+
 def shard(batch, device):  # this rank's positions of every row; padded to a multiple of the ranks
     (rows, time), world = batch["input_ids"].shape, dist.get_world_size()
     pad = partial(F.pad, pad=(0, -time % world))
     batch = {name: pad(x, value=-100 * (name == "labels")) for name, x in batch.items()}
     batch["position_ids"] = torch.arange(time + -time % world).expand(rows, -1)
     return {name: x.chunk(world, 1)[dist.get_rank()].to(device) for name, x in batch.items()}
+
+
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
 
 
 def main():
@@ -132,9 +148,16 @@ def main():
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
     model, (train_set, eval_set) = make_model().to(device), make_data()
-    for module in model.modules():
-        if hasattr(module, "attend"):
-            module.attend = attend
+    sample = default_collate([{name: tensor[:256] for name, tensor in train_set[0].items()}])
+    sample["position_ids"] = torch.arange(sample["input_ids"].shape[1])[None]
+    whole = {name: tensor.to(device) for name, tensor in sample.items()}
+    with torch.no_grad():
+        expected = loss_of(model.eval(), whole)
+        replace_attention(model)
+        found = loss_of(model, shard(sample, device))
+    dist.all_reduce(found)  # a sum over the ranks' positions
+    why = "attend() is not the attention of this model: another loss"
+    check(found, expected, next(model.parameters()).dtype, why)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     start, best = 0, math.inf
     files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/ep", 60, 20, 32, 1e-2, 6, 0.01
 WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
@@ -147,6 +147,16 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
+
+
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
@@ -159,8 +169,17 @@ def main():
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     model = make_model()
+    sample = default_collate([train_set[0]])
+    expected = None
+    if rank == 0:  # the untouched model, on the CPU, which has room for it
+        with torch.no_grad():
+            expected = loss_of(model.eval(), sample).to(device)
     shard(model, init_device_mesh(device.type, (world,)))
     model.to(device)
+    with torch.no_grad():
+        found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
+    why = "forward() is not what the experts of this model compute: another loss"
+    check(found, found if expected is None else expected, next(model.parameters()).dtype, why)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/fsdp_tp", 60, 20, 32, 1e-2, 6, 0.01
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
@@ -167,6 +167,16 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
+
+
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
@@ -185,6 +195,11 @@ def main():
         raise SystemExit(f"{dps} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
+    sample = default_collate([train_set[0]])
+    expected = None
+    if rank == 0 and not WEIGHTS:  # the untouched model, on the CPU, unless no rank has it whole
+        with torch.no_grad():
+            expected = loss_of(model.eval(), sample).to(device)
     shard(model, mesh["tp"])
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
@@ -195,6 +210,12 @@ def main():
     fully_shard(model, mesh=mesh["dp"], mp_policy=POLICY)  # all other parameters
     if WEIGHTS:
         read_weights(model, device)
+    with torch.no_grad():
+        found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
+    model.reshard()  # the optimizer needs the shards
+    why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: another loss"
+    dtype = POLICY.param_dtype or torch.float32
+    check(found, found if expected is None else expected, dtype, why)
     groups = [[p for p in model.parameters() if p.device_mesh.ndim == n] for n in (2, 1)]
     per_head = [p for name, p in model.named_parameters() if name.split(".")[-2] in PER_HEAD]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], LR, weight_decay=DECAY)

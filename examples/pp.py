@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/pp", 60, 20, 32, 1e-2, 6, 0.01
 MICRO = 8  # micro-batches of a batch: the more, the shorter ranks wait for each other
@@ -136,6 +136,16 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
+
+
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
@@ -146,12 +156,26 @@ def main():
 
     folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
     model = make_model()
+    sample = default_collate([train_set[0]])
+    found = expected = torch.ones(1, device=device)  # of a rank without logits
+    if rank == world - 1:  # it will have the logits; the untouched model computes on the CPU
+        with torch.no_grad():
+            expected = forward(model.eval(), sample["input_ids"]).to(device)
     stage = make_stage(model, rank, world, device, len(train_set[0]["input_ids"]))
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     total = 1
     schedule = Schedule1F1B(
         stage, MICRO, lambda logits, labels: loss_of(logits, labels) / total, scale_grads=False
     )
+    ids, labels = full(sample, device)  # one row; all others have no labels
+    model.eval()
+    with torch.no_grad():
+        logits = schedule.eval(*[ids] * (rank == 0), target=labels)
+    if rank == world - 1:
+        found = logits[:1]
+    why = "forward does more than embedding, layers, norm and head, as scaling embeddings, "
+    why += "which each stage repeats: other logits"
+    check(found, expected, next(model.parameters()).dtype, why)
     gloo = dist.new_group(backend="gloo")  # nccl would gather the weights on the GPU
     start, best = 0, math.inf
     if folder:  # only then: get_state_dict takes an empty step, which AdamW would count

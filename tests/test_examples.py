@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jinja2
@@ -69,8 +70,8 @@ def insert(text, own):
     return text
 
 
-def run(name, n, folder, code="", own="", kill=0, changes=SAME, exact=True):
-    """A copy of an example on n ranks, or by python if 0: the figures it prints, by step."""
+def start(name, n, folder, code="", own="", kill=0, changes=SAME, exact=True):
+    """A copy of an example on n ranks, or by python if 0."""
     text = insert(read(name), own)
     exact = EAGER | {"torch.float32": "torch.float64"} if exact else {}
     for old, new in (changes | exact | {":.4f}": ":.17g}"}).items():
@@ -81,9 +82,14 @@ def run(name, n, folder, code="", own="", kill=0, changes=SAME, exact=True):
     killed = f"os._exit(7) if step == {kill} and os.environ['RANK'] == '0' else None\n        "
     script = folder / f"transformers_{name}.py"  # forked where its libraries are imported
     script.write_text(re.sub(r"(?=torch.manual_seed\(step\b)", killed, text))
-    start = "deepspeed --num_gpus " if "deepspeed" in name else "torchrun --nproc_per_node="
-    start = f"{start}{n}" if n else "python"
-    finished = launch(f"{start} {script}", cwd=folder, forked=True, DS_ACCELERATOR="cpu")
+    how = "deepspeed --num_gpus " if "deepspeed" in name else "torchrun --nproc_per_node="
+    how = f"{how}{n}" if n else "python"
+    return launch(f"{how} {script}", cwd=folder, forked=True, DS_ACCELERATOR="cpu")
+
+
+def run(name, n, folder, code="", own="", kill=0, changes=SAME, exact=True):
+    """The figures that it prints, by step."""
+    finished = start(name, n, folder, code, own, kill, changes, exact)
     assert finished.code == (7 if kill else 0), str(finished)
     figures = r"^step (\d+): loss (\S+), evaluation loss (\S+), norm (\S+)$"
     found = re.findall(figures, finished.stdout, re.M)
@@ -182,6 +188,20 @@ SMALL = dict(
 DECODERS = {"Llama": {}, "Qwen2": {"tie_word_embeddings": True}, "Qwen3": {}}
 DECODERS |= {"Mistral": {"sliding_window": 8}}
 DECODERS |= {"Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}
+UNUSUAL = {  # what the functions of an example cannot say
+    "Gemma2": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    "Granite": {"embedding_multiplier": 6.0},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "initializer_range": 0.2},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+REFUSED = [  # by which example, for which decoder, with which words
+    ("chunked_loss", "Gemma2", "soft cap"),
+    ("pp", "Granite", "scaling embeddings"),
+    ("cp", "Gemma2", "has softcap"),
+    ("cp", "GptOss", "has s_aux"),
+]
 BLOCKS = '[block for i in range(1, 5) for block in model.get_submodule(f"layer{i}")]'
 CLASSIFIERS = {  # in place of resnet50(
     "resnet": {"resnet50(": "resnet18(norm_layer=lambda n: nn.GroupNorm(2, n), "},
@@ -198,7 +218,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     """A function that makes a folder as on the Hub, of a decoder by name: Llama's in bfloat16,
-    Qwen2's tied, Qwen3's in several files."""
+    Qwen2's tied, Qwen3's in several files, and those of `UNUSUAL`."""
 
     @functools.cache
     def get(kind):
@@ -209,7 +229,7 @@ def hub(tmp_path_factory):
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**SMALL | DECODERS[kind])
+        config = getattr(transformers, f"{kind}Config")(**SMALL | {**DECODERS, **UNUSUAL}[kind])
         model = Decoder.from_config(config).to(torch.bfloat16 if kind == "Llama" else torch.float32)
         model.generation_config.eos_token_id = [tokenizer.eos_token_id]
         model.save_pretrained(folder, max_shard_size="20KB" if kind == "Qwen3" else "1GB")
@@ -276,6 +296,40 @@ def test_a_folder_is_read_as_in_transformers(name, hub, tmp_path):
     path.unlink()
     with pytest.raises(AssertionError, match="folder has no model.safetensors"):
         run(name, 2, work, code, own, exact=False)
+
+
+CHUNKED = """
+def logits_of(model, batch):
+    return model(batch["input_ids"], use_cache=False).logits
+
+
+def head_of(model):
+    return model.lm_head
+"""
+
+
+def own_decoder(name):
+    """The functions of examples/own for a decoder in this example."""
+    own = read("own/decoder")
+    loss = re.search(r"^def loss_of.*?(?=\n\n\n)", own, re.M | re.S)[0]
+    if name == "cp":
+        call = 'model(batch["input_ids"], '
+        own = own.replace(call, f'{call}position_ids=batch["position_ids"], ')
+        return f"{own}\n\n{read('own/cp')}"
+    more = {"chunked_loss": CHUNKED, "pp": read("own/pp")}
+    return f"{own.replace(loss, '')}\n\n{more[name]}" if name in more else own
+
+
+@cases("name, kind, words", REFUSED, lambda *row: row in REFUSED)
+def test_a_part_that_is_not_the_models_is_refused(name, kind, words, hub, tmp_path):
+    """Before the first step, on every rank, in one line."""
+    text = hub(kind) / "text"
+    code = f"FOLDER, DATA, LENGTH = {str(text.parent)!r}, {str(text)!r}, 16\n"
+    code += ROWS[name].code
+    finished = start(name, 2, tmp_path, code, own_decoder(name), exact=False)
+    assert finished.code == 1 and finished.stdout == "", str(finished)
+    said = [line for line in finished.stderr.splitlines() if words in line]
+    assert said and "Traceback" not in finished.stderr, str(finished)
 
 
 def generate(folder):
@@ -345,6 +399,22 @@ def test_documents_of_a_row_do_not_see_each_other(kind, hub, chat):
     weight = model.get_input_embeddings().weight
     ours, theirs = (torch.autograd.grad(one, weight) for one in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma2", "Mistral", "GptOss", "OPT", "Lfm2"])
+def test_packed_documents_that_see_each_other_are_refused(kind, hub, chat):
+    found = functions_of(f"{chat}\nLENGTH = 50")
+    reduce = {"all_reduce": lambda *args: None, "ReduceOp": torch.distributed.ReduceOp}
+    found["dist"] = SimpleNamespace(**reduce)  # of one rank
+    model = Decoder.from_pretrained(hub(kind), dtype=torch.float32)
+    rows = found["pack"]([(torch.randperm(200)[:n].tolist(),) * 2 for n in (20, 9)])
+    if kind in DECODERS or kind == "Gemma2":
+        found["check_packing"](model, rows, "cpu")
+        return
+    with pytest.raises(SystemExit, match="PACKED = False"):
+        found["check_packing"](model, rows, "cpu")
+    rows = functions_of(f"{chat}\nPACKED, LENGTH = False, 50")["pack"]([((1, 2, 3),) * 2] * 2)
+    assert len(rows) == 2
 
 
 BAD = TABLES["wrong_conversations"]

@@ -4,12 +4,13 @@ from transformers import AttentionInterface
 
 
 def attention(module, q, k, v, mask, scaling=None, dropout=0.0, sliding_window=None, **kwargs):
+    for name in ("softcap", "s_aux"):  # of Gemma 2, and the sinks of gpt-oss
+        if kwargs.get(name) is not None:
+            raise SystemExit(f"the attention of this model has {name}, which attend() does not")
     found = attend(q, k, v, sliding_window, scale=scaling, dropout_p=dropout)
     return found.transpose(1, 2).contiguous(), None
 
 
-def make_model():
+def replace_attention(model):
     AttentionInterface.register("ulysses", attention)
-    return AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.float32, attn_implementation="ulysses"
-    )
+    model.set_attn_implementation("ulysses")
