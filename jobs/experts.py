@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.cli import fail, number
+from harness.measure import local
 from harness.settings import fill
 from harness.world import this_script
 
@@ -72,9 +73,34 @@ class DivideGradient(torch.autograd.Function):
         return gradient / ctx.by, None
 
 
+class WithoutGarbage(torch.autograd.Function):
+    """Identity in forward of ``[experts, ...]``; in backward, zeros for experts without a token.
+    ``F.grouped_mm`` leaves there what was in memory, NaN included, on GPUs of compute capability 10
+    (pytorch/pytorch#172439)."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        [counts] = ctx.saved_tensors
+        return torch.where(counts[:, None, None] > 0, gradient, 0), None
+
+
 def can_group(tokens: Tensor) -> bool:
-    """Whether ``F.grouped_mm`` multiplies by all experts' matrices at once."""
-    return tokens.is_cuda and tokens.dtype == torch.bfloat16
+    """Whether ``F.grouped_mm`` multiplies by all experts' matrices at once. On other GPUs it is a
+    loop, for which the CPU waits in each product."""
+    if not tokens.is_cuda or tokens.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_properties(tokens.device).major in (9, 10)
+
+
+def is_aligned(*widths: int) -> bool:
+    """Whether rows of these widths are multiples of 16 bytes in bfloat16, as ``F.grouped_mm``
+    needs."""
+    return all(width % 8 == 0 for width in widths)
 
 
 class Experts(nn.Module):
@@ -96,11 +122,12 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
         """From ``[tokens, width]``, sorted by expert, to the same shape. ``counts``: int64
         ``[experts]``, tokens per expert; ``sizes``: the same on the CPU, if it is known there."""
-        if can_group(tokens):
+        if can_group(tokens) and is_aligned(tokens.shape[1], local(self.up).shape[2]):
             ends = counts.cumsum(0).to(torch.int32)  # stays on the GPU
 
             def multiply(x: Tensor, weight: Tensor) -> Tensor:
-                return F.grouped_mm(x, self.own(weight).to(x.dtype), offs=ends)
+                weight = WithoutGarbage.apply(self.own(weight).to(x.dtype), counts)
+                return F.grouped_mm(x, weight, offs=ends)
         else:
             sizes = counts.tolist() if sizes is None else sizes
 
@@ -119,7 +146,7 @@ class Experts(nn.Module):
         return Shard(2 if weight is self.down else 1)
 
     def own(self, weight: Tensor) -> Tensor:
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        weight = local(weight)
         return weight if self.sources == 1 else DivideGradient.apply(weight, self.sources)
 
 

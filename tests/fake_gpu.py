@@ -97,7 +97,7 @@ class FakeCuda:
         return (3 if self.log.count(["max_memory_allocated", str(device)]) > 3 else 9) * GIB
 
     def get_device_properties(self, device):
-        return SimpleNamespace(uuid=f"of {device}", total_memory=80 * GIB)
+        return SimpleNamespace(uuid=f"of {device}", total_memory=80 * GIB, major=8)
 
     def current_stream(self, device=None):
         return Stream(self, device, "current")

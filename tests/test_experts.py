@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +51,15 @@ def test_each_token_gets_its_experts_outputs(gated, normalize):
 @pytest.mark.parametrize("gated", [False, True])
 def test_all_experts_at_once(gated, monkeypatch):
     """As one after the other. One of them has no tokens: its gradient is zero, but not missing, as
-    an optimizer and a reduce-scatter need one."""
+    an optimizer and a reduce-scatter need one; also where the kernel leaves NaN there."""
+    grouped_mm = F.grouped_mm
+
+    def as_on_blackwell(x, weight, offs):
+        of_none = (counts == 0)[:, None, None]
+        weight.register_hook(lambda gradient: gradient.masked_fill(of_none, torch.nan))
+        return grouped_mm(x, weight, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", as_on_blackwell)
     layer = make(16, 32, 4, gated=gated).experts.bfloat16()
     counts, x = torch.tensor([5, 0, 9, 2]), torch.randn(16, 16, dtype=torch.bfloat16)
     gradient, found = torch.randn_like(x), []
@@ -65,15 +74,40 @@ def test_all_experts_at_once(gated, monkeypatch):
         torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
 
 
-SAVED = [("cpu", torch.float32, 0), ("cpu", torch.bfloat16, 128), ("cuda", torch.bfloat16, 132)]
+GPUS = {9: True, 10: True, 8: False, 12: False}  # compute capability, has a grouped kernel
+
+
+@pytest.mark.parametrize("major", GPUS)
+@pytest.mark.parametrize("width, inner", [(40, 64), (36, 64), (40, 100)])
+def test_which_products_are_grouped(major, width, inner, monkeypatch):
+    """Those that PyTorch has a kernel for: of Hopper and Blackwell, and of rows of 16 bytes. All
+    others are products of one expert after the other, for sizes that the CPU knows."""
+    grouped_mm, called = F.grouped_mm, []
+    monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
+    gpu = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(F, "grouped_mm", lambda *x, **y: called.append(x) or grouped_mm(*x, **y))
+    with FakeTensorMode(), torch.device("cuda"):
+        layer = experts.Experts(4, width, inner, gated=True)
+        x = torch.empty(16, width, dtype=torch.bfloat16)
+        layer.own = lambda weight: weight.bfloat16()
+        outputs = layer(x, torch.ones(4, dtype=torch.int64), [4, 0, 10, 2])
+    assert outputs.shape == x.shape
+    assert len(called) == 3 * (GPUS[major] and (width, inner) == (40, 64))
+
+
+SAVED = [("cpu", torch.float32, 0), ("cpu", torch.bfloat16, 128), ("cuda", torch.bfloat16, 140)]
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("device, dtype, each", SAVED)
 def test_a_forward_saves_parameters_and_no_copy(device, dtype, each, gated, monkeypatch):
     """What it saves besides grows, per expert, by the probability of each token, in bfloat16 also
-    by a row of the router in fp32, and on a (faked) GPU by an offset: not by matrices."""
+    by a row of the router in fp32, and on a (faked) GPU by an offset and a count: not by matrices.
+    """
     monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
+    hopper = SimpleNamespace(major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     few, many = (bytes_saved(n, device, dtype, gated) for n in (4, 64))
     assert many - few == 60 * (40 * 4 + each)
 

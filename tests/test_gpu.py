@@ -11,6 +11,7 @@ from conftest import HOOKED, launch, launcher, read_run, succeed
 from test_contract import FLOAT16
 from torch.nn.attention.bias import causal_lower_right
 
+from jobs import experts
 from jobs.gpt import attend
 from libraries import attention_kernels
 from libraries.attention_kernels import repeat
@@ -191,6 +192,29 @@ def test_flex_attention_to_documents(dtype, width):
     gradient = torch.randn_like(found)
     ours, theirs = ([t, *torch.autograd.grad(t, given, gradient)] for t in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_without_a_token_have_no_gradient(gated):
+    """And the others those of one product after the other, where the memory that kernels get was
+    full of NaN."""
+    torch.manual_seed(0)
+    layer = experts.Experts(3, 64, 128, gated).cuda()
+    for stack in layer.parameters():
+        torch.nn.init.normal_(stack, std=0.1)
+    x = torch.randn(12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    counts, gradient = torch.tensor([5, 0, 7], device="cuda"), torch.randn_like(x)
+    layer, found = layer.bfloat16(), []
+    for at_once in (True, False):
+        full = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
+        del full
+        with pytest.MonkeyPatch.context() as patch:
+            if not at_once:
+                patch.setattr(experts, "can_group", lambda tokens: False)
+            found.append(torch.autograd.grad(layer(x, counts), [x, *layer.parameters()], gradient))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
+    assert not any(of_weight[1].any() for of_weight in found[0][1:])
 
 
 def test_float8_where_it_is_said_to_be():
