@@ -66,12 +66,22 @@ def training(text: str) -> list[str]:
     lines, kept = text.splitlines(), []
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
-            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            left_out = {
+                n for one in node.body if checks(one) for n in range(one.lineno, one.end_lineno + 1)
+            }
+            numbers = range(node.lineno, node.end_lineno + 1)
+            source = "\n".join(lines[n - 1] for n in numbers if n not in left_out)
             kept += RESUMING.sub("", source.partition("        if step % EVERY")[0]).splitlines()
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in USUAL:
             if not any(base.attr == "Module" for base in getattr(node, "bases", [])):
                 kept += [*lines[node.lineno - 1 : node.end_lineno], ""]
     return kept
+
+
+def checks(statement: ast.stmt) -> bool:
+    """Whether it belongs to an example's comparison with the untouched model."""
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    return bool(names & {"sample", "expected", "why", "check"}) and "step" not in names
 
 
 def tagged_lines(source: str) -> list[str]:
