@@ -313,7 +313,9 @@ def read(args) -> bytes:
         except UnicodeDecodeError as error:
             why = f"{path} is not UTF-8 ({error.reason} at byte {error.start})"
             fail(f"--data-dir: {why}; convert or remove it, or use --tokenizer bytes")
-    return (b"\n\n" if args.packed else b"\n").join(texts)
+    if args.packed:  # on Windows, a line ends with \r\n: an empty one would not be found
+        return b"\n\n".join(texts).replace(b"\r\n", b"\n")
+    return b"\n".join(texts)
 
 
 def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:

@@ -44,6 +44,20 @@ def test_packed_documents_are_trained_as_if_alone(model):
     assert parts > 20
 
 
+def test_empty_lines_of_windows_separate_documents(tmp_path):
+    """Among files of another system as well: the tokens are the same, without carriage returns."""
+    flags = f"--model gpt-1x1x8 --context 8 --dataset text --data-dir {tmp_path} --packed"
+    words = "ab\ncd\n\n" * 20
+    found = []
+    for ends in ("\n\n", "\r\n\r\n", "\n\r\n"):
+        for name, end in zip("ab", ends.split("\n")[:2], strict=True):
+            (tmp_path / name).write_bytes(words.replace("\n", f"{end}\n").encode())
+        found.append(text.make_datasets(settled(flags))[0])
+    for dataset in found[1:]:
+        assert torch.equal(dataset.tokens, found[0].tokens)
+        assert (dataset.starts == found[0].starts).all()
+
+
 def test_no_token_is_lost_in_packing(tmp_path, capsys):
     """Every token has its successor in the document as label, once; a long one is split."""
     (tmp_path / "a").write_text("\n\n".join(("ab", "abcdefghij", "abc") * 20))
