@@ -120,13 +120,10 @@ class Text(TaskData):
     def windows(self, starts: Tensor, device) -> tuple[Tensor, Tensor]:
         """``context`` tokens from each start, and their labels, on the device of the text."""
         end, where = len(self.tokens), self.tokens.device
-        if where.type == "cuda":  # a copy that the CPU need not wait for
-            starts = starts.pin_memory().to(where, non_blocking=True)
-        places = starts[:, None] + torch.arange(self.context + 1, device=where)
+        places = send(starts, where)[:, None] + torch.arange(self.context + 1, device=where)
         tokens = self.tokens[places.clamp(max=end - 1)].long()
         labels = tokens[:, 1:].masked_fill(places[:, 1:] >= end, -100)
-        tokens = tokens[:, :-1].contiguous()
-        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        return send(tokens[:, :-1].contiguous(), device), send(labels, device)
 
     def example(self, n: int) -> Tensor:
         return torch.zeros(n, self.context, dtype=torch.int64)
@@ -185,15 +182,12 @@ class Documents(Text):
         """Labels int64 ``[n, context]``, -100 where there is none, and tokens of the same shape. If
         packed, these are ``[n, 2, context]``, with the position of each in its document."""
         rows = torch.from_numpy(np.stack([self.row(i) for i in batch[0].numpy()]))
-        where = self.tokens.device
-        if where.type == "cuda":  # a copy that the CPU need not wait for
-            rows = rows.pin_memory().to(where, non_blocking=True)
-        places, positions = rows.unbind(1)
+        places, positions = send(rows, self.tokens.device).unbind(1)
         tokens, labels = self.tokens[places].long(), self.tokens[places + 1].long()
         tokens = torch.where(tokens < 0, ~tokens, tokens).masked_fill(places < 0, 0)
         labels = labels.masked_fill((places < 0) | (labels < 0), -100)
         tokens = torch.stack([tokens, positions], 1) if self.packed else tokens
-        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        return send(tokens, device), send(labels, device)
 
     def row(self, i: int) -> np.ndarray:
         """Where the tokens of a row are, and their positions in their documents. Padding is at -1,
@@ -214,6 +208,13 @@ class Documents(Text):
     def describe_rows(self) -> str:
         padding = 1 - self.length / self.context
         return f" in {len(self):,} rows, {padding:.0%} padding" if self.packed else ""
+
+
+def send(tensor: Tensor, device) -> Tensor:
+    """A tensor on a device. From pinned memory, a GPU copies it while the CPU goes on."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def next_fit(lengths: np.ndarray, context: int) -> np.ndarray:

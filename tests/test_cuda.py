@@ -4,6 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import common
 import harness.world
 from harness import clock, result, state
 from harness.data import TaskData
-from jobs import classifiers, images
+from jobs import classifiers, images, text
 from libraries import attention_kernels
 from techniques import IN_A_V, TECHNIQUES
 
@@ -273,6 +274,22 @@ def test_a_dataset_leaves_nine_tenths_of_the_free_memory(free, kept, cuda, monke
     images.Images(pixels, labels, ["a"], 4).keep_on_gpu()
     assert moved == ([8 * 48, 8 * 8] if kept else [])
     assert images.Images.bytes_on_gpu == sum(moved)
+
+
+@pytest.mark.parametrize("packed", [None, False, True])
+def test_a_text_in_memory_is_sent_from_pinned_memory(packed, monkeypatch):
+    """As a GPU then copies it while the CPU goes on."""
+    pinned, sent = [], []
+    tokens, names = torch.arange(200, dtype=torch.uint8), ["a"] * 200
+    data = text.Text(tokens, names, 8)
+    if packed is not None:
+        data = text.Documents(tokens, names, 8, np.array([[0, 8, 8], [20, 4, 4]]), packed)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t) or t)
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *to, **_: sent.append((t, *to)) or t)
+    data.prepare_evaluation((torch.arange(1),), torch.device("cuda"))
+    to_gpu = [tensor for tensor, device in sent if device != torch.device("cpu")]
+    assert len(to_gpu) == 2
+    assert all(any(tensor is other for other in pinned) for tensor in to_gpu)
 
 
 def test_where_tf32_is_used(cuda, monkeypatch):
