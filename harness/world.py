@@ -122,7 +122,9 @@ def together(task: Callable, *args, here: bool = True) -> list:
         result = task(*args) if here else None
     except (OSError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    everyone = gather_objects((why, result))
+    everyone = [None]
+    while None in everyone:  # from a rank whose task still runs, but takes part in collectives
+        everyone = gather_objects((why, result))
     if failures := [why for why, _ in everyone if why]:
         raise Failed(failures[0])
     return [result for _, result in everyone]

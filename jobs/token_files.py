@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 from harness.cli import fail
-from harness.world import Failed, is_first_here, print0, together
+from harness.world import Failed, gather_objects, is_first_here, print0, together
 from libraries import hub
 
 TOGETHER = 32  # parts that a tokenizer gets in one call, and encodes in parallel
 PART = 2**14  # bytes of text in a part
+MEET = 10  # seconds of encoding, after which a rank takes part in a collective
 VERSION = 2  # of what is encoded: another one does not read the files of earlier ones
 
 
@@ -56,7 +58,7 @@ def load_split(args, paths: list[Path], about: tuple, encode: Callable[[], Itera
         return next((path for path in places if os.access(path, os.R_OK)), None)
 
     try:
-        together(write, places, encode, here=is_first_here() and not find())
+        together(write, places, partial(meet, encode), here=is_first_here() and not find())
     except Failed as error:
         fail(f"--data-dir {args.data_dir}: its tokens cannot be written ({error}); free some space")
     path = find()
@@ -71,6 +73,17 @@ def identify(tokenizer: Path, paths: list[Path], about: tuple) -> str:
     files = sorted(file for kind in hub.BESIDE for file in tokenizer.glob(kind))
     hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
     return hashlib.sha256(json.dumps([VERSION, found, hashes, about]).encode()).hexdigest()[:16]
+
+
+def meet(encode: Callable[[], Iterator]) -> Iterator:
+    """What a rank encodes. All others wait for it in :func:`together`, in a collective that ends
+    the run after ``--timeout``; so every few seconds this rank takes part in one."""
+    met = time.monotonic()
+    for tokens in encode():
+        yield tokens
+        if time.monotonic() > met + MEET:
+            gather_objects(None)
+            met = time.monotonic()
 
 
 def write(places: list[Path], encode: Callable[[], Iterator[Iterable[int]]]) -> None:

@@ -13,6 +13,7 @@ from conftest import ROOT, cases, relative_difference
 from test_text import settled
 
 import common
+from harness import world
 from jobs import chat as chat_data
 from jobs import conversations, text, token_files
 from libraries import hub
@@ -189,3 +190,14 @@ def test_text_is_encoded_once(chat, tmp_path, monkeypatch):
 
     token_files.write([folder / "a" / "x", new], encode)
     assert new.stat().st_size == 12 and len([*folder.iterdir(), *new.parent.iterdir()]) == 6
+
+
+def test_ranks_that_wait_for_tokens_do_not_time_out(monkeypatch):
+    """The one that encodes takes part in collectives, which the others begin one after another."""
+    sent = []
+    rounds = [[None, (None, 1)], [None, (None, 1)], [(None, 2), (None, 1)]]
+    monkeypatch.setattr(token_files, "MEET", -1)
+    monkeypatch.setattr(token_files, "gather_objects", sent.append)
+    assert [*token_files.meet(lambda: iter("abc"))] == ["a", "b", "c"] and sent == [None] * 3
+    monkeypatch.setattr(world, "gather_objects", lambda value: rounds.pop(0))
+    assert world.together(lambda: 2) == [2, 1] and not rounds
