@@ -270,6 +270,8 @@ def read_weights(
             if theirs != tuple(tensor.shape):
                 has = f"has {name} of {theirs}" if theirs else f"has no {name}"
                 why = "give the folder's own --model, text and tokenizer"
+                if theirs and "embed_tokens" in name and theirs[0] < len(tensor):
+                    why = "its tokenizer has more tokens; save both after resize_token_embeddings()"
                 fail(f"{flag} {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
         read_shards(folder, tensors, reader, flag)
     if twin:

@@ -5,11 +5,12 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, cases, relative_difference
+from conftest import ROOT, cases, refused, relative_difference
 from test_text import settled
 
 import common
@@ -201,3 +202,16 @@ def test_ranks_that_wait_for_tokens_do_not_time_out(monkeypatch):
     assert [*token_files.meet(lambda: iter("abc"))] == ["a", "b", "c"] and sent == [None] * 3
     monkeypatch.setattr(world, "gather_objects", lambda value: rounds.pop(0))
     assert world.together(lambda: 2) == [2, 1] and not rounds
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding(chat, tmp_path):
+    """As after add_tokens() without resize_token_embeddings()."""
+    folder = shutil.copytree(chat / "hub", tmp_path / "hub")
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = hub.load_tokenizer(folder)
+    tokenizer.add_tokens([f"<{i}>" for i in range(config["vocab_size"])])
+    tokenizer.save_pretrained(folder)
+    args = settled(f"{JOB} --weights {folder} --data-dir {chat}/chat.jsonl")
+    train_set, _ = common.make_datasets(args)
+    with refused("its tokenizer has more tokens; save both after resize_token_embeddings()"):
+        common.make_model(args, train_set.classes)
