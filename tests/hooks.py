@@ -212,6 +212,37 @@ def waits():
     around_batches(count_steps)
 
 
+def products():
+    """Print, for each rank, in which dtypes it multiplies matrices in its last step."""
+    found = set()
+
+    class SeeProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(kind.__name__ == "DTensor" for kind in types):
+                return NotImplemented  # it comes again with what is in it
+            if func.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
+                found.add(str(args[-1].dtype).removeprefix("torch."))
+            return func(*args, **(kwargs or {}))
+
+    def see_last(run, batches):
+        for batch in batches:
+            is_last = run.step == run.total_steps
+            with SeeProducts() if is_last else contextlib.nullcontext():
+                yield batch
+            if is_last:
+                print_line("products", RANK, *sorted(found))
+
+    around_batches(see_last)
+
+
+def eager():
+    """Nothing is compiled, for which there may be no compiler."""
+    import common
+
+    common.need_compiler = lambda device: None
+    torch.compiler.set_stance("force_eager")
+
+
 def live(*given):
     """rank0.json, ... in --output-dir get the bytes at the peak of the third step, by kind, as on a
     CPU. ``given``: a number of fake ranks, of which it is the first; ``to_one``; ``backward``."""

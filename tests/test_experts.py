@@ -179,6 +179,17 @@ def test_a_rank_without_tokens(train, tmp_path):
     assert "is a mixture of experts" in refusal
 
 
+def test_the_balancing_loss_is_that_of_switch_transformers():
+    """Equation 4 of arXiv:2101.03961: weight * experts * sum of load * mean probability."""
+    mixture, x = make(8, 16, 4, balance=0.3).double(), torch.randn(2, 25, 8, dtype=torch.float64)
+    (0 * mixture(x)).sum().backward()
+    found, mixture.router.weight.grad = mixture.router.weight.grad, None
+    probabilities = mixture.router(x).flatten(0, 1).softmax(1)
+    load = probabilities.argmax(1).bincount(minlength=4) / 50
+    (0.3 * 4 * (load * probabilities.mean(0)).sum()).backward()
+    torch.testing.assert_close(found, mixture.router.weight.grad)
+
+
 def test_balance_has_the_router_use_all_experts():
     mixture, x = make(8, 16, 4, balance=1.0), torch.randn(4, 50, 8) + 0.5
     with torch.no_grad():

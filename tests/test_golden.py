@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import relative_difference
+from conftest import read_run, relative_difference, state
 from small_resnet import SmallResNet
 
 import common
@@ -94,13 +94,14 @@ def batches_of_text(args, data):
 
 
 def train(parameters, kind, options, decay, factors, batches, loss_of, clip=None):
-    """Five steps, with a rate that is set for each. ``parameters``: whether they decay, by name."""
+    """Five steps, with a rate that is set for each. ``parameters``: each, and whether it decays.
+    Returns the losses, and the norm of the last gradient if it is clipped."""
     decaying = [p for p, decays in parameters if decays]
     others = [p for p, decays in parameters if not decays]
     groups = [{"params": decaying, "weight_decay": decay}]
     groups += [{"params": others, "weight_decay": 0}] if others else []
     optimizer = getattr(torch.optim, kind)(groups, **options)
-    losses = []
+    losses, norm = [], None
     for factor, batch in zip(factors, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = options["lr"] * factor
@@ -115,15 +116,16 @@ def train(parameters, kind, options, decay, factors, batches, loss_of, clip=None
                 p.grad *= clip / (norm + 1e-6)
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, norm
 
 
 @pytest.mark.parametrize("flags, kind, options, decay, factors", RUNS)
 def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, factors, run_once):
-    """Norms and embeddings do not decay, matrices do."""
-    finished, folder = run_once("pytorch_SingleGPU", 1, f"{GPT} {flags} --double --max-steps 5")
-    found, args = torch.load(folder / "model.pt", weights_only=True), settled(f"{GPT} {flags}")
-    data, _ = common.make_datasets(args)
+    """Norms and embeddings do not decay, matrices do. And what it reports."""
+    job = f"{GPT} {flags} --double --max-steps 5"
+    _, folder = run_once("pytorch_SingleGPU", 1, job)
+    (found, result), args = read_run(folder), settled(f"{GPT} {flags}")
+    data, eval_set = common.make_datasets(args)
     weights = common.make_model(args, data.classes).state_dict()
     weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()
                if name != "vocabulary"}  # fmt: skip
@@ -135,10 +137,19 @@ def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, facto
         return F.cross_entropy(gpt(weights, tokens).flatten(0, 1), labels.flatten())
 
     batches = batches_of_text(args, data)
-    losses = train(decays, kind, options, decay, factors, batches, loss_of, args.clip_grad)
+    losses, norm = train(decays, kind, options, decay, factors, batches, loss_of, args.clip_grad)
     del found["vocabulary"]
     assert relative_difference(found, weights) < 1e-10
-    assert f"loss {losses[-1]:.4f}, evaluation loss" in finished.stdout
+    means = [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]  # of epochs
+    assert result["train_loss"] == pytest.approx(means, rel=1e-9)
+    assert result["gradient_norm"] == (norm and pytest.approx(norm, rel=1e-9))
+    tokens = eval_set.tokens[: 4 * 8 + 1].long()
+    rows, labels = tokens[:-1].view(4, 8), tokens[1:].view(4, 8)
+    assert result["eval_loss"][-1] == pytest.approx(loss_of(rows, labels).item(), rel=1e-9)
+    right = (gpt(weights, rows).argmax(2) == labels).double().mean().item()
+    assert result["eval_accuracy"][-1] == right and result["eval_samples"] == 32
+    [sums] = state(folder)["ranks"]  # since the second epoch
+    assert sums["samples"] == 8 and sums["loss_sum"] == pytest.approx(8 * losses[4], rel=1e-9)
 
 
 @pytest.mark.parametrize("flags, kind, options, decay, factors", OF_IMAGES)

@@ -155,14 +155,17 @@ def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     assert "at epoch 1, step 4" in finished.stdout
 
 
-@pytest.mark.full
-def test_after_a_sync_any_ranks_and_scripts_go_on(tmp_path):
+EVERY, DDP, ONE = f"{LOCAL} --sync-every 1", "pytorch_torchrun_DDP", "pytorch_SingleGPU"
+SHORT = [(EVERY, 3, 2), (ONE, 1, 12)]
+LONG = [(EVERY, 3, 2), (EVERY, 2, 4), (DDP, 2, 7), (EVERY, 4, 9), (ONE, 1, 10), (EVERY, 3, 12)]
+
+
+@pytest.mark.parametrize("turns", [SHORT, pytest.param(LONG, marks=pytest.mark.full)])
+def test_after_a_sync_any_ranks_and_scripts_go_on(turns, tmp_path):
     """Within an epoch, and where that is exact: with the mean of what the ranks' momentum was."""
     flags = f"{JOB} {GPT} {SGD} --warmup-steps 20"
     succeed(hooked("pytorch_SingleGPU", 1, f"{flags} --output-dir {tmp_path}/whole"), forked=True)
     job = f"{flags} --output-dir {tmp_path}/parts --resume auto"
-    every, ddp, one = f"{LOCAL} --sync-every 1", "pytorch_torchrun_DDP", "pytorch_SingleGPU"
-    turns = [(every, 3, 2), (every, 2, 4), (ddp, 2, 7), (every, 4, 9), (one, 1, 10), (every, 3, 12)]
     for script, n, steps in turns:
         finished = succeed(hooked(script, n, f"{job} --max-steps {steps}"), forked=True)
         assert ("resumed from" in finished.stdout) == (steps > 2)

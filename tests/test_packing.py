@@ -58,6 +58,20 @@ def test_empty_lines_of_windows_separate_documents(tmp_path):
         assert (dataset.starts == found[0].starts).all()
 
 
+def test_the_loss_of_a_batch_is_a_mean_over_its_labels():
+    """On one rank, and on two, which have other numbers of them and average their losses."""
+    args = settled(f"{JOB} --model gpt-1x1x8 --context 32 --packed")
+    dataset, _ = text.make_datasets(args)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(5 + 2))[24:48]
+    _, whole = dataset.prepare((order,), "cpu", 5, 2, 1)
+    assert dataset.weight(whole).item() == pytest.approx(1)
+    parts = [dataset.prepare((order[r::2],), "cpu", 5, 2, 1, share=(r, 2))[1] for r in (0, 1)]
+    first, second = [dataset.weight(labels).item() for labels in parts]
+    assert first != second and (first + second) / 2 == pytest.approx(1)
+    counts = [(labels >= 0).sum().item() for labels in parts]
+    assert first / second == pytest.approx(counts[0] / counts[1])
+
+
 def test_no_token_is_lost_in_packing(tmp_path, capsys):
     """Every token has its successor in the document as label, once; a long one is split."""
     (tmp_path / "a").write_text("\n\n".join(("ab", "abcdefghij", "abc") * 20))
