@@ -33,6 +33,13 @@ FOLDER, CONFIG, FILE = "adapter", "adapter_config.json", "adapter_model.safetens
 USUAL = {"rank": 8, "alpha": 16.0, "targets": "query,value"}
 PLAIN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "modules_to_save": None}
 PLAIN |= {"use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+# Entries that do not change what an adapter computes. Any other one has to be empty: peft has more
+# variants with each version, and one that is taken for a plain adapter gives another model.
+FREE = """auto_mapping base_model_name_or_path corda_config eva_config exclude_modules
+inference_mode layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout
+lora_ga_config megatron_config megatron_core peft_version qalora_group_size r revision
+target_modules task_type""".split()
+STARTS = True, False, "gaussian", "eva", "orthogonal"  # others take their start out of the base
 
 
 def add_flags(parser) -> None:
@@ -62,8 +69,11 @@ def complete(args):
         found = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(f"{given}: {CONFIG} cannot be used ({error!r}); give a folder of peft")
-    for name, usual in PLAIN.items():
-        if (config[name] or None) != (usual or None):
+    if (start := config.pop("init_lora_weights", True)) not in STARTS:
+        use = "convert it by path_initial_model_for_weight_conversion of peft's save_pretrained"
+        fail(f"{given}: its init_lora_weights is {start}, for which peft changes the base; {use}")
+    for name in config.keys() - FREE:
+        if (config[name] or None) != (PLAIN.get(name) or None):
             fail(f"{given}: its {name} is {config[name]}, which is not supported here")
     for name in USUAL:
         own, theirs = getattr(args, name), found.get(name)

@@ -27,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from test_inference import infer
 
 import common
+from harness.settings import read_flags
 from jobs import decoder
-from libraries import hub
+from jobs.choice import Settings
+from libraries import hub, peft_folder
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -290,6 +292,22 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
         f"--adapter {base}": "adapter_config.json cannot be used",
     }.items():
         assert words in launch(f"{command} {wrong}", forked=True).refusal
+
+
+@pytest.mark.parametrize("entries, plain", TABLES["adapters"])
+def test_only_a_plain_adapter_is_continued(entries, plain, tmp_path):
+    """Of a variant, peft computes something else with the same two matrices."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | entries))
+    parser = common.argument_parser("", only_gpt=True)
+    peft_folder.add_flags(parser)
+    args = read_flags(parser, Settings, ["--adapter", str(tmp_path)])
+    if plain:
+        assert peft_folder.complete(args).rank == 4
+        return
+    [name] = entries
+    with refused(f"its {name} is {entries[name]}"):
+        peft_folder.complete(args)
 
 
 @torch.no_grad()
