@@ -8,7 +8,7 @@ import jinja2
 from report.palette import MEMORY
 
 TONES = MEMORY | {"optimizer": MEMORY["optimizer state"], "temporary": MEMORY["rest"]}
-WIDTH, HEIGHT, LEFT, TOP, GIB = 640, 250, 58, 16, 2**30
+WIDTH, HEIGHT, LEFT, TOP, GIB = 640, 250, 58, 20, 2**30
 TEMPLATE = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(
     Path(__file__).with_name("area.svg.jinja").read_text()
 )
