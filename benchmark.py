@@ -2,12 +2,13 @@
 
 Measure     python benchmark.py --suite cpu
             The suites are files in config/: quick, gpt, models, shakespeare (needs its text in
-            data/), by_hand, cpu, gpu, ecosystem, reviews (needs data/movie_reviews), parallel,
-            local_sgd, peers, scaling, inference, collectives, estimate, one_gpu, published, front
-            and outputs. Each row runs in fresh processes with its own launch command, and the rows
-            alternate (A B C, A B C, ...). The results go to results/SUITE.json. A row that fails
-            reports why, and the others continue. (The last seven suites have steps instead of rows,
-            of which the last one measures, or commands whose output is recorded.)
+            data/), by_hand, cpu, gpu (needs data/gpt2.txt, which measure/gpu_session.sh writes),
+            ecosystem, reviews (needs data/movie_reviews), parallel, local_sgd, peers, scaling,
+            inference, collectives, estimate, one_gpu, published, front and outputs. Each row runs
+            in fresh processes with its own launch command, and the rows alternate (A B C, A B C,
+            ...). The results go to results/SUITE.json. A row that fails reports why, and the others
+            continue. (The last seven suites have steps instead of rows, of which the last one
+            measures, or commands whose output is recorded.)
 Dry run     python benchmark.py --suite gpu --dry-run
             Prints each row's command, and why this machine would skip it. Starts nothing.
 Resume      Run the same command again: an interrupted measurement continues where it stopped.

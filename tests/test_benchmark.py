@@ -18,6 +18,7 @@ import benchmark
 from measure import everything
 from report import draw, pages
 from report.results import Unusable
+from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
 SUITES = sorted(path.stem.removeprefix("suite_") for path in ROOT.glob("config/suite_*"))
@@ -202,7 +203,11 @@ def test_rows_that_gpus_cannot_run_say_why(gpus, monkeypatch):
         gpus(count)
         halves = {f"GPT: FSDP_TP --tp 2 x{n}": n for n in {1, count} if n % 2}
         groups = "{} ranks cannot be divided into groups of 2".format
-        assert left_out("gpu") == {name: groups(n) for name, n in halves.items()}
+        expected = {name: groups(n) for name, n in halves.items()}
+        if 24 % (4 * count):
+            why = f"a batch of 24 cannot be divided into {4 * count} parts"
+            expected[f"GPT: gradient_accumulation --accumulate 4 x{count}"] = why
+        assert left_out("gpu") == expected
     gpus(5)
     why = left_out("gpu")
     assert why["torchrun_DDP x5"] == "a batch of 96 cannot be divided into 5 parts"
@@ -217,6 +222,18 @@ def test_rows_that_gpus_cannot_run_say_why(gpus, monkeypatch):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name != "deepspeed")
     why = left_out("gpu")
     assert why["DeepSpeed zero_stage1 x1"] == "deepspeed is not installed"
+
+
+def test_each_script_that_one_gpu_can_run_is_measured_on_one():
+    """On ResNet-50, if it trains images, and on GPT-2."""
+    commands = {"gpu": "", "gpu-gpt": ""}
+    for row in benchmark.read_suite("gpu")["rows"]:
+        if row["table"] in commands and row["ranks"] == 1:
+            commands[row["table"]] += f" {shlex.join(row['command'])} "
+    for row in TECHNIQUES:
+        for table in ("gpu", "gpu-gpt"):
+            trains = table == "gpu-gpt" or "needs_gpt" not in row.traits
+            assert (f" {row.script}.py " in commands[table]) == trains, (row.name, table)
 
 
 @pytest.mark.parametrize("suite", SUITES)
