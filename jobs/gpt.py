@@ -106,7 +106,8 @@ class Attention(nn.Module):
         angles, documents = places
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
         if self.normalizes:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q).to(v.dtype)  # norms return fp32 under autocast
+            k = self.key_norm(k).to(v.dtype)
         if self.rotate:
             q, k = self.rotate(q, *angles), self.rotate(k, *angles)
         heads = self.attend(q, k, v, *documents)

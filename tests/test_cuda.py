@@ -19,7 +19,7 @@ import common
 import harness.world
 from harness import clock, result, state
 from harness.data import TaskData
-from jobs import classifiers, images, text
+from jobs import classifiers, images, llama, text
 from libraries import attention_kernels
 from techniques import IN_A_V, TECHNIQUES
 
@@ -252,6 +252,24 @@ def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda, monkeypatch):
         out, sums = attention_kernels.forward(q, k, v, True)
         found = attention_kernels.backward(out, q, k, v, out, sums, True)
     assert sums.shape == (2, 4, 50) and [t.shape for t in found] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_queries_keys_and_values_have_one_dtype(family, cuda, monkeypatch):
+    """Under autocast, also behind norms, which return fp32: ring attention would send twice as many
+    bytes, and no flash kernel would take them."""
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
+    seen, size = [], llama.FAMILIES[family](1, 4, 64).complete(family, 2, None)
+
+    def attend(q, k, v):
+        seen.extend((q.dtype, k.dtype, v.dtype))
+        return q
+
+    with FakeGpus(cuda), torch.device("cuda:0"), torch.autocast("cuda", torch.bfloat16):
+        model = llama.Llama([0, 1], size)
+        model.blocks[0].attention.attend = attend
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert seen == 3 * [torch.bfloat16]
 
 
 @pytest.mark.parametrize("gpu, hip, able", TABLES["float8_gpus"])
