@@ -84,7 +84,7 @@ def header_fields(script: Path) -> str:
 def memory(root: Path, name: str, chinese: bool) -> list[str]:
     """A picture of each variant of a script, for a GPT and for a ResNet."""
     found = json.loads((root / "website" / "data" / "memory.json").read_text())["data"]
-    words = CHINESE["pictures"] if chinese else {}
+    words = CHINESE["pictures"] | WORDS["phases"] if chinese else {}
     names = {kind: words.get(english, english) for kind, english in WORDS["kinds"].items()}
     parts, script = [], name if name != "checkpoint" else "FSDP"
     for job, (flags, batch) in found["jobs"].items():
