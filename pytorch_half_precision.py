@@ -58,7 +58,7 @@ def main():
         half_model, loss_scale = half_copy(model, dtype), args.loss_scale
         pairs = list(zip(model.parameters(), half_model.parameters(), strict=True))
     else:
-        half_model, loss_scale, pairs = model.to(dtype), 1, []  # half: the same object
+        half_model, loss_scale, pairs = to_half(model, dtype), 1, []  # half: the same object
 
     # 4. Optimizer and schedule
     fused = device.type == "cuda" or torch.__version__ >= "2.14"  # half: SGD on CPUs was wrong
@@ -106,11 +106,23 @@ def main():
     run.finish(half_model, optimizer, **held)
 
 
+def to_half(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters, and BatchNorm's running statistics. Other buffers stay in fp32: they count
+    the tokens of experts, or add up small steps."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for norm in common.batch_norms(model):
+        norm.to(dtype)
+    return model
+
+
 def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A working copy in half precision. BatchNorm stays in fp32 and is shared with the model, not
-    copied: its parameters are few, and its running statistics move by small steps."""
+    copied: its parameters are few, and its running statistics move by small steps. All buffers are
+    shared, so what forward counts is what the optimizer's step finds."""
     norms = {id(module): module for module in common.batch_norms(model)}
-    half_model = copy.deepcopy(model, memo=norms)
+    buffers = {id(buffer): buffer for buffer in model.buffers()}
+    half_model = copy.deepcopy(model, memo=norms | buffers)
     for module in half_model.modules():
         if id(module) not in norms:
             for parameter in module.parameters(recurse=False):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, cases, same_bits, succeed
+from conftest import ROOT, cases, read_run, same_bits, succeed
 from test_inference import infer
 from test_text import settled
 from torch import nn
@@ -240,3 +240,14 @@ def test_dropout_is_of_the_sum(n, tmp_path):
     for sharded, shape, share in found:
         assert shape == [4, 64 // n if sharded else 64, 8]
         assert share == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("flags", ["", "--master-weights"])
+def test_half_precision_balances_what_forward_counts(flags, run_once):
+    """And keeps it in fp32: each step moves a bias by 0.001."""
+    flags += " --model gpt-2x2x16 --context 12 --dataset synthetic --train-samples 96 --experts 4"
+    flags += " --batch-size 24 --eval-samples 20 --balance bias --max-steps 4 --dtype bfloat16"
+    state, _ = read_run(run_once("pytorch_half_precision", 1, flags)[1])
+    thousandths = torch.stack([1000 * state[f"blocks.{i}.mlp.bias"] for i in range(2)])
+    torch.testing.assert_close(thousandths, thousandths.round(), rtol=0, atol=1e-3)
+    assert thousandths.abs().max() > 3.5
