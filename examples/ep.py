@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader, default_collate
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/ep", 60, 20, 32, 1e-2, 6, 0.01
+SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
 
 
@@ -127,11 +128,20 @@ def shard(model, mesh):  # the experts; all other modules stay whole
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
     groups = [[p for p in group if p.grad is not None] for group in groups]
+    groups = [group for group in groups if group]
     norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
     norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
     return norm
+
+
+def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.state.{name}" not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
@@ -185,11 +195,14 @@ def main():
     optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
     start, best = 0, math.inf
     if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+        sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
+        drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start, best = saved["step"], saved["best"]
-        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        states = {"model_state_dict": weights, "optim_state_dict": moments}
+        sd.set_state_dict(model, optimizer, **states, options=SOME)
 
     rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
     train_loader = DataLoader(train_set, batch_sampler=rows)
@@ -206,8 +219,12 @@ def main():
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] / total[1]).backward()  # experts get the gradients of all ranks' tokens
-        for p in whole:
-            dist.all_reduce(p.grad)
+        used = torch.tensor([p.grad is not None for p in whole], device=device).int()
+        dist.all_reduce(used)  # a rank's rows may leave out what those of another one use
+        for p, count in zip(whole, used.tolist(), strict=True):
+            if count:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
         norm = clip_grad_norm([sharded, whole], 1.0)
         optimizer.step()
         optimizer.zero_grad()

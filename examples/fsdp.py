@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/fsdp", 60, 20, 32, 1e-2, 6, 0.01
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
+SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
 
 
@@ -102,6 +103,14 @@ def read_weights(model, device):
             raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
 
 
+def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.state.{name}" not in saved:
+            optimizer.state.pop(parameter, None)
+
+
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
     found, seen = [None], [None] * world
     if rank == 0:
@@ -140,11 +149,14 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     start, best = 0, math.inf
     if folder:
+        sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
+        drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start, best = saved["step"], saved["best"]
-        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        states = {"model_state_dict": weights, "optim_state_dict": moments}
+        sd.set_state_dict(model, optimizer, **states, options=SOME)
 
     rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
     train_loader = DataLoader(train_set, batch_sampler=rows)

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, default_collate
 
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/fsdp_tp", 60, 20, 32, 1e-2, 6, 0.01
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
+SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
 TP = 2  # ranks that share each matrix: neighbours, as on one machine
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a rank has some heads, columns
@@ -147,11 +148,20 @@ def shard(model, mesh):  # embedding, norms and head stay whole
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, on either mesh
     groups = [[p for p in group if p.grad is not None] for group in groups]
+    groups = [group for group in groups if group]
     norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
     norm = torch.stack([norm.full_tensor() for norm in norms]).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
     return norm
+
+
+def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.state.{name}" not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
@@ -217,15 +227,19 @@ def main():
     dtype = POLICY.param_dtype or torch.float32
     check(found, found if expected is None else expected, dtype, why)
     groups = [[p for p in model.parameters() if p.device_mesh.ndim == n] for n in (2, 1)]
-    per_head = [p for name, p in model.named_parameters() if name.split(".")[-2] in PER_HEAD]
+    per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
+    per_head = [p for p in per_head if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], LR, weight_decay=DECAY)
     start, best = 0, math.inf
     if folder:
+        sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
+        drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start, best = saved["step"], saved["best"]
-        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        states = {"model_state_dict": weights, "optim_state_dict": moments}
+        sd.set_state_dict(model, optimizer, **states, options=SOME)
 
     rows = (batch[dp::dps] for batch in order(len(train_set), start))  # this rank's
     train_loader = DataLoader(train_set, batch_sampler=rows)

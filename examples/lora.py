@@ -124,6 +124,14 @@ def read_weights(model, device):
             raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
 
 
+def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.state.{name}" not in saved:
+            optimizer.state.pop(parameter, None)
+
+
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
     found, seen = [None], [None] * world
     if rank == 0:
@@ -167,6 +175,10 @@ def main():
     only = sd.StateDictOptions(ignore_frozen_params=True, strict=False)  # checkpoints: adapters
     start, best = 0, math.inf
     if folder:
+        sd.get_optimizer_state_dict(
+            model, optimizer, options=only
+        )  # an empty step: all have a state
+        drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer, options=only)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks

@@ -123,6 +123,14 @@ def full(batch, device):  # rows without labels fill a batch: all have the same 
     return ids.to(device), labels.to(device)
 
 
+def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.state.{name}" not in saved:
+            optimizer.state.pop(parameter, None)
+
+
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
     found, seen = [None], [None] * world
     if rank == 0:
@@ -179,6 +187,10 @@ def main():
     gloo = dist.new_group(backend="gloo")  # nccl would gather the weights on the GPU
     start, best = 0, math.inf
     if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+        sd.get_optimizer_state_dict(
+            model, optimizer, options=FLAT
+        )  # an empty step: all have a state
+        drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks

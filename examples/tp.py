@@ -23,6 +23,7 @@ OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/tp", 60, 20, 32, 1e-2, 6, 0.
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a rank has some heads, columns
 ROWWISE = ("o_proj", "down_proj")  # a rank has the matching rows, and the ranks sum their outputs
 PER_HEAD = ("q_norm", "k_norm")  # whole on every rank, which applies it to its heads only
+SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
 
 
@@ -92,11 +93,20 @@ def shard(model, mesh):  # embedding, norms and head stay whole
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
     groups = [[p for p in group if p.grad is not None] for group in groups]
+    groups = [group for group in groups if group]
     norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
     norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
     return norm
+
+
+def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.state.{name}" not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
@@ -145,15 +155,19 @@ def main():
     check(found, found if expected is None else expected, next(model.parameters()).dtype, why)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    per_head = [p for name, p in model.named_parameters() if name.split(".")[-2] in PER_HEAD]
+    per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
+    per_head = [p for p in per_head if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
     start, best = 0, math.inf
     if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+        sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
+        drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start, best = saved["step"], saved["best"]
-        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        states = {"model_state_dict": weights, "optim_state_dict": moments}
+        sd.set_state_dict(model, optimizer, **states, options=SOME)
 
     train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
     eval_loader = DataLoader(eval_set, BATCH)

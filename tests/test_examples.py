@@ -174,6 +174,40 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     assert same_bits(early, best(folders[1])) and same_bits(early, best(folders[0]))
 
 
+FROZEN = {"nn.Embedding(64, 64)": "nn.Embedding(64, 64).requires_grad_(False)"}
+FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "zero_deepspeed")]
+
+
+@cases("name", FREEZING, lambda n: n in ("ep", "optimizer_in_backward"))
+def test_a_frozen_embedding(name, plain, tmp_path):
+    own = read(name) if "\nclass " in read(name) else ""
+    changes = FROZEN | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
+    _, folder = plain(own, "", tuple(changes.items()))
+    run(name, 2 if ROWS[name].ranks < 4 else 4, tmp_path, ROWS[name].code, changes=SAME | FROZEN)
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
+
+
+UNUSED = """
+class Unused(nn.Embedding):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.pooler = nn.Parameter(torch.ones(6))
+"""
+
+
+@cases("name", ["fsdp", "tp", "ep", "pp"], lambda n: n in ("fsdp", "pp"))
+def test_a_parameter_without_a_gradient_is_resumed(name, tmp_path):
+    """It has no optimizer state. A tensor that a checkpoint does not have is an error."""
+    changes = {"nn.Embedding(64": "Unused(64"}
+    code = f"{ROWS[name].code}{UNUSED}"
+    run(name, 2, tmp_path, code, kill=13, changes=changes)
+    assert [*run(name, 2, tmp_path, code, changes=changes)] == [16]
+    shutil.rmtree(sorted(tmp_path.glob("runs/step-*"))[-1])
+    code += "        self.new = nn.Parameter(torch.ones(6))\n"
+    finished = start(name, 2, tmp_path, code, changes=changes)
+    assert finished.code == 1 and "Missing key" in finished.stderr, str(finished)
+
+
 def test_examples_stand_alone():
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert names == {"plain", *ROWS}
