@@ -3,6 +3,7 @@ PyTorch; inference/language.py uses the same for a GPT."""
 
 import contextlib
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from harness.cli import fail
 from inference.classifier import load_classifier
 from inference.images import batches, load_split
 from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
@@ -19,6 +21,7 @@ from jobs.images import Images
 
 INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
 CALIBRATION_IMAGES = 200
+MOST = 2e9  # bytes of weights: a file is a message of protobuf, which has less than 2 GiB
 
 
 def save(
@@ -33,15 +36,23 @@ def save(
     """
     import onnx
 
+    tensors = [*model.parameters(), *model.buffers()]  # one that is tied counts once
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if size > MOST:
+        why = f"the weights take {size / 1e9:.1f} GB, and an ONNX file has at most {MOST / 1e9:g}"
+        fail(f"ONNX: {why}; use them in PyTorch, which needs no export")
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # from PyTorch's own code during tracing
         program = torch.onnx.export(
             model, (example,), dynamo=True, verbose=False, input_names=list(shape),
             output_names=["logits"], dynamic_shapes=shape,
         )  # fmt: skip
-    program.save(path, external_data=False)
-    convert(path)
-    exported = onnx.load(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        # Above 1.5 GB torch writes a second file for the weights, whatever it is told.
+        whole = Path(folder, "model.onnx")
+        program.save(whole, external_data=False)
+        convert(whole)
+        exported = onnx.load(whole)
     onnx.helper.set_model_props(exported, metadata)
     onnx.checker.check_model(exported, full_check=True)
     onnx.save(exported, path)
