@@ -82,7 +82,8 @@ def read_result(args: Trained) -> tuple[str, list[str] | None]:
         words = shlex.join([*state["settings"], "--dataset", state["identity"]["dataset"]])
         return words.removesuffix(" --dataset own"), state["identity"]["classes"]
     if hub.is_folder(args.weights):
-        return "--model llama --tokenizer hub", None
+        tie = " --tie" if hub.read_config(hub.folder_of(args.weights))["tie"] else ""
+        return f"--model llama --tokenizer hub{tie}", None
     path = args.weights.with_name("result.json")
     try:
         result = json.loads(path.read_text())

@@ -378,6 +378,18 @@ def test_its_own_tokenizer(tmp_path):
     assert speak(run) == speak(tmp_path / "out") == speak(folder) and len(speak(run)[0][0]) < 15
 
 
+def test_a_tied_folder_says_what_it_says_in_transformers(tmp_path):
+    """As those of Llama 3.2 and the small Qwens are."""
+    theirs = make_folder(tmp_path, vocab_size=300, dtype=torch.float32, tie_word_embeddings=True)
+    make_tokenizer(tmp_path, 290)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    asked = tokenizer("to be", add_special_tokens=False, return_tensors="pt").input_ids
+    theirs.generation_config.eos_token_id = None  # nor does ours stop there
+    said = theirs.generate(asked, do_sample=False, max_new_tokens=9)
+    flags = f"--weights {tmp_path} --prompt 'to be' --tokens 9 --temperature 0 --json"
+    assert json.loads(infer(flags).stdout)["text"] == tokenizer.decode(said[0])
+
+
 WRONG = TABLES["unknown_in_config"]
 
 
