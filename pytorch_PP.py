@@ -11,6 +11,8 @@ Use it      when a model does not fit one device and the links are slow, as betw
 Holds       per parameter 4/N bytes, 4/N for its gradient, and 4/N (SGD with momentum) or 8/N
             (AdamW) for the optimizer; the first and the last rank also embedding and head. And the
             activations of its blocks: of the whole batch (gpipe), at most N micro-batches (1f1b).
+            With --dtype bfloat16 also 2/N during a step, for its matrices in bfloat16; of experts
+            this is 2/N for each micro-batch in flight.
 Sends       per step and rank, 4 bytes per token and unit of width to the next rank, and as many
             back; twice that with two stages per rank (not gpipe, 1f1b). Nothing per parameter.
 """
@@ -177,8 +179,11 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             losses = []  # PP: one per micro-batch, on the rank of the last stage
             tokens = [images] if rank == 0 else []
-            # PP: forward and backward of all micro-batches, with the communication between ranks
-            schedule.step(*tokens, rows=images, target=labels, losses=losses, return_outputs=False)
+            # PP: forward and backward of all micro-batches, with the communication between ranks.
+            # The outermost autocast frees the weights in bfloat16: so micro-batches share a copy.
+            step = partial(schedule.step, rows=images, target=labels, losses=losses)
+            with torch.autocast(device.type, enabled=False):
+                step(*tokens, return_outputs=False)
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:

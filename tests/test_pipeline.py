@@ -1,6 +1,7 @@
 """Pipeline parallelism: parity with one process, memory, the bubble, and what happens on errors."""
 
 import argparse
+import json
 from fractions import Fraction
 
 import pytest
@@ -44,6 +45,16 @@ def test_ranks_compute_in_the_order_that_is_counted(schedule, tmp_path):
     order = order_of(schedule, 3, 6)
     for step in read_steps(tmp_path):
         assert [[tuple(part["what"]) for part in parts] for parts in step] == order
+
+
+def test_micro_batches_share_the_matrices_in_bfloat16(tmp_path):
+    """All are in flight at once. There are few tokens: a copy is larger than all activations."""
+    command = f"python {HOOKED} pytorch_PP.py --pipeline-schedule gpipe --dtype bfloat16"
+    flags = f"--microbatches 8 {JOB} --model gpt-1x2x256 --context 2 --batch-size 8"
+    flags += f" --max-steps 3 --output-dir {tmp_path}"
+    succeed(f"{command} {flags}", forked=True, HOOKS="live:1")
+    copy = 2 * 12 * 256**2
+    assert json.loads((tmp_path / "rank0.json").read_text())["activations"] < 1.5 * copy
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
