@@ -1,6 +1,7 @@
 """Unit tests of common.py."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,18 @@ def test_schedule():
     assert rates[55] == pytest.approx(0.5)
     assert sorted(rates[10:], reverse=True) == rates[10:]
     assert 0 < rates[-1] < 0.001 and optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
+def test_what_deterministic_asks_for(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    for deterministic in (False, True):
+        common.seed_everything(7, deterministic)
+        assert torch.initial_seed() == 7 and asked == [True] * deterministic
+        assert torch.backends.cudnn.benchmark != deterministic
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
 
 
 MODELS = [("resnet18", 32, "batch"), ("resnet18", 32, "group"), ("alexnet", 64, "group")]

@@ -21,14 +21,16 @@ from safetensors.torch import load_file
 from libraries.weights import load
 from techniques import TECHNIQUES, Case, Technique, decoder, technique
 
+# 167 texts: a sampler that repeats some, instead of dropping the last, would make seven steps of an
+# epoch on two, three and four ranks, instead of six.
 # Twelve heads, and 24 positions in two chunks a rank: two, three and four ranks can divide them.
 WIDTH, CONTEXT, BATCH, STEPS = 24, 24, 24, 12
-DATA = f"--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size {BATCH} --epochs 9"
+DATA = f"--dataset synthetic --train-samples 167 --eval-samples 20 --batch-size {BATCH} --epochs 9"
 DATA += " --print-freq 5"
 CLIP = "--clip-grad 0.5 "
 GPT = f"--context {CONTEXT} {CLIP}--model gpt-{{}}x12x{{}}"
 LLAMA = f"--context {CONTEXT} {CLIP}--model llama-{{}}x12x{{}} --kv-heads 6 --mlp-width 48"
-IMAGES = "--model small_resnet --norm group"
+IMAGES = "--model small_resnet --norm group --train-samples 150"
 # Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
 TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
 # Flags of the single process, too:
@@ -54,8 +56,16 @@ FLOAT16 = [  # with a scaled loss
     (row, row.cases[0]._replace(flags=f"--dtype float16{SCALED[row.name]}"))
     for row in map(technique, SCALED)
 ]
-# Usual: what one sends shows how it adds, and the other's norm how it clips
-AT_16_BITS = ("pytorch_FSDP --dtype bfloat16", "pytorch_auto_mixed_precision --dtype float16")
+# Rows of FSDP whose case in 16 bits has no other row:
+HALVES = [
+    (technique(name), Case(f"--dtype bfloat16 {flags}".strip(), (2,), frozenset({"rounds"})))
+    for name, flags in [("HSDP", "--shard 2"), ("FSDP_offload", "")]
+]
+# Usual, as they are branches of their own, besides each script's first case and one in bfloat16:
+BRANCHES = ("pytorch_comm_hooks --comm-hook fp16", "pytorch_comm_hooks --comm-hook powersgd")
+BRANCHES += ("pytorch_ZeRO_by_hand --stage 2", "pytorch_chunked_loss --fused")
+BRANCHES += ("pytorch_half_precision --dtype bfloat16 --master-weights",)
+BRANCHES += ("pytorch_auto_mixed_precision --dtype float16",)  # its norm shows how it clips
 PACKED = [  # several documents in a sequence; tried with a Llama
     (technique(name), Case(f"{flags} --packed".strip(), (n,), frozenset({"llama", "needs_gpt"})))
     for name, flags, n in conftest.TABLES["packed"]
@@ -147,7 +157,7 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=(), more=()):
         no_sgd &= one.optimizer == "sgd"
         if of_images or unknown or undivided or no_sgd or one.n > 4 or traits & set(but):
             continue
-        marks = [] if "full" not in one.case.traits and usual(one) else [pytest.mark.full]
+        marks = [] if usual(one) else [pytest.mark.full]
         marks += [COMPILER, pytest.mark.full] if one.technique.name == "compile" else []
         marks += [TORCHAO] if one.technique.name == "float8" else []
         marks += [FUSED] if "--fused" in one.case.flags else []
@@ -165,6 +175,11 @@ def single(one, run_once):
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every 10", hooks)[1]
 
 
+def is_first_in_16_bits(one):
+    cases = [*one.technique.cases, *(case for row, case in HALVES if row == one.technique)]
+    return one.case == next((case for case in cases if "--dtype bfloat16" in case.flags), None)
+
+
 def is_usual(one):
     """The first case, and further ones where these are also tried with another model."""
     sgd = "sgd" in one.case.traits or one.model == "images" or "differs" in one.technique.traits
@@ -173,7 +188,7 @@ def is_usual(one):
     if one.model == "images":  # of which few techniques know anything; SGD in 16 bits did not learn
         few = ("torchrun_DDP", "FSDP", "FSDP_by_hand", "half_precision")
         return is_first(one) and one.technique.name in few
-    if one.script in AT_16_BITS:
+    if one.script in BRANCHES or is_first_in_16_bits(one):  # what it sends shows how it adds
         return one.model == "gpt"
     if one.model == "tied":
         return one.script in TIED
@@ -181,12 +196,14 @@ def is_usual(one):
 
 
 @pytest.mark.parametrize(
-    "one", tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED)
+    "one",
+    tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED + HALVES),
 )
 def test_contract(one, run_once, measured):
     flags = f"{one.case.flags} {one.job} --snapshot-every 10"
-    _, folder = run_once(one.technique.script, one.n, flags, "sent waits")
+    finished, folder = run_once(one.technique.script, one.n, flags, "sent waits products")
     weights, result = read_run(folder)
+    check_products(one, finished)
     check_files(one, folder, weights, result)
     check_waits(one, folder)
     if one.rounds or "differs" in one.technique.traits:
@@ -210,7 +227,10 @@ def check_files(one, folder, weights, result):
     assert {name: result[name] for name in expected} == expected
     dtype = torch.float32 if one.rounds else torch.float64
     assert {t.dtype for t in weights.values() if t.is_floating_point()} == {dtype}
-    saved = load(max(folder.glob("snapshots/step-*")))  # without the ranks that wrote them
+    snapshot = max(folder.glob("snapshots/step-*"))
+    if one.technique.name != "checkpoint":  # whose are DCP's
+        check_ranks(one, folder, snapshot, result["options"])
+    saved = load(snapshot)  # without the ranks that wrote them
     if adapters:  # alone, as in their file
         file = load_file(folder / "adapter/adapter_model.safetensors")
         bits = [sorted(t.numpy().tobytes() for t in found.values()) for found in (saved, file)]
@@ -218,6 +238,32 @@ def check_files(one, folder, weights, result):
         return
     saved = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
     assert same_bits(saved, weights)
+
+
+def check_ranks(one, folder, snapshot, options):
+    """Their seeds, from which dropout draws: ranks of tensor parallelism have one, unless each has
+    positions of its own; all others differ. And all samples of an epoch's first four steps."""
+    whole = one.n if one.technique.name in ("TP", "TP_by_hand") else options.get("tp", 1)
+    alike = 1 if options.get("sequence_parallel") else whole
+    state = torch.load(snapshot / "state.pt", weights_only=True)
+    seeds = [rank["seed"] for rank in state["run"]["ranks"]]
+    assert len(seeds) == one.n and len(set(seeds)) == one.n // alike
+    assert all(seed == seeds[rank - rank % alike] for rank, seed in enumerate(seeds))
+    if not one.rounds:  # others have deleted it
+        state = torch.load(folder / "snapshots/step-00000010/state.pt", weights_only=True)
+        samples = sum(rank["samples"] for rank in state["run"]["ranks"])
+        assert samples == pytest.approx(4 * BATCH, abs=1e-9)
+
+
+def check_products(one, finished):
+    """What each rank multiplies matrices in, in a step: the one dtype that the flags say. Routers
+    and Muon's orthogonal matrices are computed in fp32 beside bfloat16."""
+    asked = one.script.partition("--dtype ")[2].partition(" ")[0]
+    expected = asked or ("float32" if one.rounds else "float64")
+    beside = "--experts" in one.script or one.technique.name == "Muon"
+    expected += " float32" if asked and beside else ""
+    found = re.findall(r"^products (\d) (.*)$", finished.stdout, re.MULTILINE)
+    assert sorted(found) == [(str(rank), expected) for rank in range(one.n)]
 
 
 def check_waits(one, folder):
@@ -244,7 +290,7 @@ def check_parity(one, run_once, folder, weights, result, measured):
     model = {"tied": " --tie", "llama": " --model llama-4x12x24 --kv-heads 6"}.get(one.model, "")
     script = one.script.removesuffix(" --merge") + model
     about = {"script": script, "ranks": one.n, "optimizer": one.optimizer}
-    if one.technique.name != "SingleGPU":  # whose difference from itself is no proof
+    if one.technique.name != "SingleGPU":  # whose proof is in test_golden.py, not in itself
         measured(table, **about, value=difference)
     assert difference < TOLERANCE[one.optimizer] * one.slack
     norm = ["gradient_norm"] * ("--clip-grad" in one.job)
@@ -268,7 +314,7 @@ def check_rounding(one, run_once, weights, result, measured):
     far = "differs" in one.technique.traits or "--dtype float16" in one.script  # skips steps
     assert loss == pytest.approx(fp32, rel=0.1 if far else 0.02)
     if "--clip-grad" in one.job:
-        assert result["gradient_norm"] == pytest.approx(expected_result["gradient_norm"], rel=0.5)
+        assert result["gradient_norm"] == pytest.approx(expected_result["gradient_norm"], rel=0.3)
     assert "--dtype" not in one.script or f"--dtype {result['precision']}" in one.script
 
 
@@ -454,7 +500,7 @@ def is_resumed(one):
     """DDP on three ranks: it sorts its buckets after the first step, which changes such sums."""
     if one.technique.name == "torchrun_DDP":
         return one.n == 3
-    if one.technique.name == "auto_mixed_precision":
+    if one.technique.name in ("auto_mixed_precision", "DDP_AMP"):  # with a scaler
         return "--dtype float16" in one.script
     others = SAVED_ALIKE + ENDED_EARLY + RESUMED_ELSEWHERE
     return is_first(one) and one.technique.name not in others
@@ -469,6 +515,12 @@ def test_resumed_from_its_own_snapshot_it_has_the_same_bits(one, run_once, tmp_p
     finished = succeed(hooked(one.script, one.n, flags), forked=True)
     assert "at epoch 1, step 5" in finished.stdout
     check_same_bits(one, run_once, tmp_path)
+    ours, theirs = conftest.state(tmp_path), conftest.state(whole)
+    assert ours["scheduler"]["last_epoch"] == theirs["scheduler"]["last_epoch"]
+    # In so few steps a scale does not change, but a new scaler would not have counted four of them.
+    assert ours.get("scaler") == theirs.get("scaler")
+    scaled = "--dtype float16" in one.script and one.technique.name != "half_precision"
+    assert bool(ours.get("scaler")) == scaled
 
 
 def test_a_new_row_is_tried_in_all_ways():

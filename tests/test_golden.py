@@ -26,6 +26,7 @@ WARM = [1 / 3, 2 / 3, 1, 0.75, 0.25]  # two steps of warm-up, then half a cosine
 HALF_COSINE = [1, (5 + math.sqrt(5)) / 8, (3 + math.sqrt(5)) / 8]
 HALF_COSINE += [(5 - math.sqrt(5)) / 8, (3 - math.sqrt(5)) / 8]  # over five
 GIVEN = "--lr 0.3 --weight-decay 0.2"
+NAMES = ("adamw", "sgd", "adamw-clipped", "sgd-defaults")
 RUNS = [  # flags, the optimizer that they mean, what decays, what each step's rate is multiplied by
     (f"{GIVEN} --optimizer adamw --warmup-steps 2", "AdamW", {"lr": 0.3}, 0.2, WARM),
     (f"{GIVEN} --optimizer sgd --momentum 0.7 --schedule none", "SGD",
@@ -119,7 +120,7 @@ def train(parameters, kind, options, decay, factors, batches, loss_of, clip=None
     return losses, norm
 
 
-@pytest.mark.parametrize("flags, kind, options, decay, factors", RUNS)
+@pytest.mark.parametrize("flags, kind, options, decay, factors", RUNS, ids=NAMES)
 def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, factors, run_once):
     """Norms and embeddings do not decay, matrices do. And what it reports."""
     job = f"{GPT} {flags} --double --max-steps 5"
@@ -152,7 +153,7 @@ def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, facto
     assert sums["samples"] == 8 and sums["loss_sum"] == pytest.approx(8 * losses[4], rel=1e-9)
 
 
-@pytest.mark.parametrize("flags, kind, options, decay, factors", OF_IMAGES)
+@pytest.mark.parametrize("flags, kind, options, decay, factors", OF_IMAGES, ids=("sgd", "adamw"))
 def test_a_resnet_is_trained_as_written_out_here(flags, kind, options, decay, factors, run_once):
     """All of it decays. How images are cropped and normalized: test_data.py."""
     _, folder = run_once("pytorch_SingleGPU", 1, f"{IMAGES} {flags} --double --max-steps 5")

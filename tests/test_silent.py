@@ -70,7 +70,7 @@ TRAINING = [row for row in LESSONS if "no_training" not in row.traits]
 
 @pytest.mark.parametrize("row", TRAINING, ids=lambda row: row.name)
 def test_dropout_has_a_seed_of_each_rank(row):
-    """What comes of it: test_which_ranks_drop_the_same, and check_seeds() of the contract."""
+    """What comes of it: test_which_ranks_drop_the_same, and check_ranks() of the contract."""
     text = (ROOT / f"{row.script}.py").read_text()
     alike = "one_process" in row.traits or row.name in WHOLE
     own = "own" if row.name == "ND_parallel" else "rank"  # of several meshes
