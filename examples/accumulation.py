@@ -36,6 +36,9 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -59,7 +62,9 @@ def main():
     if (rows := min(BATCH, len(train_set)) // ACCUMULATE) < world:
         raise SystemExit(f"{world} ranks need a row each of {rows} in a micro-batch")
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
     dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
     owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
@@ -81,18 +86,21 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        count, total = (batch["labels"] >= 0).sum(), torch.zeros(2, device=device)
-        dist.all_reduce(count)  # the labels of all micro-batches of all ranks
+        total = 0
         for i in range(ACCUMULATE):
             part = {name: tensor[i::ACCUMULATE] for name, tensor in batch.items()}
             with model.no_sync() if i < ACCUMULATE - 1 else contextlib.nullcontext():
                 sums = loss_of(model, part)
-                (sums[0] * world / count).backward()  # the last: DDP sends the gradients
-            total += sums.detach()
-        dist.all_reduce(total)  # for the printed loss
+                sums[0].backward()  # the last: DDP sends the gradients
+            total = total + sums.detach()
+        dist.all_reduce(total)  # the labels of all micro-batches of all ranks
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= world / total[1]  # DDP divides by world
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

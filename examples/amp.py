@@ -34,6 +34,9 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -57,7 +60,9 @@ def main():
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
     dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
     owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
@@ -79,8 +84,9 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, torch.bfloat16):  # float16 also needs a GradScaler
             sums = loss_of(model, batch)

@@ -75,6 +75,9 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -159,7 +162,9 @@ def main():
     why = "attend() is not the attention of this model: another loss"
     check(found, expected, next(model.parameters()).dtype, why)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
     dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
     owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
@@ -179,8 +184,9 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = shard(batch, device)
         sums = loss_of(model, batch)
         total = sums.detach().clone()

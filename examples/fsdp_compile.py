@@ -49,6 +49,9 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -147,7 +150,9 @@ def main():
     if WEIGHTS:
         read_weights(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     if folder:
         sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
         drop_unsaved(model, optimizer, folder)
@@ -166,8 +171,9 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         sums = loss_of(model, batch)
         total = sums.detach().clone()

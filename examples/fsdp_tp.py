@@ -81,6 +81,9 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -230,7 +233,9 @@ def main():
     per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
     per_head = [p for p in per_head if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], LR, weight_decay=DECAY)
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     if folder:
         sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
         drop_unsaved(model, optimizer, folder)
@@ -249,8 +254,9 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * dps + dp)  # of dropout: the same masks where the rows are
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         sums = loss_of(model, batch)
         total = sums.detach().clone()

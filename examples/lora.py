@@ -173,7 +173,9 @@ def main():
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, LR, weight_decay=DECAY)
     only = sd.StateDictOptions(ignore_frozen_params=True, strict=False)  # checkpoints: adapters
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     if folder:
         sd.get_optimizer_state_dict(
             model, optimizer, options=only
@@ -194,8 +196,9 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         sums = loss_of(model, batch)
         total = sums.detach().clone()

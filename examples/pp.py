@@ -61,13 +61,16 @@ def forward(stage, x):  # from token ids or hidden states to hidden states or lo
     return stage(x)
 
 
-def loss_of(logits, labels):  # the sum over all labels; -100 does not count
-    return nn.functional.cross_entropy(
-        logits.float().flatten(0, -2), labels.flatten(), reduction="sum"
-    )
+def loss_of(logits, labels):  # the sum over all labels, and their number; -100 does not count
+    logits = logits.float()
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -117,10 +120,16 @@ def make_stage(model, rank, world, device, length):
     return PipelineStage(stage, rank, world, device, *ends)
 
 
-def full(batch, device):  # rows without labels fill a batch: all have the same shape
+def full(batch, device):  # empty rows fill a batch: all have the same shape
     missing = (0, 0, 0, BATCH - len(batch["labels"]))
-    ids, labels = F.pad(batch["input_ids"], missing), F.pad(batch["labels"], missing, value=-100)
-    return ids.to(device), labels.to(device)
+    return F.pad(batch["input_ids"], missing).to(device), F.pad(batch["labels"], missing).to(device)
+
+
+def total_of(sums, device):  # of all micro-batches, from the rank of the last stage
+    total = sum(sums).detach() if sums else torch.zeros(2, device=device)
+    sums.clear()
+    dist.all_reduce(total)
+    return total
 
 
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
@@ -171,21 +180,29 @@ def main():
             expected = forward(model.eval(), sample["input_ids"]).to(device)
     stage = make_stage(model, rank, world, device, len(train_set[0]["input_ids"]))
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
-    total = 1
-    schedule = Schedule1F1B(
-        stage, MICRO, lambda logits, labels: loss_of(logits, labels) / total, scale_grads=False
-    )
-    ids, labels = full(sample, device)  # one row; all others have no labels
+    sums = []  # of each micro-batch, what loss_of() returns
+    rows = 1  # of the batch; all others are empty
+
+    def loss_of_rows(logits, labels):
+        left = max(0, rows - len(sums) * len(labels))
+        sums.append(loss_of(logits[:left], labels[:left]))
+        return sums[-1][0]
+
+    schedule = Schedule1F1B(stage, MICRO, loss_of_rows, scale_grads=False)
+    ids, labels = full(sample, device)
     model.eval()
     with torch.no_grad():
         logits = schedule.eval(*[ids] * (rank == 0), target=labels)
     if rank == world - 1:
         found = logits[:1]
+    sums.clear()
     why = "forward does more than embedding, layers, norm and head, as scaling embeddings, "
     why += "which each stage repeats: other logits"
     check(found, expected, next(model.parameters()).dtype, why)
     gloo = dist.new_group(backend="gloo")  # nccl would gather the weights on the GPU
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
         sd.get_optimizer_state_dict(
             model, optimizer, options=FLAT
@@ -205,12 +222,16 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         ids, labels = full(batch, device)
-        total, losses = (labels >= 0).sum(), []  # micro-batches have different numbers of labels
-        schedule.step(*[ids] * (rank == 0), target=labels, losses=losses, return_outputs=False)
+        rows = len(batch["labels"])
+        schedule.step(*[ids] * (rank == 0), target=labels, return_outputs=False)
+        total = total_of(sums, device)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient /= total[1]  # micro-batches have different numbers of labels
         squares = nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(squares)  # a sum over the stages
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm := squares.sqrt())
@@ -220,16 +241,14 @@ def main():
             continue
 
         model.eval()
-        found = torch.zeros(2, device=device)
-        found[0], count, total = sum(losses), 0, 1  # losses: on the rank of the last stage
+        found = 0
         for batch in eval_loader:
-            (ids, labels), losses = full(batch, device), []
+            ids, labels = full(batch, device)
+            rows = len(batch["labels"])
             with torch.no_grad():
-                schedule.eval(*[ids] * (rank == 0), target=labels, losses=losses)
-            found[1] += sum(losses)
-            count += (labels >= 0).sum()
-        dist.all_reduce(found)
-        loss, value = found[0].item(), (found[1] / count).item()
+                schedule.eval(*[ids] * (rank == 0), target=labels)
+            found = found + total_of(sums, device)
+        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
         if rank == 0:
             print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
         if value < best:

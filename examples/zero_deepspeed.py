@@ -35,6 +35,9 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 
 def export(model, weights):
+    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
+    weights = {name: tensor for name, tensor in weights.items() if name not in second}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -65,7 +68,9 @@ def main():
         "gradient_clipping": 1.0,
     }
     model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    start, best = 0, math.inf
+    rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    start = 0
+    best = math.inf
     found = [os.path.exists(f"{OUT}/latest")]
     dist.broadcast_object_list(found)  # rank 0 decides; all need its folder, on a shared disk
     if found[0]:  # by as many ranks as saved it, or DeepSpeed's ds_to_universal.py converts it
@@ -82,8 +87,9 @@ def main():
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
-        for group in optimizer.param_groups:  # a linear warm-up, then half a cosine
-            group["lr"] = LR * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         sums = loss_of(model, batch)
         total = sums.detach().clone()

@@ -187,6 +187,34 @@ def test_a_frozen_embedding(name, plain, tmp_path):
     assert distance(best(tmp_path), best(folder)) <= 1e-9
 
 
+TIED = {
+    "return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))": (
+        "model = nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))\n"
+        "    model[-1].weight = model[0].weight\n    return model"
+    ),
+    "AdamW(model.parameters(), LR,": "AdamW([{'params': model.parameters(), 'lr': 3 * LR}], LR,",
+    "loss, (labels >= 0).sum()]": "loss, 3 * (labels >= 0).sum()]",  # as a regression may count
+}
+
+
+@cases("name", ["plain", *FREEZING], lambda n: n in ("plain", "accumulation", "zero", "pp"))
+def test_edits_that_people_make(name, plain, tmp_path):
+    """A tied head is exported once; a group of parameters keeps its learning rate, resumed too;
+    no warm-up; another count of labels."""
+    own = read(name) if "\nclass " in read(name) else ""
+    changes = TIED | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
+    expected, folder = plain(own, "WARMUP = 0", tuple(changes.items()))
+    if name == "zero":
+        changes |= {"lr=LR, weight": "lr=3 * LR, weight"}
+    n = 0 if name == "plain" else max(2, ROWS[name].ranks)
+    code = f"{ROWS[name].code if n else ''}\nWARMUP = 0"
+    found = run(name, n, tmp_path, code, changes=SAME | changes)
+    assert found[16] == pytest.approx(expected[16], 1e-9)
+    weights = best(tmp_path)
+    assert distance(weights, best(folder)) <= 1e-9
+    assert own or ("0.weight" in weights and "5.weight" not in weights)
+
+
 UNUSED = """
 class Unused(nn.Embedding):
     def __init__(self, *sizes):
