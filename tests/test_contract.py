@@ -259,7 +259,8 @@ def check_products(one, finished):
     """What each rank multiplies matrices in, in a step: the one dtype that the flags say. Routers
     and Muon's orthogonal matrices are computed in fp32 beside bfloat16."""
     asked = one.script.partition("--dtype ")[2].partition(" ")[0]
-    expected = asked or ("float32" if one.rounds else "float64")
+    rounded = {"float8": "bfloat16"}.get(one.technique.name, "float32")  # which is emulated here
+    expected = asked or (rounded if one.rounds else "float64")
     beside = "--experts" in one.script or one.technique.name == "Muon"
     expected += " float32" if asked and beside else ""
     found = re.findall(r"^products (\d) (.*)$", finished.stdout, re.MULTILINE)
