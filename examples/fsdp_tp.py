@@ -137,7 +137,20 @@ def read_weights(model, device):
             raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
 
 
+def parents_of(model, names):  # the modules that have layers of these names
+    found = [name.rpartition(".") for name, _ in model.named_modules()]
+    return {parent for parent, _, last in found if last in names}
+
+
 def shard(model, mesh):  # embedding, norms and head stay whole
+    columns = parents_of(model, COLWISE)
+    rows = parents_of(model, ROWWISE)
+    if columns != rows or not rows:
+        parent = min(columns ^ rows, default="")
+        modules = model.get_submodule(parent).named_modules()
+        names = {name.rpartition(".")[2] for name, m in modules if hasattr(m, "weight")}
+        where = parent or "the model"
+        raise SystemExit(f"COLWISE and ROWWISE need the layers of {where}: {sorted(names)}")
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in COLWISE:
@@ -147,6 +160,10 @@ def shard(model, mesh):  # embedding, norms and head stay whole
             parallelize_module(module, mesh, ColwiseParallel())
         elif last in ROWWISE:
             parallelize_module(module, mesh, RowwiseParallel())
+        elif last in PER_HEAD:
+            width = module.weight.numel()
+            if width != getattr(model.get_submodule(parent), "head_dim", width):
+                raise SystemExit(f"{name} normalizes all heads together, and no rank has them")
 
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, on either mesh

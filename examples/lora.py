@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/lora", 60, 20, 32, 1e-2, 6, 0.01
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
 RANK, ALPHA, TARGETS = 8, 16, ["0"]  # names of layers, or their ends: ["q_proj", "v_proj"]
+WHOLE = []  # of modules that are trained whole, as a new head: ["classifier"]
 FROZEN = torch.bfloat16  # no step changes frozen weights, so none is lost by rounding
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
 
@@ -52,16 +53,34 @@ def loss_of(model, batch):  # the sum over all labels, and their number; -100 do
 
 def export(model, weights):
     tensors = {f"base_model.model.{n}.weight": t for n, t in weights.items() if ".lora_" in n}
+    whole = [name for name, p in model.named_parameters() if p.requires_grad]
+    tensors |= {f"base_model.model.{n}": weights[n] for n in whole if ".lora_" not in n}
     save_file(tensors, f"{OUT}/best/adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS}
+    config["modules_to_save"] = WHOLE or None
     with open(f"{OUT}/best/adapter_config.json", "w") as file:
         json.dump(config, file)
 
 
+def named(modules, end):  # those whose name is this, or ends with it
+    found = [module for name, module in modules.items() if f".{name}".endswith(f".{end}")]
+    if not found:
+        names = sorted({name.rpartition(".")[2] for name in modules})
+        raise SystemExit(f"no layer has the name {end}; these could have an adapter: {names}")
+    return found
+
+
 def adapt(model):  # freezes it, and adds B @ A * ALPHA / RANK to layers; B is 0 at first
     model.requires_grad_(False)
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and f".{name}".endswith(tuple(f".{t}" for t in TARGETS)):
+    modules = dict(model.named_modules())
+    linear = {name: layer for name, layer in modules.items() if isinstance(layer, nn.Linear)}
+    for end in WHOLE:
+        for module in named(modules, end):
+            module.requires_grad_(True)
+    for end in TARGETS:
+        for layer in named(linear, end):
+            if hasattr(layer, "lora_A"):  # two ends name it
+                continue
             a = torch.empty(RANK, layer.in_features)
             layer.lora_A = nn.Parameter(a.uniform_(-1, 1) / layer.in_features**0.5)
             layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, RANK))
@@ -158,9 +177,10 @@ def main():
         raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model()
-    for parameter in model.parameters():  # not buffers: rotary frequencies would be rounded, too
-        parameter.data = parameter.data.to(FROZEN)
     adapt(model)  # before sharding: adapters are sharded and gathered with their layer, in fp32
+    for parameter in model.parameters():  # not buffers: rotary frequencies would be rounded, too
+        dtype = torch.float32 if parameter.requires_grad else FROZEN
+        parameter.data = parameter.data.to(dtype)
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
             fully_shard(part)

@@ -82,7 +82,20 @@ def order(samples, start):  # the indices of each batch: a new permutation every
         yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
+def parents_of(model, names):  # the modules that have layers of these names
+    found = [name.rpartition(".") for name, _ in model.named_modules()]
+    return {parent for parent, _, last in found if last in names}
+
+
 def shard(model, mesh):  # embedding, norms and head stay whole
+    columns = parents_of(model, COLWISE)
+    rows = parents_of(model, ROWWISE)
+    if columns != rows or not rows:
+        parent = min(columns ^ rows, default="")
+        modules = model.get_submodule(parent).named_modules()
+        names = {name.rpartition(".")[2] for name, m in modules if hasattr(m, "weight")}
+        where = parent or "the model"
+        raise SystemExit(f"COLWISE and ROWWISE need the layers of {where}: {sorted(names)}")
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in COLWISE:
@@ -92,6 +105,10 @@ def shard(model, mesh):  # embedding, norms and head stay whole
             parallelize_module(module, mesh, ColwiseParallel())
         elif last in ROWWISE:
             parallelize_module(module, mesh, RowwiseParallel())
+        elif last in PER_HEAD:
+            width = module.weight.numel()
+            if width != getattr(model.get_submodule(parent), "head_dim", width):
+                raise SystemExit(f"{name} normalizes all heads together, and no rank has them")
 
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones

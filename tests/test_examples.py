@@ -174,6 +174,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     assert same_bits(early, best(folders[1])) and same_bits(early, best(folders[0]))
 
 
+def test_a_head_is_trained_with_adapters(plain, tmp_path):
+    """In fp32, and it is exported as peft reads it."""
+    code = f"{ROWS['lora'].code}\nWHOLE = ['5']"
+    expected, folder = plain(read("lora"), code.partition("\n")[2], ADAPTED)
+    found = run("lora", 2, tmp_path, code, kill=13) | run("lora", 3, tmp_path, code)
+    assert found[16] == pytest.approx(expected[16], 1e-9)
+    weights = best(tmp_path)
+    assert distance(weights, best(folder)) <= 1e-9
+    assert weights["base_model.model.5.weight"].dtype == torch.float64
+    config = json.loads((tmp_path / "runs/best/adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["5"]
+
+
 FROZEN = {"nn.Embedding(64, 64)": "nn.Embedding(64, 64).requires_grad_(False)"}
 FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "zero_deepspeed")]
 
@@ -257,12 +270,18 @@ UNUSUAL = {  # what the functions of an example cannot say
     "Lfm2": {"layer_types": ["conv", "full_attention"], "initializer_range": 0.2},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "Phi3": {"pad_token_id": 0},
+    "Olmo2": {},
 }
 REFUSED = [  # by which example, for which decoder, with which words
     ("chunked_loss", "Gemma2", "soft cap"),
     ("pp", "Granite", "scaling embeddings"),
     ("cp", "Gemma2", "has softcap"),
     ("cp", "GptOss", "has s_aux"),
+    ("tp", "GPT2", "need the layers of the model"),
+    ("tp", "Phi3", "need the layers of model.layers.0.mlp"),
+    ("tp", "Olmo2", "all heads together"),
+    ("lora", "GPT2", "no layer has the name q_proj"),
 ]
 BLOCKS = '[block for i in range(1, 5) for block in model.get_submodule(f"layer{i}")]'
 CLASSIFIERS = {  # in place of resnet50(
@@ -387,7 +406,7 @@ def test_a_part_that_is_not_the_models_is_refused(name, kind, words, hub, tmp_pa
     """Before the first step, on every rank, in one line."""
     text = hub(kind) / "text"
     code = f"FOLDER, DATA, LENGTH = {str(text.parent)!r}, {str(text)!r}, 16\n"
-    code += ROWS[name].code
+    code += f"{ROWS[name].code}\nTARGETS = ['q_proj']"
     finished = start(name, 2, tmp_path, code, own_decoder(name), exact=False)
     assert finished.code == 1 and finished.stdout == "", str(finished)
     said = [line for line in finished.stderr.splitlines() if words in line]
