@@ -58,12 +58,15 @@ def argument_parser(doc: str, only_gpt=False, experts=False, own=False) -> Argum
 def parse_args(parser: ArgumentParser) -> Settings:
     """Read the command line, fill in defaults that depend on device, model and data, and check all
     flags. Nobody changes the settings that this returns."""
-    args = check_flags(read_flags(parser, Settings))
+    args = given = check_flags(read_flags(parser, Settings))
     if parser.only_gpt and not (parser.own and args.module):
         choice.check_is_gpt(args)
     args = choice.resolve(args)
     if args.experts and not parser.experts:
-        fail(f"--experts {args.experts}: {this_script()}.py has no mixture; use pytorch_EP.py")
+        named = f"--experts {args.experts}" if given.experts else f"--model {args.model}"
+        if args.model == "llama":
+            named = f"--weights {args.weights}, a {size_of(args).kind}"
+        fail(f"{named}: {this_script()}.py has no mixture; use pytorch_EP.py")
     return args
 
 
@@ -105,7 +108,8 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
     task = f"{args.task.data.describe(args)}, dataset {args.dataset}"
     where = f"{ranks} x {device_name(device)}{backend}"
-    print0(f"{this_script()}: {where}, {args.model} {task}, {batch}")
+    model = size_of(args).kind if args.model == "llama" else args.model  # that of the folder
+    print0(f"{this_script()}: {where}, {model} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}{choice.describe_defaults(args)}")
     hangs.listen(args.timeout)
     if check := getattr(args.task.models, "check_model_name", None):

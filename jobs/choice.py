@@ -242,7 +242,8 @@ def resolve(args):
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     if not named and not has_pretrained(args) and (why := weights.why_unusable(args.weights)):
         also = ", or imagenet" if ours is IMAGES else ""
-        also = ", or a folder or name on the hub of a Llama" if ours in (TEXT, CHAT) else also
+        if ours in (TEXT, CHAT) or ours is IMAGES and not args.model:
+            also += ", or a folder or name on the hub of a Llama, Mistral or Qwen"
         use = f"give a model.pt, the folder of a run or a snapshot{also}"
         fail(f"--weights {args.weights}: {why}; {use}")
     for name in sorted((OF_IMAGES | OF_TEXT) - ours.flags):

@@ -32,6 +32,8 @@ def resolve(args):
         args = replace(args, model=MODELS[args.device])
     size = decoder.size_of(args)
     own = has_pretrained(args)
+    if own and not size.on_the_hub:
+        fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
     has_tokenizer = own and hub.has_tokenizer(hub.folder_of(args.weights))
     context = min(size.context, 2048) if own else size.context
     defaults = {"context": context, "dropout": size.dropout, "optimizer": "adamw"}
@@ -60,8 +62,6 @@ def resolve(args):
         need_compiler("cuda")  # of FlexAttention
     if args.tokenizer == "hub" and not has_tokenizer:
         fail("--tokenizer hub reads the one in the folder --weights; use a folder that has one")
-    if own and not size.on_the_hub:
-        fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
     if args.optimizer == "adamw":
         return fill(args, lr=2e-5 if own else 0.001, weight_decay=0.0 if own else 0.1)
     return fill(args, lr=0.1, weight_decay=0.0005)

@@ -42,6 +42,8 @@ def why_unusable(place: Path | str) -> str:
     path = locate(place)
     if path.is_file() or is_snapshot(place):
         return ""
+    if (path / "adapter").is_dir():
+        return "it has adapters only; the same command with --resume auto --merge writes the model"
     if found := list_snapshots(path / "snapshots"):
         return f"its run has not ended; its newest snapshot is {found[0]}"
     return "it has no model.pt" if path.is_dir() else "no such file or folder"
@@ -111,6 +113,9 @@ def shapes_of(place: Path | str) -> dict[str, Tensor]:
     with one_line_errors(place):
         found = reader_of(path).read_metadata().state_dict_metadata
     found = {n.removeprefix("model."): t for n, t in found.items() if n.startswith("model.")}
+    if found and all(".lora_" in name for name in found):
+        give = "give its run --resume auto --merge, which also writes the whole model"
+        fail(f"--weights {place}: a snapshot of adapters only; {give}")
     with torch.device("meta"):
         return {n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in found.items()}
 

@@ -70,6 +70,7 @@ def places(tmp_path_factory, image_folder):
     (root / "no_weights").mkdir()
     config = hub.make_config(decoder.size_of_name("mixtral-1x2x8", None, None), 16, 27, False)
     (root / "no_weights" / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    (root / "adapted" / "adapter").mkdir(parents=True)
     (root / "same").mkdir()
     shutil.copy(root / "run" / "model.pt", root / "same")
     return root
