@@ -68,6 +68,7 @@ def download(name: str) -> Path:
     """A folder with a model's files, downloaded or cached. The library's locks make ranks wait."""
     library, offline = import_optional("huggingface_hub"), why_offline()
     options = {"allow_patterns": ["*.json", "*.safetensors", *BESIDE]}
+    options["ignore_patterns"] = ["consolidated*", "*/*.safetensors"]  # the weights once more
     try:
         return Path(library.snapshot_download(name, local_files_only=bool(offline), **options))
     except Exception as error:  # of the library, of the network

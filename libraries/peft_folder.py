@@ -93,8 +93,9 @@ def entries(args, layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def find_layers(args, model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers with an adapter, by name: those of ``--targets``, or of ``--adapter``. A subclass
-    of nn.Linear, as in nn.MultiheadAttention, may be used without its forward being called."""
+    """The layers with an adapter, by name: those of ``--targets``, in our names or transformers',
+    or those of ``--adapter``. A subclass of nn.Linear, as in nn.MultiheadAttention, may be used
+    without its forward being called."""
     own = f"--module {args.module}" if args.module else f"--model {args.model}"
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         fail(f"{own}: BatchNorm's statistics would change, and no adapter has them; use GroupNorm")
@@ -106,12 +107,14 @@ def find_layers(args, model: nn.Module) -> dict[str, nn.Linear]:
         if unknown := sorted(theirs.keys() - layers.keys()):
             fail(f"--adapter {args.adapter} has {unknown[0]}, and {own} has not; give its model")
         found = {layers[name]: linears[layers[name]] for name in theirs}
+    names = {name.removesuffix(".lora_A.weight"): n for name, n, _ in entries(args, linears)}
+    names |= {n: n for n in linears}
     for target in () if args.adapter else args.targets.split(","):
-        some = {n: m for n, m in linears.items() if target and f".{n}".endswith(f".{target}")}
+        some = [n for name, n in names.items() if target and f".{name}".endswith(f".{target}")]
         if not some:
             lasts = ", ".join(sorted({name.rpartition(".")[2] for name in linears})) or "none"
             fail(f"--targets {target}: {own} has no such nn.Linear; it has {lasts}")
-        found |= some
+        found |= {name: linears[name] for name in some}
     uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
     for name, layer in found.items():
         if uses[layer.weight] > 1:

@@ -34,6 +34,7 @@ from libraries import hub, peft_folder
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 JOB = "--dataset synthetic --train-samples 96 --eval-samples 20 --batch-size 24 --context 24"
 JOB += " --max-steps 3 --double"
 ROPE = TABLES["rope"]
@@ -252,7 +253,7 @@ def test_a_snapshot_is_read_in_shards(whole, tmp_path):
     assert f"--weights {snapshot}: a snapshot of pytorch_SingleGPU.py at step 3" in finished.stderr
 
 
-ADAPTED = [("llama", "query,value"), ("qwen2", "key,out,gate"), ("qwen3", "up,down,head")]
+ADAPTED = [("llama", "query,value"), ("qwen2", "k_proj,out,gate_proj"), ("qwen3", "up,down,head")]
 
 
 @cases("kind, targets", ADAPTED, lambda kind, _: kind == "qwen2")
@@ -264,7 +265,8 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
     model, start = make_folder(base, kind, shards="40KB"), launcher("pytorch_LoRA", 2)
     command = f"{start} {JOB} --merge --lr 0.1 --weights {base} --output-dir {tmp_path}/none"
     flags = f"--rank 3 --alpha 5 --targets {targets}"
-    succeed(f"{command} {flags} --output-dir {first}", forked=True)
+    finished = succeed(f"{command} {flags} --output-dir {first}", forked=True)
+    assert f", {kind} of 24 characters" in finished.stdout
     config = json.loads((first / "adapter/adapter_config.json").read_text())
     tensors = load_file(first / "adapter/adapter_model.safetensors")
     assert len(tensors) == sum(2 if t == "head" else 8 for t in targets.split(","))
@@ -290,6 +292,7 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
         f"--adapter {first} --rank 4": "--rank 4: the adapter in",
         f"--adapter {first} --targets key": "has its own; leave it out",
         f"--adapter {base}": "adapter_config.json cannot be used",
+        f"--weights {snapshots(first)[0]}": "a snapshot of adapters only; give its run --resume",
     }.items():
         assert words in launch(f"{command} {wrong}", forked=True).refusal
 
@@ -333,6 +336,13 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
     assert hub.is_folder("org/tiny") and hub.folder_of("org/tiny") == folder
+    once = ["config.json", "model.safetensors", "tokenizer.json"]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **options: options)
+    monkeypatch.setattr(hub, "Path", lambda options: options)
+    twice = ["consolidated.safetensors", "original/model.safetensors"]
+    patterns = hub.download.__wrapped__("org/tiny")
+    del patterns["local_files_only"]
+    assert [*huggingface_hub.utils.filter_repo_objects(once + twice, **patterns)] == once
 
 
 def make_tokenizer(folder, size):
