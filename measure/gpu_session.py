@@ -20,7 +20,7 @@ from report.results import load
 
 FAR = 0.02  # of what the last steps change: a GPU may add up in another order
 CHARACTERS = 50_257  # as many as GPT-2 has tokens
-MEASURED = ("gpu_session.json", "one_gpu.json", "gpu.json")
+MEASURED = ("gpu_session.json", "one_gpu.json", "gpu.json", "gpu.partial.json")
 
 
 def write_text(path: Path) -> None:
@@ -65,7 +65,7 @@ def begin(device: str, work: Path) -> None:
     print(gpus if device == "cuda" else 0)
 
 
-def report(device: str, work: Path, out: Path | None) -> None:
+def report(device: str, work: Path, results: Path, out: Path | None) -> None:
     """Write what the steps printed and, from a suite that was stopped, what it has measured."""
     steps = []
     for path in sorted(work.glob("*.line"), key=lambda path: path.stat().st_mtime):
@@ -80,14 +80,12 @@ def report(device: str, work: Path, out: Path | None) -> None:
         suite["rows"] = [row for row in suite["rows"] if row["runs"] or row["failed"]]
         commands = [run["command"] for row in suite["rows"] for run in row["runs"]]
         found["gpu.json"] = suite | {"files": fresh.files_of(ROOT, commands)}
-    if device == "cuda":
-        for name, value in found.items():
-            write_json(RESULTS / name, value)
+    for name, value in found.items():
+        write_json(results / name, value)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "gpu_session.json", found["gpu_session.json"])
-        measured = [RESULTS / name for name in (*MEASURED[1:], "gpu.partial.json")]
-        for path in [*measured * (device == "cuda"), *work.glob("*.log"), *work.glob("*.line")]:
+        measured = [results / name for name in MEASURED]
+        for path in [*measured, *work.glob("*.log"), *work.glob("*.line")]:
             if path.is_file():
                 shutil.copy(path, out)
 
@@ -100,6 +98,7 @@ def main() -> None:
     flag("--begin", metavar="DEVICE")
     flag("--report", metavar="DEVICE")
     flag("--work", type=Path, metavar="DIR")
+    flag("--results", type=Path, metavar="DIR")
     flag("--out", type=Path, metavar="DIR")
     args = parser.parse_args()
     if args.write_text:
@@ -109,7 +108,7 @@ def main() -> None:
     if args.begin:
         begin(args.begin, args.work)
     if args.report:
-        report(args.report, args.work, args.out)
+        report(args.report, args.work, args.results, args.out)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ resume() { # SCRIPT-WITH-FLAGS FOLDER [RANKS]: eight steps; four, and four more;
 # What has never run on several GPUs
 two_gpus() {
     local test
-    for test in ND_parallel several_microbatches without_a_token pytorch_PP; do
+    for test in ND_parallel pytorch_PP; do
         alone "two GPUs: $test" 180 "$pytest -m multigpu -k $test" $of_pytest
     done
     step "two GPUs: resume ZeRO AdamW" 150 "$(resume "$zero --optimizer adamw" "$work/runs/two" 2)"
@@ -187,7 +187,7 @@ two_gpus() {
 # tests/gpu_claims.txt
 claims() {
     if [[ $device == cuda ]]; then
-        alone claims 400 "$pytest -m claim -k 'not resumes'" $of_pytest
+        alone claims 400 "$pytest -m claim -k 'not it_resumes'" $of_pytest
     else
         alone claims 200 "python -m pytest -q -n 0 -m claim -k which_gpus" $of_pytest
     fi
@@ -258,7 +258,9 @@ for name in "${names[@]}"; do
         failed+=("$name")
     fi
 done
-$helper --report "$device" --work "$work" ${out:+--out "$out"}
+results=results # of a whole session on a GPU
+[[ $device == cuda && ! $only ]] || results=$work
+$helper --report "$device" --work "$work" --results "$results" ${out:+--out "$out"}
 join() { printf '%s\n' "$@" | paste -sd ';' | sed 's/;/; /g'; }
 ((!${#left[@]})) || echo "left for the next call, with the same command: $(join "${left[@]}")"
 ((!${#failed[@]})) || echo "failed: $(join "${failed[@]}")"

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import os
+import re
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from test_contract import FLOAT16
 from torch.nn.attention.bias import causal_lower_right
 
 from jobs import experts
+from jobs.experts import MixtureOfExperts
 from jobs.gpt import attend
 from libraries import attention_kernels
 from libraries.attention_kernels import repeat
@@ -65,6 +68,11 @@ ON_GPTS += [  # of which a rank may be alone
 BEYOND = [f"pytorch_{name}" for name in ("TP", "TP --sequence-parallel", "PP", "CP", "EP")]
 BEYOND += [f"pytorch_CP --attention {name}" for name in ("allgather", "ulysses")]
 BEYOND += [f"pytorch_ND_parallel --{name} 2" for name in ("tp", "pp", "cp", "dp-shard")]
+BEYOND += [f"pytorch_PP --pipeline-schedule {name}" for name in ("gpipe", "interleaved", "zbv")]
+BEYOND += ["pytorch_ND_parallel --experts 4 --balance bias --offload"]
+BEYOND += ["pytorch_ND_parallel --experts 4 --balance 0 --ep 2"]
+RESUMED = ["SGD", "AdamW", "ZeRO AdamW", "ZeRO SGD", "sharded AdamW", "Muon", "master weights"]
+RESUMED += ["DeepSpeed"]
 BREAK, E4M3 = "pytorch_collectives.py --device cuda --break", torch.float8_e4m3fn
 SYNC, OFFLOAD = "pytorch_torchrun_DDP --norm sync", "pytorch_FSDP_offload"  # which waits
 DEEPSPEED = [
@@ -217,6 +225,55 @@ def test_experts_without_a_token_have_no_gradient(gated):
     assert not any(of_weight[1].any() for of_weight in found[0][1:])
 
 
+@pytest.mark.parametrize("optimizer", RESUMED)
+def test_it_resumes_with_the_state_of(optimizer, tmp_path):
+    """Four steps and four more end as eight: measure/gpu_session.sh has the runs."""
+    if optimizer == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    command = f"bash measure/gpu_session.sh --work {tmp_path} --only 'resume: {optimizer}'"
+    succeed(command, CUDA_VISIBLE_DEVICES=VISIBLE)
+
+
+def test_several_microbatches_need_one_half_copy_of_the_weights(tmp_path):
+    """Of a stage's matrices in bfloat16, however many micro-batches are in flight."""
+    flags = "--model gpt-4x8x512 --context 32 --max-steps 12 --dtype bfloat16"
+    script, copy = (
+        "pytorch_PP --pipeline-schedule gpipe --microbatches",
+        4 * 12 * 512**2 * 2 / 2**30,
+    )
+    peaks = []
+    for n in (2, 8):
+        _, result = train(f"{script} {n}", 1, flags, tmp_path / str(n))
+        peaks.append(result["peak_memory_gib"]["allocated"])
+    few, many = peaks
+    assert many < few + 2 * copy
+
+
+@pytest.mark.parametrize("width", [64, 36])
+@pytest.mark.parametrize("counts", [[5, 0, 7], [0, 12, 0], [0, 0, 0]], ids=str)
+def test_experts_without_a_token(counts, width):
+    """Their gradients in bfloat16 are zeros, whatever the memory held, and all are near those in
+    fp32; also of widths that a grouped product does not take."""
+    torch.manual_seed(0)
+    experts = MixtureOfExperts(width, 2 * width, len(counts), gated=True).experts.cuda()
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=width**-0.5)
+    tokens, found = torch.randn(sum(counts), width, device="cuda"), []
+    for dtype in (torch.float32, torch.bfloat16):
+        held = torch.full((2**26,), math.nan, device="cuda")
+        del held  # which the allocator gives to what is computed
+        inputs = tokens.to(dtype).requires_grad_()
+        experts(inputs, torch.tensor(counts, device="cuda")).square().sum().backward()
+        found.append([weight.grad for weight in (inputs, *experts.parameters())])
+        experts.zero_grad()
+    exact, half = found
+    for ours, theirs in zip(half, exact, strict=True):
+        scale = theirs.abs().max().item() if theirs.numel() else 1.0
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.05 * scale)
+    for weight in half[1:]:
+        assert not any(weight[expert].any() for expert, n in enumerate(counts) if not n)
+
+
 def test_float8_where_it_is_said_to_be():
     pytest.importorskip("torchao")
     from pytorch_float8 import multiplies_float8
@@ -244,7 +301,8 @@ def test_two_gpus_end_with_the_weights_of_one(script, tmp_path):
     if script in ALIKE:
         flags = f"{RESNET} --norm group --double --max-steps 12 --epochs 2"
         n = 1 << (GPUS.bit_length() - 1)  # a power of two divides the batch
-    single = "pytorch_SingleGPU" + " --experts 8" * ("EP" in script)
+    experts = re.findall(r"--(?:experts|balance) \w+", script) or ["--experts 8"] * ("EP" in script)
+    single = " ".join(["pytorch_SingleGPU", *experts])
     expected, one = train(single, 1, flags, tmp_path / "one")
     weights, result = train(script, n, flags, tmp_path / "all")
     devices = (1, GPUS) if script == "pytorch_DP" else (n, n)
