@@ -115,6 +115,10 @@ class Resumable:
             self.exit_if_done()
             at = "the end" if self.is_done else f"epoch {self.epoch + 1}, step {self.step + 1}"
             print0(f"resumed from {self.store.resumed} at {at}")
+            before = snapshot.get("total_steps", self.total_steps)
+            if scheduler and self.args.schedule == "cosine" and before != self.total_steps:
+                now = f"the learning-rate schedule now ends at step {self.total_steps}"
+                print0(f"{now}; that of the snapshot's run ended at step {before}")
         self.optimizer, self.scheduler = optimizer, scheduler
         if world().rank == 0:
             self.store.archive_previous_run()
@@ -179,6 +183,7 @@ class Resumable:
         self.guard.check_snapshot()
         parts = {"run": self.state, "clock": self.clock, "scheduler": self.scheduler}
         about = {"technique": this_script(), "settings": as_words(self.args)}
+        about["total_steps"] = self.total_steps
         about["source"] = getattr(self.args, "source", None)
         return self.store.about | about | {n: p and p.state_dict() for n, p in parts.items()}
 

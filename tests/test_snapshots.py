@@ -224,16 +224,18 @@ def test_a_restart_does_not_need_the_snapshot_that_resume_names(tmp_path):
     run(f"{job} --epochs 1 --max-steps 2")
     [named] = snapshots(tmp_path)
     job += f" --epochs 3 --resume {named}"
-    run(job, TORCHELASTIC_RUN_ID="a")
+    longer = run(job, TORCHELASTIC_RUN_ID="a").stdout
+    assert "schedule now ends at step 12; that of the snapshot's run ended at step 2" in longer
     assert not named.exists()
     before = result(tmp_path)
     again = run(job, TORCHELASTIC_RUN_ID="a", TORCHELASTIC_RESTART_COUNT="1")
     assert "nothing left to do" in again.stdout and "epoch 1/" not in again.stdout
+    assert "schedule now ends" not in again.stdout
     assert result(tmp_path) == before
 
 
 STOPPED = ["pytorch_torchrun_DDP", "pytorch_DDP_AMP --dtype bfloat16", DEEPSPEED(3), DEEPSPEED(2)]
-HEARD = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+HEARD = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 HEARD = [(s,) for s in HEARD if signal.getsignal(s) != signal.SIG_IGN]  # unless under nohup
 
 
