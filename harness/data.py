@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from harness.cli import fail
+from harness.stop import SIGNALS
 
 
 class TaskData(Dataset):
@@ -107,7 +108,7 @@ def batches_of(loader: DataLoader) -> Iterator:
 def ignore_signals(worker: int) -> None:
     """A DataLoader's ``worker_init_fn``. Terminals and launchers also send their signals to the
     workers, without which the rank would fail. :func:`kill_loaders` ends them instead."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C stop a run: all ranks after the same step, with a snapshot."""
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C stop all ranks after the same step, with a snapshot."""
 
 import signal
 import threading
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from harness.world import world
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last: Slurm's
 VOTE_EVERY = 0.5  # seconds, about; a slower step has a vote every time
 
 
@@ -24,9 +25,9 @@ class StopRequest:
 
     def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():  # not in a notebook's thread
-            hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # unless under nohup
-            for signum in (signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hears):
-                signal.signal(signum, self.note)  # Python calls it between two operations
+            for signum in SIGNALS:
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                    signal.signal(signum, self.note)  # Python calls it between two operations
 
     def note(self, signum: int, frame) -> None:
         self.signum = signum

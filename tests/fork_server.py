@@ -156,7 +156,7 @@ def wait_for(ranks: set[int]) -> int:
         for process in ranks:
             os.kill(process, signum)
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, lambda signum, frame: send(signum))
     signal.signal(signal.SIGALRM, lambda signum, frame: send(signal.SIGKILL))
     first = 0
