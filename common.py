@@ -31,7 +31,7 @@ from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
 from harness.snapshots import delivery
 from harness.state import load_file, save_file
-from harness.world import make_store, print0, this_script, together, world
+from harness.world import count_cores, make_store, print0, this_script, together, world
 from jobs import choice
 from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
 from jobs.classifiers import batch_norms, blocks_of, units_of
@@ -131,8 +131,7 @@ def get_device(args: Settings, local_rank: int | None = 0) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"]) if local_rank is None else local_rank
     # Launchers set OMP_NUM_THREADS=1 for several ranks. Any other value is the user's own.
     if world().local_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // world().local_size))
+        torch.set_num_threads(max(1, count_cores() // world().local_size))
     if args.device == "cpu":
         return torch.device("cpu")
     gpus, ranks = torch.cuda.device_count(), world().local_size

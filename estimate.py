@@ -29,6 +29,7 @@ from estimator.network import LINKS, link_of
 from harness import flops
 from harness.cli import check_writable, fail, make_parser, number
 from harness.settings import fill
+from harness.world import count_cores
 from libraries import hub
 from report import draw
 from techniques import TECHNIQUES
@@ -418,7 +419,7 @@ def main() -> None:
 def predict_all(args, flags: list[str]) -> None:
     from estimator import techniques
 
-    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    at_once = count_cores()
     if args.recommend:
         return recommend(args, flags, at_once)
     own = load_own(args.module) if args.module else None

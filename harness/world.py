@@ -72,6 +72,19 @@ def why_ranks_are_unclear() -> str | None:
     return None
 
 
+def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    v1 = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
+    for names in (("cpu.max",), v1):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+            texts = [(cgroup / name).read_text() for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            if quota > 0:
+                cores = min(cores, max(1, quota // period))
+    return cores
+
+
 def print0(message: str, file=None) -> None:
     """Print a line, on rank 0 only. If its reader is gone, as after ``| head`` or on a closed
     terminal, the run stops as at SIGHUP; under nohup, which ignores that, it goes on."""

@@ -32,6 +32,21 @@ def test_mpirun_says_how_many_ranks_are_here():
     assert world.count_local_ranks(env | {"MASTER_ADDR": "127.0.0.1"}) == 8
 
 
+@pytest.mark.parametrize("files, cores", [
+    ({}, 10), ({"cpu.max": "max 100000"}, 10), ({"cpu.max": "250000 100000"}, 2),
+    ({"cpu.max": "50000 100000"}, 1), ({"cpu.max": "2000000 100000"}, 10),
+    ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 10),
+])  # fmt: skip
+def test_a_container_has_fewer_cores_than_its_machine(files, cores, tmp_path, monkeypatch):
+    """By the quota of its cgroup, v2 or v1: more threads than that would wait for each other."""
+    monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: range(10), raising=False)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert world.count_cores(tmp_path) == cores
+
+
 # ----------------------------------------------------------------------------------------- votes
 class Ranks:
     """Stands in for torch.distributed: another rank was sent SIGTERM, at the fifth vote."""
