@@ -198,24 +198,27 @@ def main():
         if step % EVERY and step < STEPS:
             continue
 
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm saw other samples on each rank
         model.eval()
-        found = torch.zeros(2, device=device)
+        found = torch.zeros_like(total)
         for batch in eval_loader:
             with torch.no_grad():
                 found += loss_of(model.module, shard(batch, device))
         dist.all_reduce(found)
-        if rank > 0:  # every rank has the same weights: rank 0 saves them
-            continue
-        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
-        print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
-        if value < best:
-            best = value
-            export(model.module, model.module.state_dict())
-        saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
-        os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
-        for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
-            os.remove(old)
+        loss = (total[0] / total[1]).item()
+        value = (found[0] / found[1]).item()  # the same on every rank
+        is_best = value < best
+        best = min(best, value)
+        if rank == 0:  # every rank has the same weights: rank 0 saves them
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            if is_best:
+                export(model.module, model.module.state_dict())
+            saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
+            os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
+            for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
+                os.remove(old)
 
 
 main()

@@ -186,15 +186,18 @@ def main():
         if step % EVERY and step < STEPS:
             continue
 
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm saw other samples on each rank
         model.eval()
-        found = torch.zeros(2, device=device)
+        found = torch.zeros_like(total)
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank gathers the layers, also one without a row
                 found += loss_of(model, batch) * bool(part)
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
-        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        loss = (total[0] / total[1]).item()
+        value = (found[0] / found[1]).item()  # the same on every rank
         if rank == 0:
             print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
         if value < best:

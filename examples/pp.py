@@ -248,7 +248,8 @@ def main():
             with torch.no_grad():
                 schedule.eval(*[ids] * (rank == 0), target=labels)
             found = found + total_of(sums, device)
-        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        loss = (total[0] / total[1]).item()
+        value = (found[0] / found[1]).item()  # the same on every rank
         if rank == 0:
             print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
         if value < best:

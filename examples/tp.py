@@ -213,12 +213,13 @@ def main():
             continue
 
         model.eval()
-        found = torch.zeros(2, device=device)
+        found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():
                 found += loss_of(model, batch)
-        loss, value = (total[0] / total[1]).item(), (found[0] / found[1]).item()
+        loss = (total[0] / total[1]).item()
+        value = (found[0] / found[1]).item()  # the same on every rank
         if rank == 0:
             print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
         if value < best:

@@ -99,20 +99,24 @@ def main():
         if step % EVERY and step < STEPS:
             continue
 
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm saw other samples on each rank
         model.eval()
-        found = torch.zeros(2, device=device)
+        found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():
                 found += loss_of(model.module, batch)
         dist.all_reduce(found)
-        value = (found[0] / found[1]).item()
-        if rank == 0:
-            loss, norm = (total[0] / total[1]).item(), model.get_global_grad_norm()
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
-            if value < best:
-                export(model.module, model.module.state_dict())
+        loss = (total[0] / total[1]).item()
+        value = (found[0] / found[1]).item()  # the same on every rank
+        norm = model.get_global_grad_norm()
+        is_best = value < best
         best = min(best, value)
+        if rank == 0:
+            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            if is_best:
+                export(model.module, model.module.state_dict())
         model.save_checkpoint(OUT, f"step-{step:08}", {"step": step, "best": best})  # every rank
         for old in sorted(glob.glob(f"{OUT}/step-*"))[:-2] if rank == 0 else []:
             shutil.rmtree(old)

@@ -187,6 +187,45 @@ def test_a_head_is_trained_with_adapters(plain, tmp_path):
     assert config["modules_to_save"] == ["5"]
 
 
+NORM = """
+class Norm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+"""
+
+
+@cases("name", ["ddp", "fsdp", "zero", "hsdp", "ep"], lambda n: n in ("ddp", "fsdp"))
+def test_all_ranks_evaluate_what_is_exported(name, plain, tmp_path):
+    """With BatchNorm, of which each rank saw other samples."""
+    changes = SAME | {
+        "nn.GELU(), ": "nn.GELU(), Norm(64), ",
+        "nn.RMSNorm(64), nn.Linear(64, 4)": "Norm(64), nn.Linear(64, 4)",
+    }
+    ranks = max(2, ROWS[name].ranks)
+    found = run(name, ranks, tmp_path, f"{ROWS[name].code}{NORM}", changes=changes)
+    step = min(found, key=lambda step: found[step][1])
+    text = insert(read("plain"), read(name) if name == "ep" else "").partition("\n\n\ndef main")[0]
+    names = {}
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    exec(f"{text}\n{NORM}", names)
+    model = names["make_model"]().double().eval()
+    model.load_state_dict(best(tmp_path))
+    rows = torch.utils.data.default_collate(names["make_data"]()[1])
+    loss, count = names["loss_of"](model, rows)
+    assert found[step][1] == pytest.approx((loss / count).item(), 1e-5)
+
+
+@cases("name", ["ddp", "fsdp", "pp", "zero_deepspeed"], lambda n: n in ("ddp", "fsdp"))
+def test_every_rank_can_stop_early(name, tmp_path):
+    """By what it knows: the value of an evaluation, and the best."""
+    text = read(name)
+    last = "value = (found[0] / found[1]).item()  # the same on every rank\n"
+    assert last in text
+    changes = SAME | {last: f"{last}        if value > 0 and step > 4:\n            break\n"}
+    assert [*run(name, 2, tmp_path, ROWS[name].code, changes=changes)] == [4]
+
+
 FROZEN = {"nn.Embedding(64, 64)": "nn.Embedding(64, 64).requires_grad_(False)"}
 FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "zero_deepspeed")]
 
