@@ -13,7 +13,6 @@ from conftest import HOOKED, launch, launcher, read_run, succeed
 from test_contract import FLOAT16
 from torch.nn.attention.bias import causal_lower_right
 
-from jobs import experts
 from jobs.experts import MixtureOfExperts
 from jobs.gpt import attend
 from libraries import attention_kernels
@@ -104,16 +103,6 @@ def test_a_language_model(script, tmp_path):
     assert last < (first if "LoRA" in script else 3.2) and result["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("script", ["pytorch_SingleGPU", "pytorch_DDP_ZeRO --use_zero"])
-def test_it_resumes_with_a_fused_adamw(script, tmp_path):
-    """Whose kernel wants the number of steps on the GPU, where a snapshot's tensors come from the
-    CPU."""
-    flags = "--model gpt-2x2x64 --context 32 --resume auto --max-steps"
-    train(script, 1, f"{flags} 2", tmp_path)
-    _, result = train(script, 1, f"{flags} 4", tmp_path)
-    assert result["steps"] == 4 and result["optimizer"] == "adamw"
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_step_waits_between_prints(script, tmp_path):
     """PyTorch itself raises an error where one would, from the batch to the record of the loss."""
@@ -202,29 +191,6 @@ def test_flex_attention_to_documents(dtype, width):
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_experts_without_a_token_have_no_gradient(gated):
-    """And the others those of one product after the other, where the memory that kernels get was
-    full of NaN."""
-    torch.manual_seed(0)
-    layer = experts.Experts(3, 64, 128, gated).cuda()
-    for stack in layer.parameters():
-        torch.nn.init.normal_(stack, std=0.1)
-    x = torch.randn(12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    counts, gradient = torch.tensor([5, 0, 7], device="cuda"), torch.randn_like(x)
-    layer, found = layer.bfloat16(), []
-    for at_once in (True, False):
-        full = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
-        del full
-        with pytest.MonkeyPatch.context() as patch:
-            if not at_once:
-                patch.setattr(experts, "can_group", lambda tokens: False)
-            found.append(torch.autograd.grad(layer(x, counts), [x, *layer.parameters()], gradient))
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
-    assert not any(of_weight[1].any() for of_weight in found[0][1:])
-
-
 @pytest.mark.parametrize("optimizer", RESUMED)
 def test_it_resumes_with_the_state_of(optimizer, tmp_path):
     """Four steps and four more end as eight: measure/gpu_session.sh has the runs."""
@@ -237,10 +203,8 @@ def test_it_resumes_with_the_state_of(optimizer, tmp_path):
 def test_several_microbatches_need_one_half_copy_of_the_weights(tmp_path):
     """Of a stage's matrices in bfloat16, however many micro-batches are in flight."""
     flags = "--model gpt-4x8x512 --context 32 --max-steps 12 --dtype bfloat16"
-    script, copy = (
-        "pytorch_PP --pipeline-schedule gpipe --microbatches",
-        4 * 12 * 512**2 * 2 / 2**30,
-    )
+    script = "pytorch_PP --pipeline-schedule gpipe --microbatches"
+    copy = 4 * 12 * 512**2 * 2 / 2**30
     peaks = []
     for n in (2, 8):
         _, result = train(f"{script} {n}", 1, flags, tmp_path / str(n))
