@@ -39,19 +39,30 @@ def repeat(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
     return kv if times == 1 else tuple(t.repeat_interleave(times, 1) for t in kv)
 
 
-@cache
+def has_flex(tensor: Tensor) -> bool:
+    """Whether packed rows use FlexAttention (arXiv:2412.05496), which skips hidden blocks."""
+    return tensor.is_cuda and torch.get_default_dtype() != torch.float64
+
+
 def flex(function: str) -> Callable:
-    """A function of FlexAttention (arXiv:2412.05496), compiled; it skips hidden blocks."""
+    """A function of FlexAttention. It has to be compiled: by itself, as cached, or as part of what
+    is being compiled, whose graph a second ``torch.compile`` would break."""
     from torch.nn.attention import flex_attention  # imports the compiler
 
-    return torch.compile(getattr(flex_attention, function), dynamic=False)
+    found = getattr(flex_attention, function)
+    return found if torch.compiler.is_compiling() else compiled(found)
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
 
 
 def see_documents(begins: Tensor):
     """Which keys each query of packed rows sees: those of its document, up to itself. For
     :func:`attend_to`. ``begins``: ``[batch, time]``, where the document of a token begins."""
     (batch, time), device = begins.shape, begins.device
-    if begins.is_cuda and torch.get_default_dtype() != torch.float64:
+    if has_flex(begins):
         visible = lambda b, h, q, k: (k <= q) & (k >= begins[b, q])  # noqa: E731
         return flex("create_block_mask")(visible, batch, None, time, time, device=device)
     times = torch.arange(time, device=device)

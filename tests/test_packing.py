@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import refused
+from conftest import cases, refused
 from test_text import JOB, settled
 
 from jobs import decoder, text
+from libraries import attention_kernels
 
 
 def documents_of(dataset):
@@ -88,3 +89,20 @@ def test_no_token_is_lost_in_packing(tmp_path, capsys):
     (tmp_path / "a").write_text("ab" * 100)
     with refused("the text has no empty line, which separates documents"):
         text.make_datasets(settled(flags))
+
+
+@cases("part", ["blocks", "model"], lambda part: part == "blocks")
+@torch.no_grad()
+def test_packed_rows_do_not_break_what_is_compiled(part, monkeypatch):
+    """FlexAttention is part of the graph, and attends as the mask does."""
+    args = settled(f"{JOB} --model llama-2x2x32 --kv-heads 1 --context 32 --packed")
+    dataset, _ = text.make_datasets(args)
+    model = decoder.make_model(args, dataset.classes)
+    rows, _ = dataset.prepare_evaluation((torch.arange(3),), "cpu")
+    expected = model(rows)
+    monkeypatch.setattr(attention_kernels, "has_flex", lambda tensor: True)
+    outside = torch.compiler.disable(lambda function: function)  # breaks a graph that has it
+    monkeypatch.setattr(attention_kernels, "compiled", outside)
+    for module in model.blocks if part == "blocks" else [model]:
+        module.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(model(rows), expected, rtol=1e-4, atol=1e-5)
