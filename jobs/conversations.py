@@ -33,9 +33,9 @@ def documents_of(line, tokenizer):
     if options["tools"] and is_same(render, messages, whole, tools=None):
         raise ValueError("the chat template does not use its tools")
     for i, message in enumerate(messages):
-        rest = messages[:i] + messages[i + 1 :]
-        if message["content"].strip() not in whole and is_same(render, rest, whole):
-            raise ValueError(f"the chat template drops message {i + 1}, of a {message['role']}")
+        other = [*messages[:i], message | {"content": "?"}, *messages[i + 1 :]]
+        if message["content"].strip() not in whole and is_same(render, other, whole):
+            raise ValueError(f"the chat template drops the content of message {i + 1}")
 
     documents = []
     for i in learned:
@@ -48,6 +48,9 @@ def documents_of(line, tokenizer):
         for what, bare in without(messages[i]):
             if is_same(render, [*messages[:i], bare], answered):
                 raise ValueError(f"the chat template drops the {what} of message {i + 1}")
+        said = messages[i]["content"].strip()
+        if said and answered.endswith(said) and not said.endswith(str(tokenizer.eos_token)):
+            raise ValueError(f"the chat template adds no end to message {i + 1}, only its text")
         spans = []
         if documents and answered.startswith(documents[-1][0]):
             _, spans = documents.pop()

@@ -128,6 +128,31 @@ def test_labels_are_those_of_trl(of, name, capsys):
     assert capsys.readouterr().err.count("correct or remove it") == len(refused)
 
 
+LOSES = {
+    "{{ m.content }}": "adds no end to message 2",
+    "{% for part in m.content %}{{ part.text }}{% endfor %}</s>": "drops the content of message 1",
+    "{{ m.content if loop.first }}</s>": "drops the content of message 2",
+    "{{ m.content if loop.index < 3 }}</s>": "drops the content of message 3",
+    "{{ m.content if loop.last }}</s>": "drops the content of message 1",
+    "{{ loop.length }} {{ m.content }}</s>": "does not add message 2 to those before",
+}
+
+
+@pytest.mark.parametrize("template", LOSES)
+def test_templates_that_lose_something(template):
+    """Or that write no end, so that a model would not learn to stop. Such data has to bring it."""
+    said = [("user", "rain?"), ("assistant", "look"), ("tool", "wet"), ("assistant", "yes")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    tokenizer = make_tokenizer(
+        f"{{% for m in messages %}}{{{{ m.role }}}} {template}{{% endfor %}}"
+    )
+    with pytest.raises(ValueError, match=LOSES[template]):
+        conversations.documents_of(json.dumps({"messages": messages}), tokenizer)
+    if "end" in LOSES[template]:
+        ended = [message | {"content": f"{message['content']}</s>"} for message in messages]
+        assert conversations.documents_of(json.dumps({"messages": ended}), tokenizer)
+
+
 SCRIPTS = [("pytorch_torchrun_DDP", 3), ("pytorch_gradient_accumulation --accumulate 3", 2)]
 SCRIPTS += [("pytorch_FSDP", 2), ("pytorch_TP --sequence-parallel", 2), ("lightning_Trainer", 2)]
 SCRIPTS += [("pytorch_PP --microbatches 3", 2), ("pytorch_ND_parallel --pp 2 --accumulate 2", 4)]
