@@ -112,11 +112,11 @@ def stand_in_for_router(to_one: bool) -> None:
     These are the numbers that :class:`MixtureOfExperts` and pytorch_EP.py read."""
     forward, rows = MixtureOfExperts.forward, 0
 
-    def begin(mixture, x):
+    def begin(mixture, x, **padding):
         nonlocal rows
         rows = x.shape[0] * x.shape[1] * mixture.top_k
         with mock.patch.object(FakeTensor, "tolist", counts):
-            return forward(mixture, x)
+            return forward(mixture, x, **padding)
 
     def counts(tensor):  # [experts], or rows that are sent to each rank and received from it
         nonlocal rows

@@ -179,7 +179,8 @@ class MixtureOfExperts(nn.Module):
         # It also sets what sums these parts, which dropout must follow.
         self.run_experts, self.copies, self.add_up = None, 1, None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """``padding``: ``[batch, time]``, which tokens are padding; they count for no balance."""
         tokens, router = x.flatten(0, 1), self.router.weight
         if x.is_meta:  # FLOPs are counted: of top_k experts per token, whichever they are
             counts = [len(tokens) * self.top_k, *[0] * (self.count - 1)]
@@ -187,7 +188,8 @@ class MixtureOfExperts(nn.Module):
             return self.router(x)[..., :1] * outputs[: len(tokens)].view_as(x)
         if isinstance(router, DTensor):
             router = router.to_local(grad_placements=[Partial()])
-        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would choose other experts
+        # bfloat16 would choose other experts. On GPUs these products are in TF32, of 10 bits
+        with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             probabilities = F.linear(tokens.to(wide), router.to(wide)).softmax(-1)
         preferred = probabilities + self.bias if self.balance == "bias" else probabilities
@@ -197,14 +199,16 @@ class MixtureOfExperts(nn.Module):
             gates = gates / gates.sum(1, keepdim=True)
         if torch.is_autocast_enabled(x.device.type):  # to send and to multiply half as many bytes
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
-        if self.training and self.balance not in (0, "bias"):
-            loss = self.balance * self.load_balancing_loss(probabilities, chosen)
-            tokens = AddGradientOf.apply(tokens, loss / self.copies)
+        if self.training and self.balance:
+            load = self.count_tokens(chosen, padding)
+            if self.balance == "bias":
+                self.load += load
+            else:
+                loss = self.balance * self.load_balancing_loss(probabilities, load, padding)
+                tokens = AddGradientOf.apply(tokens, loss / self.copies)
+        counts = self.count_tokens(chosen)
         chosen = chosen.flatten()
         order = chosen.argsort(stable=True)  # sorted by expert
-        counts = chosen.new_zeros(self.count).scatter_add_(0, chosen, torch.ones_like(chosen))
-        if self.training and self.balance == "bias":
-            self.load += counts
         run_experts = self.run_experts or self.experts
         outputs = run_experts(tokens[order // self.top_k], counts)  # dispatch
         outputs = outputs * gates.flatten()[order, None]
@@ -214,14 +218,26 @@ class MixtureOfExperts(nn.Module):
             combined = self.add_up(combined)
         return self.dropout(combined)
 
-    def load_balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """1 if all experts are used equally, up to their number if only one is used. The load is
-        that of all ranks: otherwise each would balance only its own tokens."""
-        load = F.one_hot(chosen[:, 0], self.count).to(probabilities.dtype).mean(0)
+    def count_tokens(self, chosen: Tensor, padding: Tensor | None = None) -> Tensor:
+        """How many tokens have chosen each expert, of ``chosen`` ``[tokens, top_k]``."""
+        ones = torch.ones_like(chosen)
+        if padding is not None:
+            ones = ones.masked_fill(padding.view(-1, 1), 0)
+        return chosen.new_zeros(self.count).scatter_add_(0, chosen.flatten(), ones.flatten())
+
+    def load_balancing_loss(
+        self, probabilities: Tensor, load: Tensor, padding: Tensor | None = None
+    ) -> Tensor:
+        """1 if all experts are used equally, by all ``top_k`` choices; more the fewer are used. The
+        load is that of all ranks: otherwise each would balance only its own tokens."""
+        load, ranks = load.to(probabilities.dtype), 1
         if dist.is_initialized():
             dist.all_reduce(load)
-            load = load / dist.get_world_size()
-        return self.count * (load * probabilities.mean(0)).sum()
+            ranks = dist.get_world_size()
+        if padding is not None:
+            probabilities = probabilities.masked_fill(padding.view(-1, 1), 0)
+        tokens = load.sum() / self.top_k / ranks  # of a rank, on average
+        return self.count * (load / load.sum() * probabilities.sum(0) / tokens).sum()
 
 
 class SplitExperts(ParallelStyle):

@@ -103,7 +103,7 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = make_norm(size.head_width), make_norm(size.head_width)
 
     def forward(self, x: Tensor, places) -> Tensor:
-        angles, documents = places
+        angles, documents, _ = places
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
         if self.normalizes:
             q = self.query_norm(q).to(v.dtype)  # norms return fp32 under autocast
@@ -142,11 +142,13 @@ class Block(nn.Module):
         self.attention_norm = make_norm(width)
         self.attention = attention
         self.mlp_norm = make_norm(width)
-        self.mlp = mlp
+        self.mlp, self.routes = mlp, isinstance(mlp, MixtureOfExperts)
 
     def forward(self, x: Tensor, places) -> Tensor:
         """``places``: from :meth:`Decoder.locate`; attention needs them in every block."""
         x = x + self.attention(self.attention_norm(x), places=places)
+        if self.routes:
+            return x + self.mlp(self.mlp_norm(x), padding=places[2])
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -185,14 +187,17 @@ class Decoder(nn.Module):
 
     def locate(self, rows: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor, tuple]:
         """The tokens of :meth:`forward`'s arguments, their positions, and what all blocks need of
-        the positions: angles, and of packed rows which tokens are in one document."""
+        them: angles, of packed rows which tokens are in one document, and which are padding. That
+        is -1 in ``rows``."""
         positions = torch.arange(rows.shape[-1], device=rows.device) if order is None else order
-        if rows.ndim == 2:
-            return rows, positions, (self.angles(positions), ())
-        tokens, in_document = rows.unbind(1)
-        begins = positions - in_document  # where the document of each token begins, in its row
-        documents = begins if order is not None else see_documents(begins)
-        return tokens, in_document, (self.angles(in_document), (documents,))
+        tokens, documents = rows, ()
+        if rows.ndim == 3:
+            tokens, in_document = rows.unbind(1)
+            begins = positions - in_document  # where the document of each token begins, in its row
+            documents = (begins if order is not None else see_documents(begins),)
+            positions = in_document
+        places = self.angles(positions), documents, tokens < 0
+        return tokens.clamp(min=0), positions, places
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits from the output of the last block."""
@@ -200,7 +205,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """``tokens`` are packed if they are ``[batch, 2, time]``, with the position of each in its
-        document. ``positions``: ``[time]``, of this rank's tokens, if sequences are sharded."""
+        document; -1 is padding. ``positions``: ``[time]``, of this rank's tokens, if sequences are
+        sharded."""
         tokens, positions, places = self.locate(tokens, positions)
         x = self.embed(tokens, positions)
         for block in self.blocks:

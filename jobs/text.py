@@ -179,12 +179,13 @@ class Documents(Text):
         return (labels >= 0).to(torch.get_default_dtype()).mean() / self.density
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
-        """Labels int64 ``[n, context]``, -100 where there is none, and tokens of the same shape. If
-        packed, these are ``[n, 2, context]``, with the position of each in its document."""
+        """Labels int64 ``[n, context]``, -100 where there is none, and tokens of the same shape, -1
+        at padding. If packed, these are ``[n, 2, context]``, with the position of each in its
+        document."""
         rows = torch.from_numpy(np.stack([self.row(i) for i in batch[0].numpy()]))
         places, positions = send(rows, self.tokens.device).unbind(1)
         tokens, labels = self.tokens[places].long(), self.tokens[places + 1].long()
-        tokens = torch.where(tokens < 0, ~tokens, tokens).masked_fill(places < 0, 0)
+        tokens = torch.where(tokens < 0, ~tokens, tokens).masked_fill(places < 0, -1)
         labels = labels.masked_fill((places < 0) | (labels < 0), -100)
         tokens = torch.stack([tokens, positions], 1) if self.packed else tokens
         return send(tokens, device), send(labels, device)

@@ -263,10 +263,11 @@ def stand_in_for_numbers(fake, common, harness):
             return swap(ours, theirs)
         ours.data, ours.fake_device = theirs.detach(), theirs.fake_device
 
-    def balanced(mixture, x):  # as many tokens for each expert: what a count says that is fetched
+    def balanced(mixture, x, **padding):
+        """As many tokens for each expert: what a count says that is fetched."""
         before, tokens = fake.number, x.shape[0] * x.shape[1]
         fake.number = tokens * mixture.top_k // mixture.count
-        out = forward(mixture, x)
+        out = forward(mixture, x, **padding)
         fake.number = before
         return out
 

@@ -38,7 +38,7 @@ def test_answers_have_labels(chat, capsys):
         last = len(whole) - names[::-1].index("<|assistant|>")
         expected = [-100] * last + whole[last:]
         assert labels.tolist() == (expected[1:] + 32 * [-100])[:32]
-        assert tokens.tolist() == (whole[:-1] + 32 * [0])[:32]
+        assert tokens.tolist() == (whole[:-1] + 32 * [-1])[:32]
         cut += len(whole) > 33
     data = capsys.readouterr().out
     assert cut == 10 and "56 training documents with" in data and "(9 cut, 0 others" in data

@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from jobs import decoder, experts
+from jobs import decoder, experts, llama
 from jobs.experts import MixtureOfExperts, balance_at_steps
+from jobs.text import Documents
 
 JOB = "--model gpt-2x2x16 --context 12 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
@@ -251,3 +253,47 @@ def test_half_precision_balances_what_forward_counts(flags, run_once):
     thousandths = torch.stack([1000 * state[f"blocks.{i}.mlp.bias"] for i in range(2)])
     torch.testing.assert_close(thousandths, thousandths.round(), rtol=0, atol=1e-3)
     assert thousandths.abs().max() > 3.5
+
+
+@pytest.mark.parametrize("balance", [1.0, "bias"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_counts_for_no_balance(balance, packed):
+    """Rows with four times as much room end with the same gradients, and counts."""
+    size = llama.mixtral(2, 2, 16).complete("", None, None)
+    options = {"experts": 4, "top_k": 2, "balance": balance}
+    model, draw = llama.Llama(list(range(64)), size, **options), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=parameter.ndim == 1, std=0.3, generator=draw)
+    text = torch.randint(64, (200,), generator=draw, dtype=torch.int32)
+    lengths = np.array([9, 7, 16, 12, 11])
+    places = np.stack([lengths.cumsum() - lengths, lengths, lengths], 1)
+    found = []
+    for context in (16, 64):
+        rows = Documents(text, [""] * 64, context, places, packed)
+        tokens, labels = rows.prepare_evaluation([torch.arange(len(rows))], torch.device("cpu"))
+        model.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        mixtures = [block.mlp for block in model.blocks]
+        found.append({name: p.grad for name, p in model.named_parameters()})
+        if balance == "bias":
+            found[-1] = {str(i): mixture.load.clone() for i, mixture in enumerate(mixtures)}
+            assert [load.sum() for load in found[-1].values()] == 2 * [2 * lengths.sum()]
+            for mixture in mixtures:
+                mixture.load.zero_()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_all_choices_of_a_token_are_balanced():
+    """The first choices of these tokens are equally of three experts, the second is always the
+    fourth, which has half of all choices: it is 1 only if all have as many."""
+    mixture = make(6, 10, 4, top_k=2)
+    probabilities = torch.tensor([[0.5, 0.1, 0.1, 0.3]] * 300)
+    for expert in (1, 2):
+        probabilities[expert::3, [0, expert]] = torch.tensor([0.1, 0.5])
+    load = mixture.count_tokens(probabilities.topk(2).indices)
+    assert load.tolist() == [100, 100, 100, 300]
+    found = mixture.load_balancing_loss(probabilities, load)
+    mean = probabilities.mean(0)
+    assert found.item() == pytest.approx(4 * (mean[:3].sum() / 6 + mean[3] / 2).item())
+    equal = mixture.load_balancing_loss(probabilities, torch.full((4,), 150))
+    assert equal.item() == pytest.approx(1) and found > 1.05
