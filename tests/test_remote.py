@@ -86,6 +86,39 @@ def test_shards_of_two_ranks(s3, tmp_path):
     assert steps(Remote("s3://bucket/shards").list_files()) == {12: True, 10: True, 2: True}
 
 
+class NoServer:
+    """Remote storage that is a dict: sizes of files by their names."""
+
+    url = "s3://bucket/run"
+
+    def __init__(self, url):
+        self.files = {}
+
+    def upload(self, folder, names):
+        assert not self.files.keys() & set(names), "once"
+        self.files |= {name: (folder / name).stat().st_size for name in names}
+
+    def list_files(self, place=""):
+        return {name: size for name, size in self.files.items() if name.startswith(place)}
+
+    def remove(self, place):
+        self.files = {n: size for n, size in self.files.items() if not n.startswith(place)}
+
+
+def test_the_checksums_of_a_snapshot_are_uploaded_last(tmp_path, monkeypatch):
+    """They say that all other files have arrived."""
+    monkeypatch.setattr(mirror, "Remote", NoServer)
+    snapshot = tmp_path / "snapshots" / "step-00000004"
+    snapshot.mkdir(parents=True)
+    for name in ("state.pt", SUMS, "tensors.safetensors"):
+        (snapshot / name).write_text(name)
+    ours = mirror.Mirror("s3://bucket/run", tmp_path, find_damage)
+    ours.behind = [snapshot.name]
+    ours.push("")
+    uploaded = [name.rpartition("/")[2] for name in ours.remote.files]
+    assert len(uploaded) == 3 and uploaded[-1] == SUMS
+
+
 @pytest.mark.full
 def test_a_copy_that_fails_ends_the_run_if_it_is_to(s3, tmp_path):
     """All ranks, without a traceback."""
