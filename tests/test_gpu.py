@@ -58,6 +58,8 @@ ALIKE = [  # all weights as on one GPU
 ON_GPTS = ["pytorch_float8", "pytorch_float8 --scaling rowwise --compile"]
 ON_GPTS += ["pytorch_FSDP_TP --tp 1", "pytorch_FSDP_TP --tp 1 --dtype bfloat16"]
 ON_GPTS += ["pytorch_FSDP --packed", "pytorch_CP --packed --attention allgather"]
+ON_GPTS += ["pytorch_compile --blocks --packed"]
+ON_GPTS += ["pytorch_ND_parallel --offload --experts 4 --balance bias"]
 ON_GPTS += [  # of which a rank may be alone
     f"{t.script} {dtype}".rstrip()
     for t in TECHNIQUES
@@ -236,6 +238,29 @@ def test_experts_without_a_token(counts, width):
         torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.05 * scale)
     for weight in half[1:]:
         assert not any(weight[expert].any() for expert, n in enumerate(counts) if not n)
+
+
+@pytest.mark.parametrize("width", [64, 36])
+def test_experts_without_a_token_have_no_gradient(width):
+    """And the others those of one product after the other, where the memory that kernels get was
+    full of NaN; also of a width that grouped products do not take."""
+    torch.manual_seed(0)
+    layer = experts.Experts(3, width, 128, gated=True).cuda()
+    for stack in layer.parameters():
+        torch.nn.init.normal_(stack, std=0.1)
+    x = torch.randn(12, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    counts, gradient = torch.tensor([5, 0, 7], device="cuda"), torch.randn_like(x)
+    layer, found = layer.bfloat16(), []
+    for at_once in (True, False):
+        full = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
+        del full
+        with pytest.MonkeyPatch.context() as patch:
+            if not at_once:
+                patch.setattr(experts, "can_group", lambda tokens: False)
+            found.append(torch.autograd.grad(layer(x, counts), [x, *layer.parameters()], gradient))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
+    assert not any(of_weight[1].any() for of_weight in found[0][1:])
 
 
 def test_float8_where_it_is_said_to_be():
