@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 
@@ -19,12 +20,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER, DATA, LENGTH = "model", "chat.jsonl", 2048  # tokens of a row
 PACKED = True  # several conversations in a row, if the model keeps them apart by their positions
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/chat", 300, 100, 32, 2e-5, 9, 0.0
+OUT = "runs/chat"  # checkpoints, and the best weights
+STEPS = 300  # of the whole run
+EVERY = 100  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 2e-5  # the highest learning rate
+WARMUP = 9  # steps until LR is reached
+DECAY = 0.0  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 
 
 def make_model():  # with flash_attention_2 packing needs one row per forward, or cu_seq_lens_q
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    return AutoModelForCausalLM.from_pretrained(FOLDER, **options)
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
 
 
 REASONING = {"reasoning", "reasoning_content", "thinking"}
@@ -260,30 +267,62 @@ def check_packing(model, rows, device):  # recurrent layers, and some masks, ign
             return check(found, expected, next(model.parameters()).dtype, why)
 
 
+def newest_checkpoint(rank, world):  # of any rank: machines may have disks of their own
+    files = sorted(glob.glob(f"{OUT}/step-*.pt"))
+    path = f"{OUT}/copy-{rank}"
+    name = ""
+    if files:  # a file of the same name on another disk has another time
+        name = f"{os.path.basename(files[-1])} {os.stat(files[-1]).st_mtime_ns}"
+    names = [""] * world
+    dist.all_gather_object(names, name)
+    newest = max(names)
+    if not newest:
+        return None
+    has_it = name == newest
+    if has_it:
+        path = files[-1]
+    if min(names) != newest:  # those that do not see the file get a copy, piece by piece
+        owner = names.index(newest)
+        with open(path, "rb" if has_it else "wb") as file:
+            piece = [b"-"]
+            while piece[0]:
+                piece = [file.read(2**26) if rank == owner else None]
+                dist.broadcast_object_list(piece, owner)
+                if not has_it:
+                    file.write(piece[0])
+    saved = torch.load(path, map_location="cpu", mmap=True)  # reads a tensor when it is used
+    if not has_it:
+        os.remove(path)  # mapped memory stays
+    return saved
+
+
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
-    model, (train_set, eval_set) = make_model().to(device), make_data()
+    model = make_model().to(device)
+    train_set, eval_set = make_data()
     check_packing(model, train_set, device)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     if min(BATCH, len(train_set)) < world:
-        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+        raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
-    files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
-    dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
-    owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
-    found = [torch.load(files[-1], map_location="cpu") if files and rank == owner else None]
-    dist.broadcast_object_list(found, owner)
-    if saved := found[0]:
-        start, best = saved["step"], saved["best"]
+    saved = newest_checkpoint(rank, world)
+    if saved:
+        start = saved["step"]
+        best = saved["best"]
         if rank == 0:
             print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
@@ -302,7 +341,8 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        sums = loss_of(model, batch)
+        with torch.autocast(device.type, torch.bfloat16):  # float16 also needs a GradScaler
+            sums = loss_of(model, batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] * world / total[1]).backward()  # DDP divides by world
@@ -318,7 +358,7 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
                 found += loss_of(model.module, batch)
         dist.all_reduce(found)
         loss = (total[0] / total[1]).item()

@@ -5,6 +5,7 @@ import gc
 import glob
 import math
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/checkpointing", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/checkpointing"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 
 
 def make_model():
@@ -35,7 +43,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    logits = model(batch["input_ids"]).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -62,31 +71,63 @@ def recomputed(forward):  # its activations are computed again in backward, from
     return forward_again
 
 
+def newest_checkpoint(rank, world):  # of any rank: machines may have disks of their own
+    files = sorted(glob.glob(f"{OUT}/step-*.pt"))
+    path = f"{OUT}/copy-{rank}"
+    name = ""
+    if files:  # a file of the same name on another disk has another time
+        name = f"{os.path.basename(files[-1])} {os.stat(files[-1]).st_mtime_ns}"
+    names = [""] * world
+    dist.all_gather_object(names, name)
+    newest = max(names)
+    if not newest:
+        return None
+    has_it = name == newest
+    if has_it:
+        path = files[-1]
+    if min(names) != newest:  # those that do not see the file get a copy, piece by piece
+        owner = names.index(newest)
+        with open(path, "rb" if has_it else "wb") as file:
+            piece = [b"-"]
+            while piece[0]:
+                piece = [file.read(2**26) if rank == owner else None]
+                dist.broadcast_object_list(piece, owner)
+                if not has_it:
+                    file.write(piece[0])
+    saved = torch.load(path, map_location="cpu", mmap=True)  # reads a tensor when it is used
+    if not has_it:
+        os.remove(path)  # mapped memory stays
+    return saved
+
+
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
-    model, (train_set, eval_set) = make_model().to(device), make_data()
+    model = make_model().to(device)
+    train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < world:
-        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+        raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     for layer in layers_of(model):
         layer.forward = recomputed(layer.forward)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
-    files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
-    dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
-    owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
-    found = [torch.load(files[-1], map_location="cpu") if files and rank == owner else None]
-    dist.broadcast_object_list(found, owner)
-    if saved := found[0]:
-        start, best = saved["step"], saved["best"]
+    saved = newest_checkpoint(rank, world)
+    if saved:
+        start = saved["step"]
+        best = saved["best"]
         if rank == 0:
             print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])

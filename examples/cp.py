@@ -4,6 +4,7 @@ import gc
 import glob
 import math
 import os
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -14,7 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, default_collate
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/cp", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/cp"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 
 
 def rotate(x, positions):  # rotary position embedding of [batch, heads, time, 16]
@@ -69,7 +77,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"], batch.get("position_ids")).float(), batch["labels"]
+    logits = model(batch["input_ids"], batch.get("position_ids")).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -141,16 +150,50 @@ def check(found, expected, dtype, why):  # once, before the first step: is it th
         raise SystemExit(f"{why} (relative difference {off:.1g})")
 
 
+def newest_checkpoint(rank, world):  # of any rank: machines may have disks of their own
+    files = sorted(glob.glob(f"{OUT}/step-*.pt"))
+    path = f"{OUT}/copy-{rank}"
+    name = ""
+    if files:  # a file of the same name on another disk has another time
+        name = f"{os.path.basename(files[-1])} {os.stat(files[-1]).st_mtime_ns}"
+    names = [""] * world
+    dist.all_gather_object(names, name)
+    newest = max(names)
+    if not newest:
+        return None
+    has_it = name == newest
+    if has_it:
+        path = files[-1]
+    if min(names) != newest:  # those that do not see the file get a copy, piece by piece
+        owner = names.index(newest)
+        with open(path, "rb" if has_it else "wb") as file:
+            piece = [b"-"]
+            while piece[0]:
+                piece = [file.read(2**26) if rank == owner else None]
+                dist.broadcast_object_list(piece, owner)
+                if not has_it:
+                    file.write(piece[0])
+    saved = torch.load(path, map_location="cpu", mmap=True)  # reads a tensor when it is used
+    if not has_it:
+        os.remove(path)  # mapped memory stays
+    return saved
+
+
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
-    model, (train_set, eval_set) = make_model().to(device), make_data()
+    model = make_model().to(device)
+    train_set, eval_set = make_data()
     sample = default_collate([{name: tensor[:256] for name, tensor in train_set[0].items()}])
     sample["position_ids"] = torch.arange(sample["input_ids"].shape[1])[None]
     whole = {name: tensor.to(device) for name, tensor in sample.items()}
@@ -161,17 +204,15 @@ def main():
     dist.all_reduce(found)  # a sum over the ranks' positions
     why = "attend() is not the attention of this model: another loss"
     check(found, expected, next(model.parameters()).dtype, why)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
-    files, steps = sorted(glob.glob(f"{OUT}/step-*.pt")), [""] * world
-    dist.all_gather_object(steps, os.path.basename(files[-1]) if files else "")
-    owner = steps.index(max(steps))  # of the newest: machines may have disks of their own
-    found = [torch.load(files[-1], map_location="cpu") if files and rank == owner else None]
-    dist.broadcast_object_list(found, owner)
-    if saved := found[0]:
-        start, best = saved["step"], saved["best"]
+    saved = newest_checkpoint(rank, world)
+    if saved:
+        start = saved["step"]
+        best = saved["best"]
         if rank == 0:
             print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/fsdp_tp", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/fsdp_tp"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
 SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
@@ -75,7 +83,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    logits = model(batch["input_ids"]).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -185,7 +194,8 @@ def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gr
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
-    found, seen = [None], [None] * world
+    found = [None]
+    seen = [None] * world
     if rank == 0:
         os.makedirs(f"{OUT}/best", exist_ok=True)
         found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
@@ -208,21 +218,26 @@ def check(found, expected, dtype, why):  # once, before the first step: is it th
 
 
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
     if world % TP:
         raise SystemExit(f"{world} ranks are not divisible by TP = {TP}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # 2 sums
     mesh = init_device_mesh(device.type, (world // TP, TP), mesh_dim_names=("dp", "tp"))
     dp, dps = mesh["dp"].get_local_rank(), world // TP  # ranks with the same dp have the same rows
-    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    folder = find_checkpoint(rank, world)
+    train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < dps:
-        raise SystemExit(f"{dps} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+        raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {dps} ranks")
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
     sample = default_collate([train_set[0]])
@@ -246,6 +261,7 @@ def main():
     why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: another loss"
     dtype = POLICY.param_dtype or torch.float32
     check(found, found if expected is None else expected, dtype, why)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     groups = [[p for p in model.parameters() if p.device_mesh.ndim == n] for n in (2, 1)]
     per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
     per_head = [p for p in per_head if p.requires_grad]
@@ -259,7 +275,8 @@ def main():
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
-        start, best = saved["step"], saved["best"]
+        start = saved["step"]
+        best = saved["best"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
         sd.set_state_dict(model, optimizer, **states, options=SOME)
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/in_backward", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/in_backward"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
 SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
@@ -44,7 +52,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    logits = model(batch["input_ids"]).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -115,7 +124,8 @@ def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gr
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
-    found, seen = [None], [None] * world
+    found = [None]
+    seen = [None] * world
     if rank == 0:
         os.makedirs(f"{OUT}/best", exist_ok=True)
         found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
@@ -128,16 +138,22 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
 
 
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
-    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    folder = find_checkpoint(rank, world)
+    train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < world:
-        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+        raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
     for part in list(model.modules()):
@@ -159,7 +175,8 @@ def main():
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
-        start, best = saved["step"], saved["best"]
+        start = saved["step"]
+        best = saved["best"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
         sd.set_state_dict(model, optimizer, **states, options=SOME)
     squares = torch.zeros((), device=device)  # of the gradients of this rank's shards

@@ -9,7 +9,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/plain", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/plain"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
 
 
 def make_model():
@@ -25,7 +31,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    logits = model(batch["input_ids"]).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -46,16 +53,19 @@ def order(samples, start):  # the indices of each batch: a new permutation every
 
 def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
-    model, (train_set, eval_set) = make_model().to(device), make_data()
+    model = make_model().to(device)
+    train_set, eval_set = make_data()
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
     if files := sorted(glob.glob(f"{OUT}/step-*.pt")):
-        saved = torch.load(files[-1], map_location="cpu")
-        start, best = saved["step"], saved["best"]
+        saved = torch.load(files[-1], map_location="cpu", mmap=True)
+        start = saved["step"]
+        best = saved["best"]
         print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

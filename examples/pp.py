@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections import OrderedDict
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,14 @@ from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, default_collate
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/pp", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/pp"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 MICRO = 8  # micro-batches of a batch: the more, the shorter ranks wait for each other
 FLAT = sd.StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters' names
 
@@ -103,7 +111,9 @@ class Stage(nn.Module):
 
 
 def make_stage(model, rank, world, device, length):
-    layers, embedding, head = len(model.model.layers), model.model.embed_tokens, model.lm_head
+    layers = len(model.model.layers)
+    embedding = model.model.embed_tokens
+    head = model.lm_head
     if embedding.weight is head.weight:
         raise SystemExit("embedding and head share their weights, but are on different ranks")
     if world > min(layers, MICRO) or BATCH % MICRO:
@@ -113,8 +123,9 @@ def make_stage(model, rank, world, device, length):
         )
     with torch.device("meta"):  # without them, the first step would draw dropout twice
         ids = torch.empty(BATCH // MICRO, length, dtype=torch.int64)
-        hidden = torch.empty(*ids.shape, embedding.embedding_dim, requires_grad=True)
-        logits = torch.empty(*ids.shape, head.out_features, requires_grad=True)
+        options = {"dtype": embedding.weight.dtype, "requires_grad": True}
+        hidden = torch.empty(*ids.shape, embedding.embedding_dim, **options)
+        logits = torch.empty(*ids.shape, head.out_features, **options)
     stage = Stage(model, rank, world).to(device)
     ends = hidden if rank else ids, logits if rank == world - 1 else hidden
     return PipelineStage(stage, rank, world, device, *ends)
@@ -141,7 +152,8 @@ def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gr
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
-    found, seen = [None], [None] * world
+    found = [None]
+    seen = [None] * world
     if rank == 0:
         os.makedirs(f"{OUT}/best", exist_ok=True)
         found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
@@ -164,14 +176,22 @@ def check(found, expected, dtype, why):  # once, before the first step: is it th
 
 
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+        config = getattr(dist, "config", None)
+        if hasattr(config, "pipeline_per_direction_p2p"):  # off by default in PyTorch 2.14
+            config.pipeline_per_direction_p2p = True  # activations do not wait for gradients
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
-    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    folder = find_checkpoint(rank, world)
+    train_set, eval_set = make_data()
     model = make_model()
     sample = default_collate([train_set[0]])
     found = expected = torch.ones(1, device=device)  # of a rank without logits
@@ -199,7 +219,8 @@ def main():
     why = "forward does more than embedding, layers, norm and head, as scaling embeddings, "
     why += "which each stage repeats: other logits"
     check(found, expected, next(model.parameters()).dtype, why)
-    gloo = dist.new_group(backend="gloo")  # nccl would gather the weights on the GPU
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
+    gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)  # nccl would gather on the GPU
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
@@ -211,7 +232,8 @@ def main():
         weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
-        start, best = saved["step"], saved["best"]
+        start = saved["step"]
+        best = saved["best"]
         sd.set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT
         )
@@ -234,7 +256,8 @@ def main():
             gradient /= total[1]  # micro-batches have different numbers of labels
         squares = nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(squares)  # a sum over the stages
-        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm := squares.sqrt())
+        norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY and step < STEPS:

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections import OrderedDict
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, default_collate
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/tp", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/tp"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a rank has some heads, columns
 ROWWISE = ("o_proj", "down_proj")  # a rank has the matching rows, and the ranks sum their outputs
 PER_HEAD = ("q_norm", "k_norm")  # whole on every rank, which applies it to its heads only
@@ -63,7 +71,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    logits = model(batch["input_ids"]).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -130,7 +139,8 @@ def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gr
 
 
 def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see what it found
-    found, seen = [None], [None] * world
+    found = [None]
+    seen = [None] * world
     if rank == 0:
         os.makedirs(f"{OUT}/best", exist_ok=True)
         found = sorted(glob.glob(f"{OUT}/step-*/.metadata"))[-1:] or [f"{OUT}/best"]
@@ -153,14 +163,19 @@ def check(found, expected, dtype, why):  # once, before the first step: is it th
 
 
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
-    folder, (train_set, eval_set) = find_checkpoint(rank, world), make_data()
+    folder = find_checkpoint(rank, world)
+    train_set, eval_set = make_data()
     model = make_model()
     sample = default_collate([train_set[0]])
     expected = None
@@ -173,6 +188,7 @@ def main():
         found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
     why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: another loss"
     check(found, found if expected is None else expected, next(model.parameters()).dtype, why)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
@@ -187,7 +203,8 @@ def main():
         weights, moments = sd.get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
-        start, best = saved["step"], saved["best"]
+        start = saved["step"]
+        best = saved["best"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
         sd.set_state_dict(model, optimizer, **states, options=SOME)
 

@@ -4,6 +4,7 @@ import glob
 import math
 import os
 import shutil
+from datetime import timedelta
 
 import deepspeed
 import torch
@@ -12,7 +13,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-OUT, STEPS, EVERY, BATCH, LR, WARMUP, DECAY = "runs/zero_deepspeed", 60, 20, 32, 1e-2, 6, 0.01
+OUT = "runs/zero_deepspeed"  # checkpoints, and the best weights
+STEPS = 60  # of the whole run
+EVERY = 20  # steps: evaluates and saves
+BATCH = 32  # samples of a step, of all ranks together
+LR = 1e-2  # the highest learning rate
+WARMUP = 6  # steps until LR is reached
+DECAY = 0.01  # of weights
+TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 STAGE = 2  # 1: shards the optimizer state; 2: gradients, too
 
 
@@ -29,7 +37,8 @@ def make_data():  # for training and for evaluation
 
 
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits, labels = model(batch["input_ids"]).float(), batch["labels"]
+    logits = model(batch["input_ids"]).float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
@@ -49,17 +58,23 @@ def order(samples, start):  # the indices of each batch: a new permutation every
 
 
 def main():
+    if "RANK" not in os.environ:
+        raise SystemExit("start this file with the command in its first lines")
     device = torch.device("cpu")
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, timeout=TIMEOUT)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
-    model, (train_set, eval_set) = make_model().to(device), make_data()
+    model = make_model().to(device)
+    train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < world:
-        raise SystemExit(f"{world} ranks need a row each of {len(train_set)}, {BATCH} in a batch")
+        raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
     settings = {
         "train_micro_batch_size_per_gpu": 1,  # only for its log: the loss has its own weights
@@ -77,7 +92,8 @@ def main():
         _, saved = model.load_checkpoint(OUT)
         if not saved:
             raise SystemExit(f"rank {rank} finds no {OUT}: it has to be on a shared disk")
-        start, best = saved["step"], saved["best"]
+        start = saved["step"]
+        best = saved["best"]
 
     rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
     train_loader = DataLoader(train_set, batch_sampler=rows)

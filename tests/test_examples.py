@@ -295,6 +295,26 @@ def test_examples_stand_alone():
         assert not re.search(r"(import|from) (common|harness|jobs|libraries)\b", read(name)), name
 
 
+def test_what_every_example_has():
+    """TF32, or fp32 matrix products take 8 times as long; patience with a rank that exports; and no
+    factor of its own for all groups of parameters."""
+    for name in ["plain", *ROWS]:
+        text = read(name)
+        assert 'torch.set_float32_matmul_precision("high")' in text, name
+        assert name == "plain" or text.count("timeout=TIMEOUT") >= 1, name
+        groups = text.count("init_process_group(") + text.count("new_group(")
+        assert text.count("timeout=TIMEOUT") >= groups, name
+        assert 'group["lr"] = rate * factor' in text and "broadcast_object_list([torch" not in text
+
+
+@cases("name", ROWS, lambda n: n in ("ddp", "pp"))
+def test_started_without_its_launcher(name):
+    """One line, which torchrun's variables make unnecessary."""
+    finished = launch(f"python {ROOT / 'examples' / name}.py", forked=True)
+    assert finished.code == 1 and "Traceback" not in finished.stderr, str(finished)
+    assert "start this file with the command in its first lines" in finished.stderr
+
+
 SMALL = dict(
     vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,

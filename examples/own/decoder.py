@@ -24,7 +24,8 @@ def make_data():
 
 
 def loss_of(model, batch):  # the model's own loss would be a mean over this rank's labels
-    logits, labels = model(batch["input_ids"], use_cache=False).logits.float(), batch["labels"]
+    logits = model(batch["input_ids"], use_cache=False).logits.float()
+    labels = batch["labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return torch.stack([loss, (labels >= 0).sum()])
 
