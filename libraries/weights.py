@@ -18,6 +18,7 @@ from harness.world import gather_objects, print0, world
 from libraries import deepspeed_engine, local_sgd
 
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
+ADAPTERS = "adapters: load them and their base with peft, or train with --merge"  # of LoRA
 WRAPPERS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."  # in names
 
 
@@ -43,7 +44,7 @@ def why_unusable(place: Path | str) -> str:
     if path.is_file() or is_snapshot(place):
         return ""
     if (path / "adapter").is_dir():
-        return "it has adapters only; the same command with --resume auto --merge writes the model"
+        return f"it has only {ADAPTERS}"
     if found := list_snapshots(path / "snapshots"):
         return f"its run has not ended; its newest snapshot is {found[0]}"
     return "it has no model.pt" if path.is_dir() else "no such file or folder"
@@ -114,8 +115,7 @@ def shapes_of(place: Path | str) -> dict[str, Tensor]:
         found = reader_of(path).read_metadata().state_dict_metadata
     found = {n.removeprefix("model."): t for n, t in found.items() if n.startswith("model.")}
     if found and all(".lora_" in name for name in found):
-        give = "give its run --resume auto --merge, which also writes the whole model"
-        fail(f"--weights {place}: a snapshot of adapters only; {give}")
+        fail(f"--weights {place}: a snapshot of {ADAPTERS}")
     with torch.device("meta"):
         return {n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in found.items()}
 

@@ -292,7 +292,7 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
         f"--adapter {first} --rank 4": "--rank 4: the adapter in",
         f"--adapter {first} --targets key": "has its own; leave it out",
         f"--adapter {base}": "adapter_config.json cannot be used",
-        f"--weights {snapshots(first)[0]}": "a snapshot of adapters only; give its run --resume",
+        f"--weights {snapshots(first)[0]}": "a snapshot of adapters: load them and their base",
     }.items():
         assert words in launch(f"{command} {wrong}", forked=True).refusal
 
