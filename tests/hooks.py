@@ -83,19 +83,34 @@ class CountSent(TorchDispatchMode):
 
 
 def recorded():
-    """The collectives in PyTorch's own record, which C++ keeps where gloo starts them: kind, bytes
-    of the input, ranks. A reduce-scatter is an all-reduce there, and a send is not in it."""
+    """The collectives in PyTorch's own record, which C++ keeps where gloo starts them, in order:
+    group with its ranks, kind, bytes of the input. A reduce-scatter is an all-reduce there, and a
+    send is not in it."""
     from hangs.recorder import read_recorder
     from harness.trace_rows import bytes_of
 
-    found, record = collections.Counter(), read_recorder() if dist.is_initialized() else {}
+    found, record = [], read_recorder() if dist.is_initialized() else {}
     for entry in record.get("entries", ()):
         kind = entry["profiling_name"].removeprefix("gloo:").replace("_", "")
-        ranks = len(json.loads(record["pg_config"][entry["process_group"][0]]["ranks"]))
+        group = entry["process_group"][0]
+        ranks = tuple(json.loads(record["pg_config"][group]["ranks"]))
         elements = sum(torch.Size(shape).numel() for shape in entry["input_sizes"])
         if entry["input_dtypes"]:  # not of a barrier
-            found[kind, bytes_of(elements, entry["input_dtypes"][0]), ranks] += 1
+            found.append(((group, ranks), kind, bytes_of(elements, entry["input_dtypes"][0])))
     return found
+
+
+def compare_order(everyone):
+    """Any two ranks ask the groups that both are in for the same, in the same order, of each group
+    and between groups: otherwise nccl may wait for ever. Only the sizes of an all-to-all differ."""
+    for rank, order in enumerate(everyone[1:], 1):
+        for other, theirs in enumerate(everyone[:rank]):
+            both = [
+                [(group, kind, "alltoall" in kind or size) for group, kind, size in found
+                 if {rank, other} <= set(group[1])]
+                for found in (theirs, order)
+            ]  # fmt: skip
+            assert both[0] == both[1], f"ranks {other} and {rank} send in another order: {both}"
 
 
 def sent():
@@ -110,6 +125,7 @@ def sent():
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"  # the whole run
     counter, log, finish, all_reduce = CountSent(), Run.log, Run.finish, dist.all_reduce
     saves, save = [], dcp.async_save
+    order = []  # in which this rank asked for the last step's
     dcp.async_save = lambda *args, **kwargs: saves.append(save(*args, **kwargs)) or saves[-1]
 
     def count_last(run, batches):
@@ -117,13 +133,15 @@ def sent():
             last = counter.counts = run.step == run.total_steps
             for writing in saves if last else ():
                 writing.result()  # whose thread sends, too
-            before = recorded() if last else None
+            before = len(recorded()) if last else 0
             counter.seen.clear()  # PowerSGD's are noted in all steps
             with counter if last else contextlib.nullcontext():
                 yield batch
             counter.counts = False
             if last:
-                found, seen = recorded() - before, counter.seen
+                order[:] = recorded()[before:]
+                found = collections.Counter((kind, size, len(g[1])) for g, kind, size in order)
+                seen = counter.seen
                 assert found == seen, f"PyTorch has {found - seen}, CountSent {seen - found}"
 
     def uncounted_log(run, loss):  # what the record of a run sends is not the technique's
@@ -138,6 +156,7 @@ def sent():
         return all_reduce(tensor, *args, **kwargs)
 
     def finish_and_write(run, *args, **kwargs):
+        compare_order(gather_objects(order))
         everyone, path = gather_objects(counter.sent), run.args.output_dir / "result.json"
         kinds = {kind for sent in everyone for kind in sent}
         sent = {kind: sum(theirs[kind] for theirs in everyone) / len(everyone) for kind in kinds}
@@ -411,6 +430,22 @@ def route(step):
         return SimpleNamespace(indices=(first + torch.arange(k)) % scores.shape[1])
 
     torch.Tensor.topk = topk
+
+
+def swapped():
+    """Two groups are asked for a sum at once in each step, by rank 1 in another order, which gloo
+    allows."""
+
+    def ask(run, batches):
+        groups = [dist.new_group() for _ in range(2)]
+        for batch in batches:
+            mine = groups[::-1] if RANK == 1 else groups
+            sums = [dist.all_reduce(torch.zeros(1), group=g, async_op=True) for g in mine]
+            for work in sums:
+                work.wait()
+            yield batch
+
+    around_batches(ask)
 
 
 def no_gradient():

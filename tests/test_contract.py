@@ -395,6 +395,13 @@ def test_an_optimizer_in_backward_takes_a_step_per_block(run_once):
     assert read_run(folder)[1]["calls"]["allreduce"] == 2 + ends
 
 
+def test_another_order_on_one_rank_is_seen(tmp_path):
+    """By the hook that counts what is sent: the numbers of both ranks are the same, and right."""
+    flags = f"{DATA} --model gpt-1x2x8 --context 8 --max-steps 2 --output-dir {tmp_path}"
+    finished = launch(hooked("pytorch_FSDP", 2, flags), forked=True, HOOKS="sent swapped")
+    assert "ranks 0 and 1 send in another order" in finished.stderr and finished.code == 1
+
+
 def loads_by_itself(one):
     return is_first(one) and one.technique.name not in LOADED_ALIKE
 
