@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import SCHEDULES, PipelineStage, divide, make_shapes
+from libraries.pipelining import SCHEDULES, PipelineStage, divide, gather_weights, make_shapes
 
 
 class Stage(nn.Module):
@@ -200,11 +200,9 @@ def main():
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report
-    parts = [None] * world_size if rank == 0 else None
     gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
-    dist.gather_object({k: v.cpu() for k, v in model.state_dict().items()}, parts, group=gloo)
+    weights = gather_weights(model, gloo)
     if rank == 0:
-        weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for

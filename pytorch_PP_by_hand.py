@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import divide
+from libraries.pipelining import divide, gather_weights
 
 
 class Stage(nn.Module):
@@ -215,11 +215,9 @@ def main():
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report
-    parts = [None] * world_size if rank == 0 else None
     gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
-    dist.gather_object({k: v.cpu() for k, v in model.state_dict().items()}, parts, group=gloo)
+    weights = gather_weights(model, gloo)
     if rank == 0:
-        weights = {name: tensor for part in parts for name, tensor in part.items()}
         common.save_model(args, {name: weights[name] for name in names})
     run.finish(model, optimizer)
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for

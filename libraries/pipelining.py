@@ -1,9 +1,12 @@
 """PyTorch's pipeline schedules: the rank of each stage, and the number of micro-batches."""
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import pipelining
 
 from harness.cli import fail
+from harness.world import gather_objects
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,  # all forward, then all backward (Huang et al. 2019)
@@ -85,3 +88,21 @@ def make_shapes(
         tokens = torch.empty(size, dtype=torch.int64)
         hidden = torch.empty(batch, time // parts, width, dtype=dtype, requires_grad=True)
         return [tokens, hidden, torch.empty(batch, time, classes, requires_grad=True)]
+
+
+def gather_weights(model: nn.Module, group) -> dict[str, torch.Tensor]:
+    """The weights of all stages on the CPU of rank 0, sent one at a time: as one object they would
+    be there several times. All ranks call it, with a ``group`` of gloo."""
+    own, rank = model.state_dict(), dist.get_rank()
+    sizes = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+    found = {}
+    for owner, theirs in enumerate(gather_objects(sizes)):
+        for name, (shape, dtype) in theirs.items():
+            if rank == owner == 0:
+                found[name] = own[name].cpu()
+            elif rank == owner:
+                dist.send(own[name].cpu(), 0, group=group)
+            elif rank == 0:
+                found[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(found[name], owner, group=group)
+    return found

@@ -281,6 +281,20 @@ def live(*given):
     os._exit(0)  # the others are not waited for
 
 
+def objects(most):
+    """No object of a collective is larger than so many bytes: a pickle is there several times."""
+    from torch.distributed import distributed_c10d
+
+    pickled = distributed_c10d._object_to_tensor
+
+    def small(value, *args, **kwargs):
+        tensor, size = pickled(value, *args, **kwargs)
+        assert len(tensor) <= int(most), f"an object of {len(tensor)} bytes"
+        return tensor, size
+
+    distributed_c10d._object_to_tensor = small
+
+
 def threads():
     """Print, in the end, how many of gloo's threads are left."""
 

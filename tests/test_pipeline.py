@@ -57,6 +57,14 @@ def test_micro_batches_share_the_matrices_in_bfloat16(tmp_path):
     assert json.loads((tmp_path / "rank0.json").read_text())["activations"] < 1.5 * copy
 
 
+@pytest.mark.parametrize("script", ["pytorch_PP", "pytorch_PP_by_hand"])
+def test_weights_are_not_gathered_as_objects(script, tmp_path):
+    """Of which rank 0 would have several copies, as large as the model: here 400 kB a block."""
+    flags = "--model gpt-2x2x128 --context 8 --dataset synthetic --max-steps 1 --batch-size 8"
+    command = f"{launcher(script, 2, HOOKED)} {flags} --output-dir {tmp_path}"
+    succeed(command, forked=True, HOOKS="objects:50000")
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_refused_is_what_pytorch_refuses(schedule):
     """On one rank alone, it may be, and the others would wait for it."""
