@@ -240,29 +240,6 @@ def test_experts_without_a_token(counts, width):
         assert not any(weight[expert].any() for expert, n in enumerate(counts) if not n)
 
 
-@pytest.mark.parametrize("width", [64, 36])
-def test_experts_without_a_token_have_no_gradient(width):
-    """And the others those of one product after the other, where the memory that kernels get was
-    full of NaN; also of a width that grouped products do not take."""
-    torch.manual_seed(0)
-    layer = experts.Experts(3, width, 128, gated=True).cuda()
-    for stack in layer.parameters():
-        torch.nn.init.normal_(stack, std=0.1)
-    x = torch.randn(12, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    counts, gradient = torch.tensor([5, 0, 7], device="cuda"), torch.randn_like(x)
-    layer, found = layer.bfloat16(), []
-    for at_once in (True, False):
-        full = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
-        del full
-        with pytest.MonkeyPatch.context() as patch:
-            if not at_once:
-                patch.setattr(experts, "can_group", lambda tokens: False)
-            found.append(torch.autograd.grad(layer(x, counts), [x, *layer.parameters()], gradient))
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
-    assert not any(of_weight[1].any() for of_weight in found[0][1:])
-
-
 def test_float8_where_it_is_said_to_be():
     pytest.importorskip("torchao")
     from pytorch_float8 import multiplies_float8
