@@ -4,7 +4,6 @@ the results of a session.
     python -m measure.gpu_session --compare runs/gpu_session/runs/resume-adamw
 """
 
-import datetime
 import json
 import random
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark import RESULTS, ROOT, all_versions, write_json
+from benchmark import RESULTS, ROOT, all_versions, today, write_json
 from harness.cli import ArgumentParser, fail
 from harness.measure import git_commit, hardware
 from report import fresh
@@ -27,8 +26,8 @@ def write_text(path: Path) -> None:
     """A text of so many different characters, in a random order, that GPT-2 has all its
     124 million parameters."""
     some = [*range(0x4E00, 0x9FA6), *range(0x20000, 0x2A6D7)][:CHARACTERS]
-    shuffled, rng = some * 17, random.Random(0)
-    rng.shuffle(shuffled)
+    shuffled = some * 17
+    random.Random(0).shuffle(shuffled)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(chr, some + shuffled)))
 
@@ -57,7 +56,8 @@ def begin(device: str, work: Path) -> None:
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         fail("PyTorch finds no GPU; --device cpu tries what a CPU can run")
-    path, now = work / "about.json", json.dumps(about(device), indent=1)
+    path = work / "about.json"
+    now = json.dumps(about(device), indent=1)
     if path.is_file() and path.read_text() != now:
         for line in work.glob("*.line"):
             line.unlink()
@@ -73,10 +73,9 @@ def report(device: str, work: Path, results: Path, out: Path | None) -> None:
         command = path.with_suffix(".command")
         steps.append({"name": name, "seconds": int(seconds), "outcome": outcome})
         steps[-1]["command"] = command.read_text().strip() if command.is_file() else None
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    found = {"gpu_session.json": about(device) | {"date": today, "steps": steps}}
-    suite, before = load(RESULTS / "gpu.partial.json"), load(RESULTS / "gpu.json")
-    if suite and not (before or {}).get("complete"):
+    found = {"gpu_session.json": about(device) | {"date": today(), "steps": steps}}
+    suite = load(RESULTS / "gpu.partial.json")
+    if suite and not load(RESULTS / "gpu.json").get("complete"):
         suite["rows"] = [row for row in suite["rows"] if row["runs"] or row["failed"]]
         commands = [run["command"] for row in suite["rows"] for run in row["runs"]]
         found["gpu.json"] = suite | {"files": fresh.files_of(ROOT, commands)}

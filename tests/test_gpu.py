@@ -206,7 +206,7 @@ def test_several_microbatches_need_one_half_copy_of_the_weights(tmp_path):
     """Of a stage's matrices in bfloat16, however many micro-batches are in flight."""
     flags = "--model gpt-4x8x512 --context 32 --max-steps 12 --dtype bfloat16"
     script = "pytorch_PP --pipeline-schedule gpipe --microbatches"
-    copy = 4 * 12 * 512**2 * 2 / 2**30
+    copy = 4 * 12 * 512**2 * 2 / 2**30  # GiB
     peaks = []
     for n in (2, 8):
         _, result = train(f"{script} {n}", 1, flags, tmp_path / str(n))
@@ -224,7 +224,8 @@ def test_experts_without_a_token(counts, width):
     experts = MixtureOfExperts(width, 2 * width, len(counts), gated=True).experts.cuda()
     for weight in experts.parameters():
         torch.nn.init.normal_(weight, std=width**-0.5)
-    tokens, found = torch.randn(sum(counts), width, device="cuda"), []
+    tokens = torch.randn(sum(counts), width, device="cuda")
+    found = []
     for dtype in (torch.float32, torch.bfloat16):
         held = torch.full((2**26,), math.nan, device="cuda")
         del held  # which the allocator gives to what is computed

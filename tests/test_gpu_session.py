@@ -125,7 +125,8 @@ def test_a_wrong_resume_is_found(tmp_path):
 
 def test_a_suite_that_was_stopped_is_a_result(tmp_path, monkeypatch):
     """With the rows that have been measured, unless all rows were measured before."""
-    results, work = tmp_path / "results", tmp_path / "work"
+    results = tmp_path / "results"
+    work = tmp_path / "work"
     for folder in (results, work):
         folder.mkdir()
     monkeypatch.setattr(gpu_session, "RESULTS", results)
