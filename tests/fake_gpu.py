@@ -27,12 +27,14 @@ import small_resnet  # noqa: F401  a model to choose
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 GIB = 2**30
 aten = torch.ops.aten
@@ -97,7 +99,7 @@ class FakeCuda:
         return (3 if self.log.count(["max_memory_allocated", str(device)]) > 3 else 9) * GIB
 
     def get_device_properties(self, device):
-        return SimpleNamespace(uuid=f"of {device}", total_memory=80 * GIB, major=8)
+        return SimpleNamespace(uuid=f"of {device}", total_memory=80 * GIB, major=8, minor=0)
 
     def current_stream(self, device=None):
         return Stream(self, device, "current")
@@ -240,24 +242,38 @@ def stand_in_for_ranks(note):
 def stand_in_for_numbers(fake, common, harness):
     """What reads the numbers of a tensor, or where they are."""
     from jobs.experts import MixtureOfExperts
-    from libraries import pipelining
+    from libraries import attention_kernels, pipelining
 
     evaluate, tolist, make_model = common.evaluate, FakeTensor.tolist, common.make_model
-    save, swap = torch.save, torch.utils.swap_tensors
-    # What the others keep is not known, so no snapshot is complete:
-    harness.state.save = lambda tensors, folder: None
+    save, load, swap = torch.save, torch.load, torch.utils.swap_tensors
 
-    def evaluate_all(model, loader, device, *cut):
+    def evaluate_all(model, loader, device, *cut, **head):
         fake.number = loader.dataset.count_labels()  # so many, all of them right
-        metrics = evaluate(model, loader, device, *cut)
+        metrics = evaluate(model, loader, device, *cut, **head)
         fake.number = 1
         return metrics
 
     def save_fakes(state, path, **options):
-        if isinstance(path, (str, Path)):
-            Path(path).write_text("in the place of tensors without numbers\n")
-        else:  # a buffer, to be sent
-            save(state, path, **options)
+        save(tree_map_only(FakeTensor, of_the_cpu, state), path, **options)
+
+    def of_the_cpu(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def load_real(*args, **options):
+        with unset_fake_temporarily():  # which would read no numbers, not even those of the CPU
+            return load(*args, **options)
+
+    def save_shapes(tensors, folder):  # what the others keep is not known
+        shapes = {name: (t.shape, t.dtype) for name, t in tensors.items()}
+        save(shapes, folder / "shapes.pt")
+
+    def read_shapes(path):  # as a reader of DCP
+        found = {}
+        for name, (size, dtype) in load_real(Path(path).parent / "shapes.pt").items():
+            about = {"size": size, "properties": SimpleNamespace(dtype=dtype)}
+            found[name] = SimpleNamespace(**about, chunks=[SimpleNamespace(sizes=size)])
+        metadata = SimpleNamespace(state_dict_metadata=found)
+        return SimpleNamespace(read_metadata=lambda: metadata)
 
     def swap_fakes(ours, theirs):  # Module.to() of half precision: there are references to ours
         if not isinstance(ours, FakeTensor):
@@ -280,6 +296,11 @@ def stand_in_for_numbers(fake, common, harness):
         }
         return model
 
+    def flex(function):  # FlexAttention is compiled, which needs data
+        if function == "create_block_mask":
+            return lambda *_, **__: SimpleNamespace()
+        return lambda q, k, v, block_mask, scale: F.scaled_dot_product_attention(q, k, v)
+
     def gather_weights(own, parts, group=None):  # those of the others, too
         assert group == "gloo", "nccl gathers on the GPU of rank 0, beside all else there"
         parts[:] = [fake.whole] * len(parts)
@@ -292,6 +313,12 @@ def stand_in_for_numbers(fake, common, harness):
     common.make_model, dist.gather_object = make_and_remember, gather_weights
     forward, MixtureOfExperts.forward = MixtureOfExperts.forward, balanced
     common.evaluate, torch.save, torch.utils.swap_tensors = evaluate_all, save_fakes, swap_fakes
+    attention_kernels.flex = flex
+    torch.load = load_real
+    dcp.load = lambda *_, **__: None
+    harness.state.save = save_shapes
+    harness.state.HuggingFaceStorageReader = read_shapes
+    harness.snapshots.find_damage = lambda *_, **__: None  # the others have no checksums
     FakeTensor.tolist = lambda t: t.known.tolist() if hasattr(t, "known") else tolist(t)
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
     harness.stop.StopRequest.vote = lambda request, step: None  # nobody wants to
@@ -334,12 +361,14 @@ def main():
     # PyTorch 2.11, of this backend:
     warnings.filterwarnings("ignore", "Set timeout is now only supported for either nccl or gloo")
     import common
+    import harness.snapshots
     import harness.state
     import harness.stop
     from harness.clock import StepClock
     from harness.run import Run
 
     fake, start, batches, mark = FakeGpus(cuda), Run.start, Run.batches, StepClock.mark
+    finish = Run.finish
 
     def watched_start(run, model, *args, **kwargs):
         fake.model = model
@@ -356,12 +385,19 @@ def main():
             yield images, labels
         cuda.note("end of epoch")
 
+    def watched_finish(run, model, optimizer, **held):
+        own = getattr(optimizer, "optim", optimizer)  # of ZeRO, the local one
+        entries = [entry for state in own.state.values() for entry in state.items()]
+        cuda.note("optimizer", *sorted({f"{key} {t.dtype} on {t.device}" for key, t in entries}))
+        finish(run, model, optimizer, **held)
+
     def watched_mark(clock, phase):
         if clock.marks is not None:
             cuda.note("phase", phase)
         mark(clock, phase)
 
     Run.start, Run.batches, StepClock.mark = watched_start, watched_batches, watched_mark
+    Run.finish = watched_finish
     cuda.install()
     stand_in_for_numbers(fake, common, harness)
     stand_in_for_drivers(fake, harness)

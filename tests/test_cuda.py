@@ -38,6 +38,10 @@ FAKED = [
     for t, case in [*((t, case) for t in TECHNIQUES for case in t.cases), *FLOAT16]
     if t.name not in NOT_FAKED and case.ranks[0] <= 4 and not set(IN_A_V) & {*case.flags.split()}
 ]
+NAMES = {script: n for _, script, n in FAKED}  # on how many ranks
+USUALLY_RESUMED = ("half_precision", "DDP_ZeRO", "PP")
+SMALL_JOB = "--model gpt-4x12x48 --context 24 --dataset synthetic --train-samples 96 "
+SMALL_JOB += "--eval-samples 24 --batch-size 24 --epochs 2"  # 8 steps
 USUAL = [f"pytorch_{script}" for script in TABLES["branches_of_a_gpu"]]
 
 
@@ -184,6 +188,22 @@ def test_buffers_are_on_the_gpu_while_parameters_are_not(tmp_path):
     job = f"{GPT_JOB} --max-steps 2 --model gpt-2x2x16"
     seen, _ = pretend(script, 2, job, tmp_path)
     assert ["model", "float32 on cpu", "float32 on cuda:1"] in seen.log
+
+
+RESUMED = sorted({f"{t.script} {t.cases[0].flags}".rstrip() for t in TECHNIQUES} & set(NAMES))
+
+
+@cases("script", RESUMED, lambda script: script.split()[0][8:] in USUALLY_RESUMED)
+def test_a_run_on_a_gpu_resumes(script, tmp_path):
+    """Two steps and two more: no state of the optimizer has moved, or has another dtype."""
+    n = NAMES[script]
+    job = f"{SMALL_JOB} --optimizer adamw --max-steps"
+    before, _ = pretend(script, n, f"{job} 2", tmp_path / "before")
+    resume = f"{job} 4 --resume {tmp_path / 'before'}"
+    after, result = pretend(script, n, resume, tmp_path / "after")
+    [kinds] = [set(entry) for entry in before.log if entry[0] == "optimizer"]
+    [resumed] = [set(entry) for entry in after.log if entry[0] == "optimizer"]
+    assert resumed <= kinds and result["steps"] == 4
 
 
 # ----------------------------------------------------------------------------- one part at a time
