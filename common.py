@@ -238,12 +238,13 @@ def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> Opti
             step a GradScaler can skip without synchronizing, and without a copy of all gradients.
     """
     (kind, options), groups = optimizer_class(args), []
+    old = torch.__version__ < "2.14"  # fused SGD of 16 bits is wrong on CPUs (pytorch#191763)
     for group in parameter_groups(args, model):
-        trained = [p for p in group["params"] if p.requires_grad]
         for sharded in (False, True):  # TP has both, and a fused step takes only one of them
-            if some := [p for p in trained if isinstance(p, DTensor) == sharded]:
+            if some := [p for p in group["params"] if isinstance(p, DTensor) == sharded]:
                 groups.append(group | {"params": some})
-                fused &= not sharded or args.optimizer == "adamw"
+                wrong = old and any(p.itemsize < 4 and not p.is_cuda for p in some)
+                fused &= args.optimizer == "adamw" or not (sharded or wrong)
     optimizer = kind(groups, **options | {"fused": fused or None})  # None: foreach, on a GPU
     if fused and options.get("momentum"):  # uninitialized, if GradScaler skips the first step
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

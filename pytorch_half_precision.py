@@ -61,8 +61,7 @@ def main():
         half_model, loss_scale, pairs = to_half(model, dtype), 1, []  # half: the same object
 
     # 4. Optimizer and schedule
-    fused = device.type == "cuda" or torch.__version__ >= "2.14"  # half: SGD on CPUs was wrong
-    optimizer = common.make_optimizer(args, model, fused)  # half: pytorch#191763
+    optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     run.resume(model, optimizer, scheduler)

@@ -101,6 +101,20 @@ def test_evaluate_refuses_to_report_a_wrong_count():
         common.evaluate(model, loader, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("version, dtype, fused", [
+    ("2.13.0", torch.bfloat16, None), ("2.13.0", torch.float32, True),
+    ("2.14.1", torch.bfloat16, True),
+])  # fmt: skip
+def test_sgd_of_16_bits_on_a_cpu_is_fused_where_it_is_right(version, dtype, fused, monkeypatch):
+    """Before 2.14 its kernel was not (pytorch#191763)."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    model = nn.Linear(2, 2).to(dtype)
+    groups = [{"params": list(model.parameters())}]
+    monkeypatch.setattr(common, "parameter_groups", lambda args, model: groups)
+    args = Settings(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.0)
+    assert common.make_optimizer(args, model).defaults["fused"] is fused
+
+
 def test_schedule():
     args = arguments("--epochs", "4", lr=1.0)
     optimizer = common.make_optimizer(args, torch.nn.Linear(1, 1))
