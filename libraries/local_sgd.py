@@ -20,10 +20,10 @@ def own_file(folder: Path) -> Path:
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """The mean of a tensor over all ranks, as a new tensor."""
+    """The mean of a tensor over all ranks, on the CPU: a GPU has room for one at a time."""
     total = tensor.clone()
     dist.all_reduce(total)
-    return total / dist.get_world_size()
+    return total.div_(dist.get_world_size()).cpu()
 
 
 def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> None:
