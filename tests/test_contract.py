@@ -331,7 +331,7 @@ def check_theory(one, weights, result, measured):
         numbers = model.whole
     uneven = one.technique.name.startswith("PP") and one.layers % one.n
     split = "--sequence-parallel" in one.script or one.technique.name == "TP_by_hand"
-    uneven |= split and len(weights["vocabulary"]) % one.n > 1
+    uneven |= split and len(weights["vocabulary"]) % options.get("tp", one.n) > 1
     uneven |= one.technique.name == "LoRA" and one.n == 3  # its rank is 8
     if uneven:  # some ranks have more
         return
