@@ -38,9 +38,9 @@ MAY_KNOW |= {"pytorch_ND_parallel": {"common", "libraries", *PARTS}}  # which is
 # Lines of code, without docstrings, comments and blank lines. A room may grow by PLAY before its
 # number here has to be discussed in an issue; a room that becomes lighter lowers it.
 PLAY = 1.05
-BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "libraries": 1080, "jobs": 2155}
+BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "libraries": 1110, "jobs": 2190}
 BUDGETS |= {"report": 1065, "estimator": 1520, "inference": 615, "website": 535, "measure": 1765}
-BUDGETS |= {"common.py": 225, "techniques.py": 305, "tests": 8700}
+BUDGETS |= {"common.py": 225, "techniques.py": 305, "tests": 9400}
 # Statements that say more than one thing, per 100 lines: they may only become fewer.
 DENSE = {"harness": 2.7, "hangs": 3.2, "libraries": 2.3, "jobs": 3.2, "report": 2.9}
 DENSE |= {"estimator": 2.8, "inference": 1.8, "website": 3.7, "measure": 2.1, "tests": 1.7}
