@@ -406,6 +406,7 @@ def main():
             runpy.run_path(script, run_name="__main__")
         finally:
             folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+            folder.mkdir(parents=True, exist_ok=True)  # not yet there, if a flag was refused
             precision = torch.get_float32_matmul_precision()
             seen = {"log": cuda.log, "computed": sorted(fake.computed), "precision": precision}
             (folder / "log.json").write_text(json.dumps(seen, indent=1) + "\n")
