@@ -43,7 +43,11 @@ cd "$(dirname "$0")/.." || exit 2
 
 python=$(command -v python || command -v python3)
 PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH
+command -v python >/dev/null || usage "no program is called python; activate an environment, or link python3"
 helper="python -m measure.gpu_session"
+# A shell's background job ignores Ctrl-C, and so would all steps. Before coreutils 8.31 they do.
+interruptible=""
+! env --default-signal=INT true 2>/dev/null || interruptible="env --default-signal=INT"
 total=$(awk "BEGIN { print int($minutes * 60) }")
 spare=$((total < 60 ? total / 4 : 15))    # seconds before the end: nothing begins, results are copied
 deadline=$((SECONDS + total - spare))
@@ -114,8 +118,7 @@ run_step() { # in a subshell
     ((left > spare)) || return 0 # it is left for the next call
     ((left >= limit)) || limit=$left
     echo "$command" >"$(place_of "$name").command"
-    # In a group of its own, in which Ctrl-C works: a shell's background job would ignore it.
-    env --default-signal=INT timeout --signal=INT --kill-after=40 "$limit" bash -c "$command" \
+    $interruptible timeout --signal=INT --kill-after=40 "$limit" bash -c "$command" \
         >"$log" 2>&1 </dev/null &
     pid=$!
     trap 'kill -INT $pid 2>/dev/null; wait $pid; exit 130' TERM INT
