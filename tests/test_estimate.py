@@ -148,7 +148,7 @@ def test_what_rows_keep_of_the_optimizer():
         n = 1 if name == "SingleGPU" else 16
         theory = technique(name.split()[0]).keeps(n, of_row)["optimizer"] / 8
         # Small tensors take a block each; ZeroRedundancyOptimizer does not shard a tensor at all.
-        most = 3 if "DDP_ZeRO" in name else 1.2
+        most = 3 if "DDP_ZeRO" in name else 1.5
         assert 0.8 < row["kinds"]["optimizer"] / whole / theory < most, name
 
 
