@@ -94,8 +94,7 @@ def main():
     def update(parameters, _):
         if all(p.grad is not None for p in parameters):
             optimizer.step()  # in-backward: skips all others, which have no gradient
-            for p in parameters:
-                p.grad = None  # in-backward: frees the buffer that FSDP reduced for this block
+            optimizer.zero_grad()  # in-backward: frees the buffer that FSDP reduced for this block
 
     norms = {p for norm in common.batch_norms(model) for p in norm.parameters()}
     for unit in common.units_of(model):
