@@ -192,6 +192,7 @@ def main():
     world = dist.get_world_size()
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
+    torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model().to(device)
     train_set, eval_set = make_data()
     sample = default_collate([{name: tensor[:256] for name, tensor in train_set[0].items()}])

@@ -134,7 +134,7 @@ def shard(model, mesh):  # the experts; all other modules stay whole
                         f"{len(stack)} experts cannot be divided among {mesh.size()} ranks"
                     )
                 own = distribute_tensor(stack.detach(), mesh, [Shard(0)])
-                setattr(module, name, nn.Parameter(own))
+                setattr(module, name, nn.Parameter(own, stack.requires_grad))
             module.forward = partial(forward, module)
 
 
@@ -196,18 +196,25 @@ def main():
     train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
+    torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model()
     sample = default_collate([train_set[0]])
     expected = None
     if rank == 0:  # the untouched model, on the CPU, which has room for it
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
         with torch.no_grad():
             expected = loss_of(model.eval(), sample).to(device)
+        torch.set_num_threads(threads)
     shard(model, init_device_mesh(device.type, (world,)))
     model.to(device)
     with torch.no_grad():
         found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
     why = "forward() is not what the experts of this model compute: another loss"
-    check(found, found if expected is None else expected, next(model.parameters()).dtype, why)
+    if expected is None:
+        expected = found.clone()  # of rank 0, instead
+    dist.broadcast(expected, 0)
+    check(found, expected, next(model.parameters()).dtype, why)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]

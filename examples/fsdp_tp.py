@@ -238,13 +238,17 @@ def main():
     train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < dps:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {dps} ranks")
+    torch.manual_seed(0)  # what make_model() draws is the same on every rank
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
     sample = default_collate([train_set[0]])
     expected = None
     if rank == 0 and not WEIGHTS:  # the untouched model, on the CPU, unless no rank has it whole
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
         with torch.no_grad():
             expected = loss_of(model.eval(), sample).to(device)
+        torch.set_num_threads(threads)
     shard(model, mesh["tp"])
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
@@ -260,7 +264,10 @@ def main():
     model.reshard()  # the optimizer needs the shards
     why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: another loss"
     dtype = POLICY.param_dtype or torch.float32
-    check(found, found if expected is None else expected, dtype, why)
+    if expected is None:
+        expected = found.clone()  # of rank 0, instead
+    dist.broadcast(expected, 0)
+    check(found, expected, dtype, why)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     groups = [[p for p in model.parameters() if p.device_mesh.ndim == n] for n in (2, 1)]
     per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
@@ -315,6 +322,7 @@ def main():
             with torch.no_grad():  # every rank gathers the layers, also one without a row
                 found += loss_of(model, batch) * bool(part)
         dist.all_reduce(found, group=mesh["dp"].get_group())
+        dist.broadcast(found, 0)  # to the last bit: ranks decide by it what they do next
         loss = (total[0] / total[1]).item()
         value = (found[0] / found[1]).item()  # the same on every rank
         if rank == 0:

@@ -160,6 +160,7 @@ def main():
     train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
+    torch.manual_seed(0)  # what make_model() draws is the same on every rank
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
     for part in list(model.modules()):

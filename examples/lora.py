@@ -191,12 +191,14 @@ def main():
     train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
+    torch.manual_seed(0)  # what make_model() draws is the same on every rank
     with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
         model = make_model()
     adapt(model)  # before sharding: adapters are sharded and gathered with their layer, in fp32
     for parameter in model.parameters():  # not buffers: rotary frequencies would be rounded, too
         dtype = torch.float32 if parameter.requires_grad else FROZEN
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():  # not what a quantized model has packed
+            parameter.data = parameter.data.to(dtype)
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
             fully_shard(part)

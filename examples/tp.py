@@ -176,18 +176,25 @@ def main():
 
     folder = find_checkpoint(rank, world)
     train_set, eval_set = make_data()
+    torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model()
     sample = default_collate([train_set[0]])
     expected = None
     if rank == 0:  # the untouched model, on the CPU, which has room for it
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
         with torch.no_grad():
             expected = loss_of(model.eval(), sample).to(device)
+        torch.set_num_threads(threads)
     shard(model, init_device_mesh(device.type, (world,)))
     model.to(device)
     with torch.no_grad():
         found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
     why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: another loss"
-    check(found, found if expected is None else expected, next(model.parameters()).dtype, why)
+    if expected is None:
+        expected = found.clone()  # of rank 0, instead
+    dist.broadcast(expected, 0)
+    check(found, expected, next(model.parameters()).dtype, why)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
@@ -235,6 +242,7 @@ def main():
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():
                 found += loss_of(model, batch)
+        dist.broadcast(found, 0)  # to the last bit: ranks decide by it what they do next
         loss = (total[0] / total[1]).item()
         value = (found[0] / found[1]).item()  # the same on every rank
         if rank == 0:

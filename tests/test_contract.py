@@ -395,6 +395,14 @@ def test_an_optimizer_in_backward_takes_a_step_per_block(run_once):
     assert read_run(folder)[1]["calls"]["allreduce"] == 2 + ends
 
 
+def test_an_optimizer_in_backward_steps_batch_norm_once(run_once):
+    """Its parameters are in a block, but not in the step of that block: the next one takes them."""
+    job = f"{DATA} {IMAGES} --max-steps 3 --double --optimizer sgd".replace("group", "batch")
+    scripts = "pytorch_FSDP", "pytorch_optimizer_in_backward"
+    expected, found = (read_run(run_once(script, 2, job)[1])[0] for script in scripts)
+    assert relative_difference(found, expected) < TOLERANCE["sgd"] * 100
+
+
 def test_another_order_on_one_rank_is_seen(tmp_path):
     """By the hook that counts what is sent: the numbers of both ranks are the same, and right."""
     flags = f"{DATA} --model gpt-1x2x8 --context 8 --max-steps 2 --output-dir {tmp_path}"

@@ -227,15 +227,29 @@ def test_every_rank_can_stop_early(name, tmp_path):
 
 
 FROZEN = {"nn.Embedding(64, 64)": "nn.Embedding(64, 64).requires_grad_(False)"}
+STACK = "nn.Parameter(torch.randn(4, 64, 64) / 8"  # of the experts in ep.py
+FROZEN[f"{STACK})"] = f"{STACK}, False)"
 FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "zero_deepspeed")]
 
 
 @cases("name", FREEZING, lambda n: n in ("ep", "optimizer_in_backward"))
-def test_a_frozen_embedding(name, plain, tmp_path):
+def test_what_is_frozen_stays(name, plain, tmp_path):
     own = read(name) if "\nclass " in read(name) else ""
     changes = FROZEN | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
     _, folder = plain(own, "", tuple(changes.items()))
     run(name, 2 if ROWS[name].ranks < 4 else 4, tmp_path, ROWS[name].code, changes=SAME | FROZEN)
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
+
+
+UNSEEDED = {"def make_model():\n    torch.manual_seed(0)\n": "def make_model():\n"}
+
+
+@cases("name", ["tp", "hsdp", "ep", "fsdp_tp", "cp", "pp"], lambda name: name == "tp")
+def test_ranks_draw_the_same_weights(name, plain, tmp_path):
+    """As of a new head, which a user's make_model() need not seed."""
+    _, folder = plain(read(name) if "\nclass " in read(name) else "")
+    ranks = 2 if ROWS[name].ranks < 4 else 4
+    run(name, ranks, tmp_path, ROWS[name].code, changes=SAME | UNSEEDED)
     assert distance(best(tmp_path), best(folder)) <= 1e-9
 
 
