@@ -181,9 +181,10 @@ def main():
             tokens = [images] if rank == 0 else []
             # PP: forward and backward of all micro-batches, with the communication between ranks.
             # The outermost autocast frees the weights in bfloat16: so micro-batches share a copy.
-            step = partial(schedule.step, rows=images, target=labels, losses=losses)
             with torch.autocast(device.type, enabled=False):
-                step(*tokens, return_outputs=False)
+                schedule.step(
+                    *tokens, rows=images, target=labels, losses=losses, return_outputs=False
+                )
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:

@@ -287,7 +287,8 @@ def test_the_peak_of_a_picture_is_what_is_predicted(job, name):
     rows = json.loads(succeed(command, forked=True).stdout)
     predicted = {row["technique"]: row["peak"] for row in rows}
     [series] = [s for s in found["series"] if (s["job"], s["technique"]) == (job, name)]
-    assert max(map(sum, zip(*series["bytes"].values(), strict=True))) == predicted[name]
+    peak = max(map(sum, zip(*series["bytes"].values(), strict=True)))
+    assert peak == pytest.approx(predicted[name], rel=0.01), "run website/make_data.py memory again"
 
 
 def test_schedules_and_collectives_are_what_the_program_makes():

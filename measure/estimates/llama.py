@@ -67,7 +67,7 @@ class Llama(Decoder):
         with hooks:  # not of the head
             x, turns = self.token(tokens), self.turns[: tokens.shape[1]]
             for block in self.blocks:
-                x = block(x, ((turns,), ()))
+                x = block(x, ((turns,), (), ()))
             x = self.norm(x)
         return [self.head(part) for part in x.chunk(chunks, 1)]
 
