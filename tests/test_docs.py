@@ -74,6 +74,13 @@ LAUNCHED = {line.split(" pytorch_")[0].split(" --")[0]: line for line in reverse
 TYPED = [c for c in LAUNCHED.values() if not c.startswith(("torchrun", "python pytorch_"))]
 
 
+def test_the_check_runs_the_command_that_the_readme_has():
+    """.ci/run reads it there, and could not say what is missing."""
+    found = re.search(r"grep -m 1 '(.*?)'", (ROOT / ".ci/run").read_text())[1]
+    [command] = re.findall(rf"{found}.*", (ROOT / "README.md").read_text(), re.M)
+    assert command.endswith("python -m pytest")
+
+
 def test_first_command(checkout):
     """Started as the README says, but for one epoch of less, in which it learns already."""
     assert f"pip install -r requirements.txt && {FIRST}" in README
