@@ -234,7 +234,8 @@ each_script() {
 scripts=$(ls pytorch_*.py | grep -vE 'pytorch_(collectives|DTensor)\.py')
 zero="pytorch_DDP_ZeRO.py --use_zero"
 pytest="python -m pytest -q -n 4"
-of_pytest="pytest xdist psutil yaml PIL tensorboard"
+has xdist || pytest="python -m pytest -q -o addopts=" # pyproject.toml's options are those of xdist
+of_pytest="pytest psutil yaml PIL tensorboard"
 gpus=0
 if [[ ! $list ]]; then
     mkdir -p "$work" || usage "--work $work cannot be written"
