@@ -219,17 +219,17 @@ def main():
         return logits.sum()
 
     schedule = Schedule1F1B(new_stage(), MICRO, keep_first)
-    ids, labels = full(sample, device)
-    model.eval()
+    sample = full(sample, device)
     with torch.no_grad():
-        schedule.eval(*[ids] * (rank == 0), target=labels, return_outputs=False)
+        model.eval()
+        schedule.eval(*[sample[0]] * (rank == 0), target=sample[1], return_outputs=False)
     if rank == world - 1:
         found = firsts[0]
     firsts.clear()
     why = "forward does more than embedding, layers, norm and head, as scaling embeddings, "
     why += "which each stage repeats: other logits"
     check(found, expected, next(model.parameters()).dtype, why)
-    # Another one for training: in PyTorch 2.11, a stage that first evaluates sends no gradients
+    # A new stage for training: in PyTorch 2.11, one that has evaluated first sends no gradients
     schedule = Schedule1F1B(new_stage(), MICRO, loss_of_rows, scale_grads=False)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)  # nccl would gather on the GPU

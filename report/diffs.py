@@ -83,7 +83,8 @@ def training(text: str) -> list[str]:
 def checks(statement: ast.stmt) -> bool:
     """Whether it belongs to an example's comparison with the untouched model."""
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    return bool(names & {"sample", "expected", "why", "check"}) and "step" not in names
+    comparing = names & {"sample", "expected", "why", "check", "firsts", "keep_first"}
+    return bool(comparing) and "step" not in names
 
 
 def tagged_lines(source: str) -> list[str]:
