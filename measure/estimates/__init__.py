@@ -8,7 +8,7 @@ import torch.distributed as dist
 from estimator import trial
 from estimator.live_bytes import LiveBytes
 
-GIVEN = json.loads((trial.ROOT / "config" / "published.json").read_text())
+GIVEN = json.loads((trial.ROOT / "measure" / "published.json").read_text())
 
 
 def count(live: LiveBytes, ranks: int, train: Callable[[LiveBytes], list[int] | None]):

@@ -1,6 +1,6 @@
 """Compare predictions with published peaks of language models: results/published.json.
 
-config/published.json has the runs, each with its source and configuration. A run is repeated on
+measure/published.json has the runs, each with its source and configuration. A run is repeated on
 fake tensors by :mod:`measure.estimates.llama`, or by pytorch_ND_parallel.py for a pipeline. For
 reserved memory a range is predicted: from the peak of the tensors to what PyTorch's allocator would
 have reserved for them, which depends on the order of allocations and on FSDP's streams.
