@@ -62,7 +62,9 @@ def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
 
 
 def list_pages(root: Path, chinese: bool) -> list[Path]:
+    """Without dated reports, which have no Chinese page and no table that a program writes."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    pages = [path for path in pages if path.parent != root / "docs" / "reports"]
     pages = [path for path in pages if not path.name.endswith(".zh-CN.md")]
     return [path.with_suffix(".zh-CN.md") for path in pages] if chinese else pages
 
