@@ -85,8 +85,8 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
 def suite_blocks(root: Path, name: str, found: dict) -> dict[str, str]:
     """A suite's tables, by the name of their block; empty if they are not measured yet."""
     blocks = dict.fromkeys(load(root / "measure" / "suites" / f"{name}.json")["tables"], "")
-    for table in {row["table"] for row in found["rows"]}:
-        blocks[table] = suites.suite_table(found, table)
+    for name_of_table in {row["table"] for row in found["rows"]}:
+        blocks[name_of_table] = suites.suite_table(found, name_of_table)
     if not found["rows"]:
         blocks[next(iter(blocks))] = NOT_YET.format(name)
     return blocks
@@ -185,7 +185,7 @@ def translate(lines: str) -> str:
         if line.startswith("| "):
             cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]
             lines[i] = "| " + " | ".join(cells) + " |"
-        if re.search(r"\]\((results|docs|examples)/|^not measured yet|/schematic-", line):
+        if re.search(r"\]\((results|docs|examples|website)/|^not measured yet|/schematic-", line):
             for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
             lines[i] = re.sub(r"(\]\(docs/[\w/]+)\.md", r"\1.zh-CN.md", lines[i])
