@@ -55,8 +55,8 @@ def footer(found: dict, name: str, machine: str, entries: Collection, runs: str 
 
 
 def origin(found: dict, machine: str) -> str:
-    """Machine, PyTorch, date and commit of a result."""
-    commit, _, changed = found["git_commit"].partition("-")
+    """Machine, PyTorch, date and commit of a result, if it was measured in a clone."""
+    commit, _, changed = (found["git_commit"] or "no commit").partition("-")
     commit = commit[:9] + (" with uncommitted changes" if changed else "")
     return "; ".join([machine, f"torch {found['versions']['torch']}", found["date"], commit])
 
