@@ -2,7 +2,7 @@
 
     python -m measure.one_gpu --output-dir runs/one_gpu
 
-Each row of config/suite_one_gpu.json is a script with its flags, a rank, and the number of ranks.
+Each row of measure/suites/one_gpu.json is a script with its flags, a rank, and the number of ranks.
 The script's own training loop runs as this rank of PyTorch's ``fake`` process group, which sends
 nothing: from an all-gather or an all-to-all a rank gets its own data, from a reduce-scatter its own
 part. Weights and tokens are random. Five steps are run, of which the last three are measured, and a
@@ -37,7 +37,7 @@ from jobs import decoder
 from measure.outcome import reason
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITE = ROOT / "config" / "suite_one_gpu.json"
+SUITE = ROOT / "measure" / "suites" / "one_gpu.json"
 STEPS, WARMUP = 5, 2
 GPU, PATIENCE = threading.Lock(), 60  # seconds that a row may use it
 
