@@ -13,11 +13,10 @@ from matplotlib.colors import to_rgb
 from test_collectives import expected
 
 from harness import trace_rows
-from measure import bubble
 from report import diffs, draw, front, pages, palette, recorded, suites, traces
 from report.results import Unusable, read_result
 from techniques import TECHNIQUES
-from website import schematics
+from website import schedules, schematics
 
 SVG = "{http://www.w3.org/2000/svg}"
 EXAMPLES = [path for path in ROOT.glob("examples/*.py") if path.stem != "plain"]
@@ -124,7 +123,7 @@ def test_a_pipeline_is_drawn_as_its_schedule(name, ranks):
     """By the same rules as the form below it: a backward takes as long as two forwards."""
     lines = [line for line in SCHEMATICS[name].splitlines() if line.startswith("rank ")]
     drawn = [[box[:1] + box[2:] for box in spans(line) if box[0]] for line in lines]
-    timetable = bubble.timetable("1f1b", ranks, 4)["rows"]
+    timetable = schedules.timetable("1f1b", ranks, 4)["rows"]
     kinds = {"F": "forward", "B": "backward"}
     assert drawn == [[(kinds[row[0]], row[3], row[4]) for row in rank] for rank in timetable]
 

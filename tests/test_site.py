@@ -19,8 +19,7 @@ from conftest import ROOT, environment, succeed
 from test_collectives import expected
 from test_report import TILES
 
-from measure import bubble
-from website import area, hooks, make_data
+from website import area, hooks, make_data, schedules
 
 DATA = {path.stem: json.loads(path.read_text()) for path in (ROOT / "website/data").glob("*.json")}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -293,7 +292,7 @@ def test_the_peak_of_a_picture_is_what_is_predicted(job, name):
 
 def test_schedules_and_collectives_are_what_the_program_makes():
     for found in DATA["schedules"]["data"][::12]:
-        made = bubble.timetable(found["schedule"], found["ranks"], found["microbatches"])
+        made = schedules.timetable(found["schedule"], found["ranks"], found["microbatches"])
         assert json.loads(json.dumps(made)) == found
         if found["schedule"] in ("gpipe", "1f1b"):
             assert found["bubble"] == pytest.approx(found["formula"])

@@ -23,8 +23,8 @@ from estimator import recommend, techniques, trial  # noqa: E402
 from estimator.live_bytes import LiveBytes  # noqa: E402
 from estimator.tables import room_of  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
-from measure import bubble  # noqa: E402
 from techniques import TECHNIQUES  # noqa: E402
+from website.schedules import timetables  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
 
@@ -184,7 +184,7 @@ def merge(one: str, other: str) -> str:
 
 # --------------------------------------------------------------------------------------- writing
 
-KINDS = {"memory": memory, "fit": fit, "schedules": bubble.timetables, "collectives": collectives}
+KINDS = {"memory": memory, "fit": fit, "schedules": timetables, "collectives": collectives}
 
 
 def main() -> None:

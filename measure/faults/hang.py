@@ -24,7 +24,8 @@ from inject import ENVIRONMENT, ROOT, Server, every_script
 JOB = "--dataset synthetic --train-samples 192 --eval-samples 48 --batch-size 48 --epochs 1"
 JOB += " --device cpu --timeout 5"
 RANKS = 4
-OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
+OURS = r"victim\.py:\d+ dist\.all_reduce\(first\)"
+NEXT = r"victim\.py:\d+ dist\.broadcast\("
 SEVEN = r"(?=.*differs: .*all_reduce of float32 \[7\] on ranks 0, 2, 3[,;]).*"  # first or last
 OTHER = r"\w+ of .* on rank 1[,;]|rank 1 did not join .* all_reduce of float32 \[7\]"
 FORWARD = r"pytorch_\w+\.py:\d+ (.*model\(|schedule\.step\(|output = self\.stage\()"
