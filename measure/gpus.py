@@ -25,12 +25,10 @@ def utilization() -> dict[str, float | None]:
 def mean_utilization(samples: list, uuids: list[str], spans: list) -> dict | None:
     """The mean of these GPUs in these spans of wall-clock time, without the first :data:`LAG` of
     each. ``None`` if any of the GPUs has no samples."""
-    percents = [
-        figures.get(uuid)
-        for moment, figures in samples
-        if any(begin + LAG <= moment <= end for begin, end in spans)
-        for uuid in uuids
-    ]
+    percents = []
+    for moment, figures in samples:
+        if any(begin + LAG <= moment <= end for begin, end in spans):
+            percents += [figures.get(uuid) for uuid in uuids]
     if not percents or None in percents:
         return None
     return {"utilization_percent": sum(percents) / len(percents)}

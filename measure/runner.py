@@ -152,7 +152,8 @@ def read_suite(name: str) -> dict:
 def reasons_against(row: dict) -> list[str]:
     """Why this machine would skip a row."""
     flags = dict(itertools.pairwise(row["command"]))  # and what follows them
-    ranks, gpus = row["ranks"], torch.cuda.device_count()
+    ranks = row["ranks"]
+    gpus = torch.cuda.device_count()
     missing = [package for package in row["needs"] if not importlib.util.find_spec(package)]
     why = [f"{package} is not installed" for package in missing]
     if flags.get("--device") == "cuda":
@@ -264,7 +265,8 @@ def run_row(words: list[str], folder: Path, timeout: float, times: bool):
             )  # fmt: skip
         except FileNotFoundError:
             return None, f"{words[0]} is not installed"
-        samples, code = [], None
+        samples = []
+        code = None
         try:
             while code is None and time.perf_counter() - started < timeout:
                 with contextlib.suppress(subprocess.TimeoutExpired):

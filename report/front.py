@@ -10,7 +10,8 @@ from report.recorded import outputs
 from report.results import WORDS, load, name_of
 from report.suites import measured_where, table_of
 
-MEMORY, LIMIT = 79.1, "H100, 80 GB"
+MEMORY = 79.1  # GiB of an H100
+LIMIT = "H100, 80 GB"
 TITLE = "Predicted GiB per GPU: Llama-3-8B, context 8,192, 8 GPUs"
 PUBLISHED = "[{published:.2f}]({source}) ({lowest:.2f}–{highest:.2f})"
 KINDS = {  # in the picture, by the kinds that are predicted
@@ -32,7 +33,8 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 def llama_table(root: Path, results: dict) -> str:
     """Predicted peaks, and those that were published for the same configuration."""
     peaks = {row["name"]: PUBLISHED.format_map(row) for row in results["published"]["peaks"]}
-    gpu, predicted = results["one_gpu"], results["front"]["outputs"]
+    gpu = results["one_gpu"]
+    predicted = results["front"]["outputs"]
     alone = {row["name"]: row["allocated"] for row in gpu["rows"]}
     rows = []
     for name, row in load(root / "measure" / "suites" / "front.json")["front"].items():
@@ -52,8 +54,9 @@ def pictures(results: dict) -> dict[str, dict]:
     values = {}
     for name, one in results["front"]["outputs"].items():
         kinds = one["output"][0]["kinds"]
-        sizes = {title: sum(kinds[kind] for kind in some) for title, some in KINDS.items()}
-        values[name] = {title: round(size / 2**30, 2) for title, size in sizes.items()}
+        values[name] = {}
+        for title, some in KINDS.items():
+            values[name][title] = round(sum(kinds[kind] for kind in some) / 2**30, 2)
     found = {}
     for language, words in LANGUAGES.items():
         words = words and words | WORDS["front"]

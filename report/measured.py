@@ -19,7 +19,8 @@ def collectives_table(found: dict) -> str:
 
 def inference_table(found: dict) -> str:
     """images/s per batch size, and in brackets p50 and p95 of a call in ms."""
-    rows, sizes = {}, {}
+    rows = {}
+    sizes = {}
     for row in found["rows"]:
         size = f"batch {row['batch_size']}"
         memory = row["peak_memory_gib"]

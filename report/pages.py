@@ -99,10 +99,10 @@ def rows_of(row: Technique, found: dict) -> list[dict]:
 
 def technique_block(row: Technique, found: dict) -> str:
     """A technique's rows of a suite, below those of its closest parent that has some."""
-    rows, parent = rows_of(row, found), technique(row.parent)
+    parent = technique(row.parent)
     while parent.parent and not rows_of(parent, found):
         parent = technique(parent.parent)
-    rows = rows_of(parent, found) + rows
+    rows = rows_of(parent, found) + rows_of(row, found)
     return suites.techniques_table(rows, times=False) + suites.measured_where(found, rows)
 
 
@@ -147,7 +147,8 @@ def schematics(root: Path) -> dict[str, str]:
 
 def fill_navigation(root: Path) -> str:
     """mkdocs.yml with the chapters of the course, between two comments."""
-    places, lines = find_places(root), []
+    places = find_places(root)
+    lines = []
     for number, course in enumerate(COURSE, 1):
         rows = [row for row in TECHNIQUES if row.course == course]
         pages = [places[row.name].page.relative_to(root / "docs").as_posix() for row in rows]
@@ -180,7 +181,8 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
 
 def translate(lines: str) -> str:
     """Translate a table to Chinese: headers, notes, and cells that are not names."""
-    lines, words = lines.splitlines(), WORDS["cells"] | WORDS["titles"]
+    lines = lines.splitlines()
+    words = WORDS["cells"] | WORDS["titles"]
     for i, line in enumerate(lines):
         if line.startswith("| "):
             cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]

@@ -19,7 +19,8 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 def recommended(root: Path) -> str:
     """The flags of pytorch_ND_parallel.py that --recommend prints first, on H100s."""
     fit = json.loads((root / "website" / "data" / "fit.json").read_text())
-    found, rows = fit["data"], []
+    found = fit["data"]
+    rows = []
     for cell in found["cells"]:
         flags = cell["command"].partition("--batch-size ")[2].partition(" ")[2] or "(none)"
         about = {"context": found["context"][cell["model"]], "flags": flags}

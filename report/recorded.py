@@ -1,5 +1,6 @@
 """What programs print, as pages show it: results/outputs.json."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,32 +9,31 @@ from report.diffs import fenced
 from report.results import Unusable, load
 
 SILENT = "silent-"  # the outputs of examples/silent/, which are rows of a table
+# The mistake of each of these programs in words, and what it does.
+WORDS = json.loads(Path(__file__).with_name("silent.json").read_text())
 LINE = re.compile(r"^(right|wrong) ?(.*): (.+) off by (\S+)$")
 HEADING_OR_PROGRAM = re.compile(r"^##+ (.*)$|^<!-- silent-(\w+) -->$", re.MULTILINE)
 
 
 def outputs(root: Path, found: dict) -> dict[str, str]:
     """What commands have printed, maybe from some line on, by the name of their block."""
-    blocks, shown = {}, load(root / "measure" / "suites" / "outputs.json")["shown"]
+    shown = load(root / "measure" / "suites" / "outputs.json")["shown"]
+    blocks = {}
     for name, one in found["outputs"].items():
         if not name.startswith(SILENT):
-            lines, begin = one["output"], shown.get(name, "")
+            lines = one["output"]
+            begin = shown.get(name, "")
             first = next(i for i, line in enumerate(lines) if line.startswith(begin))
             blocks[f"output-{name}"] = fenced("text", lines[first:])
     return blocks
 
 
-def silent_words() -> dict[str, list[str]]:
-    """The mistake of each program of examples/silent/ in words, and its effect."""
-    lines = Path(__file__).with_name("silent.txt").read_text().splitlines()
-    rows = [line.split(" => ") for line in lines if not line.startswith("#")]
-    return {name: [mistake, effect] for name, mistake, effect in rows}
-
-
 def silent_table(root: Path, found: dict, chinese: bool) -> str:
     """Silent mistakes in the order of their page, each with a link to its section."""
     page = root / "docs" / ("silent_mistakes.zh-CN.md" if chinese else "silent_mistakes.md")
-    words, rows, section = silent_words(), [], ""
+    words = dict(WORDS)
+    rows = []
+    section = ""
     for heading, name in HEADING_OR_PROGRAM.findall(page.read_text()):
         section = heading or section
         if name:

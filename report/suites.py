@@ -55,10 +55,12 @@ def decoder_of(run: dict):
     layers, width = map(int, shape.groups()) if shape else GPTS.get(run["model"], (0, 0))
     if not layers:
         return None
-    sizes, more = (run["context"], run["global_batch_size"]), {"experts": run.get("experts") or 0}
-    empty = decoder(layers, width, 0, *sizes, **more)
+    sizes = (run["context"], run["global_batch_size"])
+    experts = run.get("experts") or 0
+    empty = decoder(layers, width, 0, *sizes, experts=experts)
     vocabulary = round((run["parameters"] - empty.whole) / 2 / width)
-    return decoder(layers, width, vocabulary, *sizes, **more, tied=bool(run.get("tie")))
+    tied = bool(run.get("tie"))
+    return decoder(layers, width, vocabulary, *sizes, experts=experts, tied=tied)
 
 
 def kept(run: dict) -> str | None:
@@ -76,20 +78,22 @@ def kept(run: dict) -> str | None:
 
 def model_flops(runs: list[dict]) -> str | None:
     """Model TFLOP/s of a device, and in brackets their share of its peak, if that is known."""
-    each, share = middle(runs, "model_tflops"), middle(runs, "mfu")
+    each = middle(runs, "model_tflops")
+    share = middle(runs, "mfu")
     return each and f"{each:.3g}" + (f" ({share:.0%})" if share else "")
 
 
 def figures(row: dict) -> dict:
     """A row and what its tables show, some of which it has only after runs, or for a task."""
-    runs, script = row["runs"], name_of(row)
+    runs = row["runs"]
+    script = name_of(row)
     note = f" ({len(runs)} runs; then {row['failed']})" if runs and row["failed"] else ""
     found = row | {"title": f"`{script}`{note}", "ranks": ranks(row)}
-    found["script"], _, found["part"] = script.partition(", ")
     if not runs:
         why = row["failed"] or f"left out: {row['left_out']}"
         return found | {"speed": why, "why": f" ({why})"}
-    run, is_text = runs[0], "context" in runs[0]
+    run = runs[0]
+    is_text = "context" in run
     found |= {"precision": precision(row), "peak": memory(row), "kept": kept(run)}
     found["gpu"] = middle(runs, "gpu", "utilization_percent")
     if is_text and run["steps"] >= SHORT:
@@ -111,7 +115,8 @@ def times_of(runs: list[dict]) -> dict:
 
 def table_of(name: str, rows: list[dict]) -> str:
     """A table of such rows: the columns that any of them has, under titles that fit them all."""
-    rows, runs = [figures(row) for row in rows], runs_of(rows)
+    runs = runs_of(rows)
+    rows = [figures(row) for row in rows]
     several = any(" (" in row["ranks"] for row in rows)
     memory = "".join(f" ({kind})" for kind in kinds_of_memory(rows)[1:])
     fitting = {"ranks": "ranks (GPUs)" if several else "ranks", "memory": f"peak GiB{memory}"}
@@ -128,9 +133,8 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
 def suite_table(found: dict, table: str) -> str:
     """A table of a suite, and where its rows were measured."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    kind = table.rpartition("-")[2]
-    if kind in RELATIVE:
-        drawn = relative_table(kind, rows)
+    if table.endswith("peers"):
+        drawn = peers_table(rows)
     else:
         drawn = techniques_table(rows, found.get("times", True))
     return drawn + measured_where(found, rows)
@@ -155,28 +159,18 @@ def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None
         return None
     if runs is reference:
         return "1.00"
-    ours, theirs = speeds_of(runs), speeds_of(reference)
+    ours = speeds_of(runs)
+    theirs = speeds_of(reference)
     ratio = statistics.median(ours) / statistics.median(theirs)
     ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
-    if len(ratios) == 1:
-        return f"{ratio:.2f}"
-    return f"{ratio:.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+    around = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{ratio:.2f}{around}"
 
 
-def in_fp32(row: dict) -> tuple[str, str]:
-    """The rows with which one is compared that differs in precision."""
-    script, _, _ = name_of(row).partition(", ")
-    return script, ranks(row)
-
-
-RELATIVE = {  # tables with speeds relative to a row of the same key: how its name looks, the key
-    "peers": (re.compile("minimal loop"), precision),
-    "amp": (re.compile(".*, fp32"), in_fp32),
-}
-
-
-def relative_table(name: str, rows: list[dict]) -> str:
-    pattern, key = RELATIVE[name]
-    base = {key(row): row["runs"] for row in rows if pattern.match(row["name"])}
-    found = [row | {"relative": relative_speed(row["runs"], base.get(key(row)))} for row in rows]
-    return table_of(name, found)
+def peers_table(rows: list[dict]) -> str:
+    """Speeds relative to the minimal loop of the same precision."""
+    base = {precision(row): row["runs"] for row in rows if row["name"].startswith("minimal loop")}
+    found = [
+        row | {"relative": relative_speed(row["runs"], base.get(precision(row)))} for row in rows
+    ]
+    return table_of("peers", found)

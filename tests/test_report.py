@@ -78,7 +78,7 @@ def test_a_silent_mistake_has_its_program_and_its_section(chinese):
     sections = dict(part.split("\n", 1) for part in re.split(r"^##+ ", text, flags=re.M)[1:])
     drawn = recorded.silent_table(ROOT, found, chinese)
     links = re.findall(r"\((examples/silent/\w+\.py)\) \| \[(.+)\]\(#.+\) \|$", drawn, re.M)
-    assert len(links) == len(recorded.silent_words())
+    assert len(links) == len(recorded.WORDS)
     assert all(f"# {program}\n" in sections[section] for program, section in links)
 
 

@@ -88,7 +88,7 @@ def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
     assert relative_difference(weights, expected) < 1e-11
 
 
-EXAMPLES = sorted(recorded.silent_words())
+EXAMPLES = sorted(recorded.WORDS)
 LINE = re.compile(r"^(right|wrong) ?(.*): (.+) off by (\S+)$", re.MULTILINE)
 # Drawn noise, and a mean of variances, which lacks that of the means. Others: rounding.
 INEXACT = {"same_dropout": 0.05, "batchnorm_statistics": 1e-3}
