@@ -18,7 +18,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
@@ -90,9 +89,9 @@ class Task(lightning.LightningModule):
         self.model.train()  # Trainer: leaves it in the mode that it finds
 
     def training_step(self, batch, batch_index):
-        logits, labels = self.model(batch[0]), batch[1]
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-        return loss * self.run.train_set.weight(labels)
+        inputs, labels = batch
+        logits = self.model(inputs)
+        return self.run.train_set.loss(logits, labels)
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
         if self.deepspeed:  # DeepSpeed: has its own step
@@ -112,7 +111,7 @@ class Task(lightning.LightningModule):
     # 6. Evaluate
     def on_train_epoch_end(self):  # Trainer: its validation would count repeated samples twice
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         self.run.report(common.evaluate(self.model, self.eval_loader, self.run.device))
         self.save()
 
@@ -221,7 +220,7 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling

@@ -21,7 +21,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
@@ -204,12 +203,11 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
-            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
+        for inputs, labels in run.batches(train_loader, epoch):
+            tokens, labels = (attention.shard(t) for t in (inputs, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions).to(torch.get_default_dtype())
-            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-            loss = total / labels.numel() / train_set.density  # CP: equal shards
+            loss = train_set.loss(logits, labels)  # CP: of this rank's positions; equal shards
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -221,7 +219,7 @@ def main():
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         own = OwnPositions(model.module)  # CP: each rank computes and scores its own positions
         run.report(common.evaluate(own, eval_loader, device, attention.shard))  # DDP: on every rank
         run.save(model, optimizer, scheduler)

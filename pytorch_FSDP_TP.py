@@ -19,7 +19,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -174,12 +173,11 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
-                logits = model(images).to(torch.get_default_dtype())
-                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-                loss *= train_set.weight(labels)  # chat: by tokens
+                logits = model(inputs).to(torch.get_default_dtype())
+                loss = train_set.loss(logits, labels)
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             add_up_gradients(model)  # TP: those of norms and routers, over the ranks
             if args.clip_grad:

@@ -40,7 +40,7 @@ from libraries.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import keep_some
 from pytorch_CP import ATTENTIONS, OwnPositions
 from pytorch_EP import distribute_experts
-from pytorch_PP import Stage, forward, keep_only, make_schedule, mean_loss
+from pytorch_PP import Stage, forward, keep_only, make_schedule, part_of_loss
 from pytorch_TP import add_up_gradients, parallelize
 
 
@@ -211,7 +211,7 @@ def main():
         last = range(world_size - world_size // args.pp, world_size)  # PP: they share a matrix
         ends, _ = dist.new_subgroups_by_enumeration([[r - last[0], r] for r in last])
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
-    loss_fn = partial(mean_loss, train_set, parts)
+    loss_fn = partial(part_of_loss, train_set, parts)
     if args.pp > 1:
         size = batch_size // parts, *args.row[:-1], args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
@@ -234,20 +234,22 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             if args.cp > 1:
-                images, labels = (attention.shard(t, group=cp) for t in (images, labels))
-            losses, loss = [], torch.zeros((), device=device)
+                inputs, labels = (attention.shard(t, group=cp) for t in (inputs, labels))
+            losses = []
+            loss = torch.zeros((), device=device)
             # ND: FSDP accumulates sharded gradients, but in a pipeline: there unsharded ones
-            parts = (t.chunk(args.accumulate) for t in (images, labels))
-            for inputs, targets in zip(*parts, strict=True):
+            inputs_of, labels_of = inputs.chunk(args.accumulate), labels.chunk(args.accumulate)
+            for tokens, targets in zip(inputs_of, labels_of, strict=True):
                 with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                     if args.pp > 1:
-                        given = {"rows": inputs, "target": targets, "losses": losses}
-                        schedule.step(*[inputs] * (0 in stages), **given, return_outputs=False)
+                        first = [tokens] if 0 in stages else []  # PP: it has the embedding
+                        given = {"rows": tokens, "target": targets, "losses": losses}
+                        schedule.step(*first, **given, return_outputs=False)
                     else:
-                        losses = [loss_fn(model(inputs, order), targets)]
+                        losses = [loss_fn(model(tokens, order), targets)]
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
                 for part in losses:  # ND: empty on ranks without the last stage
                     loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact

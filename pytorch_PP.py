@@ -23,7 +23,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
@@ -76,7 +75,7 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
         parts if len(parts) > 1 else parts[0],
         microbatches,
         loss_fn=loss_fn,
-        scale_grads=False,  # mean_loss() scales; the schedule would scale a tied matrix twice
+        scale_grads=False,  # part_of_loss() does; the schedule would scale a tied matrix twice
     )
 
 
@@ -94,9 +93,8 @@ def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, 
     return x if owners[last] == rank else None
 
 
-def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return total / labels.numel() / data.density / parts
+def part_of_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return data.loss(logits, labels) / parts  # PP: of equally large micro-batches
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
@@ -158,8 +156,11 @@ def main():
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
     shapes = make_shapes((batch_size // microbatches, *args.row), size.width, classes)
     model.forward = partial(forward, stages, owners, shapes, None)
-    made = stages, count, microbatches, shapes, partial(mean_loss, train_set, microbatches), device
-    schedule = make_schedule(args.pipeline_schedule, *made, dist.new_group())  # PP: its own group
+    loss_fn = partial(part_of_loss, train_set, microbatches)
+    schedule = make_schedule(
+        args.pipeline_schedule, stages, count, microbatches, shapes, loss_fn, device,
+        group=dist.new_group(),  # PP: its own group
+    )  # fmt: skip
     shared, ends = set(), [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
         group = dist.new_group(ends)
@@ -175,15 +176,15 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             losses = []  # PP: one per micro-batch, on the rank of the last stage
-            tokens = [images] if rank == 0 else []
+            tokens = [inputs] if rank == 0 else []  # PP: the first stage has the embedding
             # PP: forward and backward of all micro-batches, with the communication between ranks.
             # The outermost autocast frees the weights in bfloat16: so micro-batches share a copy.
             with torch.autocast(device.type, enabled=False):
                 schedule.step(
-                    *tokens, rows=images, target=labels, losses=losses, return_outputs=False
+                    *tokens, rows=inputs, target=labels, losses=losses, return_outputs=False
                 )
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients

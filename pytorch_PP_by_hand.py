@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
@@ -115,8 +114,8 @@ class Pipe:
         return output if self.stage.is_last else None
 
 
-def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten()) * data.weight(labels) / parts
+def part_of_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return data.loss(logits, labels) / parts  # PP: of equally large micro-batches
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
@@ -177,7 +176,7 @@ def main():
     # by hand: with 1F1B, a rank has as many forwards in advance as there are ranks after it
     warmup = microbatches if args.pipeline_schedule == "gpipe" else world_size - 1 - rank
     new = lambda rows: torch.empty(rows, args.context, size.width, device=device)  # noqa: E731
-    loss_fn = partial(mean_loss, train_set, microbatches)
+    loss_fn = partial(part_of_loss, train_set, microbatches)
     pipe = Pipe(stages[rank], warmup, microbatches, new, loss_fn, dist.new_group())
     model.forward = pipe.evaluate
     shared, ends = set(), [0, owners[-1]]
@@ -195,10 +194,10 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             # PP: forward and backward of all micro-batches, with the communication between ranks
-            losses = pipe.step(images, labels)
+            losses = pipe.step(inputs, labels)
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:

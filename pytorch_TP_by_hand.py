@@ -79,14 +79,14 @@ def own(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
-    """``F.cross_entropy`` of ``[batch, time, vocabulary]``. For each label, ranks exchange three
+    """The sum of the losses of ``[batch, time, vocabulary]``. For each label, ranks exchange three
     numbers instead of logits: the largest, the sum of exponentials, and the label's own."""
     (labels, here), counted = own(labels, logits.shape[2]), labels >= 0  # chat: others are masked
     logits = logits.to_local()
     logits = logits - all_reduce(logits.detach().amax(2), dist.ReduceOp.MAX)[..., None]
     total = Sum.apply(logits.exp().sum(2))  # by hand: g, so backward sends nothing
     right = Sum.apply(logits.gather(2, labels[..., None])[..., 0] * here)
-    return ((total.log() - right) * counted).sum() / counted.sum()
+    return ((total.log() - right) * counted).sum()
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -180,10 +180,11 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)
-            loss = cross_entropy(logits, labels) * train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs)
+            # by hand: train_set.loss(), of logits that no rank has all of
+            loss = cross_entropy(logits, labels) / labels.numel() / train_set.density
             loss.backward()  # TP: gradients of this rank's shards are complete
             if args.clip_grad:
                 run.grad_norm = clip_grad_norm(model, args.clip_grad)

@@ -13,7 +13,6 @@ Sends       nothing.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -57,12 +56,11 @@ def main():
     for epoch in run.epochs_left():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
-                logits = model(images)
-                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-                loss *= train_set.weight(labels)  # chat: by tokens
+                logits = model(inputs)
+                loss = train_set.loss(logits, labels)
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # AMP: 2. unscale: clipping needs unscaled gradients

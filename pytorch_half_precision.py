@@ -17,7 +17,6 @@ Sends       nothing.
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -74,11 +73,10 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         half_model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # half: in this dtype
+        for inputs, labels in run.batches(train_loader, epoch, dtype):  # half: in this dtype
             half_model.zero_grad()  # otherwise gradients would accumulate
-            logits = half_model(images).float()  # half: the softmax needs fp32 precision
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = half_model(inputs).float()  # half: the softmax needs fp32 precision
+            loss = train_set.loss(logits, labels)
             (loss * loss_scale).backward()  # half: keeps gradients that float16 would round to 0
             for weight, half in pairs:
                 if half.grad is not None:

@@ -48,9 +48,9 @@ class Trainer(transformers.Trainer):
         return self.steps
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(inputs["images"])
-        loss = F.cross_entropy(logits.flatten(0, -2), inputs["targets"].flatten())
-        self.loss = loss * inputs["weight"]
+        logits, labels = model(inputs["inputs"]), inputs["targets"]
+        total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        self.loss = total / labels.numel() / inputs["density"]
         return self.loss
 
 
@@ -86,7 +86,7 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -107,17 +107,16 @@ def main():
         run.resume(ddp, optimizer, scheduler)
         for epoch in run.epochs_left():
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
-            for images, labels in run.batches(train_loader, epoch):
-                weight = train_set.weight(labels)
-                # Trainer: returns after the step
-                yield {"images": images, "targets": labels, "weight": weight}
+            for inputs, labels in run.batches(train_loader, epoch):
+                batch = {"inputs": inputs, "targets": labels, "density": train_set.density}
+                yield batch  # Trainer: returns after the step
                 run.log(trainer.loss)  # copied from the device only when it is printed
                 if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                     run.save(model, optimizer, scheduler)
 
             # 6. Evaluate
             for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
             run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
             run.save(model, optimizer, scheduler)
 

@@ -24,6 +24,7 @@ import harness.world
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel
+from harness.data import TaskData
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,8 +100,8 @@ class Job:
         rows = torch.zeros(n, *self.args.row, dtype=torch.int64)
         return rows, torch.zeros(shape, dtype=torch.int64)
 
-    def weight(self, labels: Tensor) -> float:
-        return 1.0
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.mean() if self.own else TaskData.loss(self, logits, labels)
 
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
