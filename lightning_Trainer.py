@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
@@ -27,7 +27,7 @@ import common
 from libraries import deepspeed_engine
 
 lightning = common.import_optional("lightning")
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
 
 
 class Task(lightning.LightningModule):
@@ -121,7 +121,7 @@ class Task(lightning.LightningModule):
             weights = deepspeed_engine.gather_weights(self.trainer.model)
             self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
         else:  # FSDP: gathered on rank 0, on the CPU
-            self.weights = dcp.get_model_state_dict(self.model, options=WHOLE)
+            self.weights = sd.get_model_state_dict(self.model, options=WHOLE)
 
 
 class DeepSpeed(lightning.pytorch.strategies.DeepSpeedStrategy):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries import attention, attention_kernels
+from parallel import attention, attention_kernels
 
 
 def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:

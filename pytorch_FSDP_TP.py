@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -193,10 +193,10 @@ def main():
         run.save(model, optimizer, scheduler)
 
     # 7. Save and report
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
     # 2-D: hides a warning that a matrix sharded twice is gathered twice; here that happens once
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered on rank 0, on the CPU
+    weights = sd.get_model_state_dict(model, options=whole)  # TP: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.flat import WholeState
+from parallel.flat import WholeState
 
 
 class Bucket:

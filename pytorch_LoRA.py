@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -140,8 +140,8 @@ def main():
 
     # 7. Save and report
     base.included = args.merge  # LoRA: all weights are gathered only if they are written
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU
+    whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = sd.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU
     if rank == 0:
         peft_folder.save(args, layers, weights)  # LoRA: a few MB, as peft reads them
         if args.merge:  # LoRA: W + B @ A * scale: a model as any other

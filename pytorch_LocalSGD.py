@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries import local_sgd
+from parallel import local_sgd
 
 
 class CommonWeights:

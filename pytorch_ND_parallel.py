@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries import attention
-from libraries.mesh import add_flags, gather_weights, resolve
-from libraries.pipelining import divide, make_shapes
+from parallel import attention
+from parallel.mesh import add_flags, gather_weights, resolve
+from parallel.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import keep_some
 from pytorch_CP import ATTENTIONS, OwnPositions
 from pytorch_EP import distribute_experts

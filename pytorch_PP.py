@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import SCHEDULES, PipelineStage, divide, gather_weights, make_shapes
+from parallel.pipelining import SCHEDULES, PipelineStage, divide, gather_weights, make_shapes
 
 
 class Stage(nn.Module):

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import divide, gather_weights
+from parallel.pipelining import divide, gather_weights
 
 
 class Stage(nn.Module):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -44,7 +44,7 @@ def save(run, model, optimizer, group, writing):
             writing.result()  # DCP: raises the exception of the thread
     for buffer in model.buffers():  # DCP: any rank's copy may be written
         dist.broadcast(buffer, src=0)
-    weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: this rank's shards
+    weights, state = sd.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
     others = run.state_dict() | {"param_groups": state["param_groups"]}
     with run.saving():  # all ranks fail, or none: then --on-save-error decides
@@ -72,11 +72,11 @@ def load(run, model, optimizer, scheduler, group) -> None:
     if path := found[0]:
         others = common.load_file(path / "run.pt", "--resume")
         run.store.check(path, others)  # same model, data and batch size
-        weights, state = dcp_state.get_state_dict(model, optimizer)
+        weights, state = sd.get_state_dict(model, optimizer)
         tensors = {"model": weights, "optimizer": state["state"]}  # DCP: for these keys, each rank
         dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards
         state["param_groups"] = others["param_groups"]
-        dcp_state.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     run.start(model, optimizer, scheduler, others)
 
 
@@ -159,8 +159,8 @@ def main():
         writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
 
     # 7. Save and report
-    whole = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=whole)  # FSDP: on the CPU of rank 0
+    whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = sd.get_model_state_dict(model, options=whole)  # FSDP: on the CPU of rank 0
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

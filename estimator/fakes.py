@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -56,7 +56,7 @@ def stand_in_for_ranks() -> None:
     functional.wait_tensor = lambda tensor: tensor
     DistributedDataParallel._lazy_init = begin_with_hook
     # Rank 0's weights are broadcast before training; messages between ranks have no data.
-    dcp.set_model_state_dict = lambda *_, **__: None
+    sd.set_model_state_dict = lambda *_, **__: None
     distributed._verify_param_shape_across_processes = lambda *_: None
     distributed._sync_module_states = lambda *_, **__: None
     # In its second step DDP makes buckets of 1 and then 25 MiB, in an order read from a tensor.

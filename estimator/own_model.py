@@ -20,7 +20,7 @@ from jobs.classifiers import LISTS, blocks_of
 from jobs.contract import Contract, batched, to_floating
 
 ROOT, PYTHON = Path(__file__).resolve().parents[1], Path(inspect.__file__).parent
-ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "remote")
+ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "parallel", "remote")
 NOT_OWN = [Path(torch.__file__).parent, *(ROOT / room for room in ROOMS)]
 
 

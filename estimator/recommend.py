@@ -16,7 +16,7 @@ from estimator import network, techniques
 from estimator.own_model import OwnModel
 from estimator.techniques import Prediction, Technique
 from harness.cli import fail
-from libraries.pipelining import default_microbatches
+from parallel.pipelining import default_microbatches
 from techniques import Decoder, by_dimension, decoder
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one

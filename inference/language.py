@@ -16,8 +16,8 @@ from inference.trained import Trained, make_metadata
 from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
 from libraries import hub
-from libraries.attention_kernels import repeat
 from libraries.weights import is_snapshot, load
+from parallel.attention_kernels import repeat
 
 INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
 

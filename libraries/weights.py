@@ -15,7 +15,8 @@ from harness.cli import fail, fetch_input
 from harness.snapshots import FORMAT, find_damage, list_snapshots
 from harness.state import TENSORS, load_file
 from harness.world import gather_objects, print0, world
-from libraries import deepspeed_engine, local_sgd
+from libraries import deepspeed_engine
+from parallel import local_sgd
 
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
 ADAPTERS = "adapters: load them and their base with peft, or train with --merge"  # of LoRA

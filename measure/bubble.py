@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from harness.measure import git_commit, hardware, versions  # noqa: E402
-from libraries.pipelining import SCHEDULES, ranks_of_stages  # noqa: E402
+from parallel.pipelining import SCHEDULES, ranks_of_stages  # noqa: E402
 
 RANKS, SAMPLES, WARMUP = 2, 4, 3  # samples of a micro-batch, and steps that do not count
 JOB = (

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-BELOW = ("common.py", "jobs", "libraries", "harness")  # every script uses them
+BELOW = ("common.py", "jobs", "libraries", "parallel", "harness")  # every script uses them
 PROFILER = ("harness/profile.py", "harness/trace_rows.py")  # which runs with a flag only
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SHOWN = 6  # files; if there are more, the note says how many

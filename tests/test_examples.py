@@ -306,7 +306,8 @@ def test_examples_stand_alone():
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert names == {"plain", *ROWS}
     for name in names:
-        assert not re.search(r"(import|from) (common|harness|jobs|libraries)\b", read(name)), name
+        ours = r"(import|from) (common|harness|jobs|libraries|parallel)\b"
+        assert not re.search(ours, read(name)), name
 
 
 def test_what_every_example_has():

@@ -15,8 +15,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from jobs.experts import MixtureOfExperts
 from jobs.gpt import attend
-from libraries import attention_kernels
-from libraries.attention_kernels import repeat
+from parallel import attention_kernels
+from parallel.attention_kernels import repeat
 from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32"

@@ -12,17 +12,19 @@ from conftest import ROOT, name_of, succeed
 from report.pages import BLOCK, list_pages
 from techniques import LESSONS
 
-ROOMS = ["harness", "hangs", "remote", "libraries", "jobs", "report", "inference", "estimator"]
-ROOMS += ["website", "measure"]
+ROOMS = ["harness", "hangs", "remote", "parallel", "libraries", "jobs", "report", "inference"]
+ROOMS += ["estimator", "website", "measure"]
 FILES = sorted([*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))])
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
-TASK = {"common", "jobs", "libraries", "harness", "hangs", "remote"}  # the floors below a lesson
+TASK = {"common", "jobs", "libraries", "parallel", "harness", "hangs", "remote"}  # below a lesson
 PROGRAM = {"report", "techniques"}
-MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapters of libraries
+LESSON = {"common", "libraries", "parallel"}
+MAY_KNOW = {  # of ours, besides the own room; for a lesson: LESSON
     **dict.fromkeys(("techniques", "hangs", "remote"), set()),
     "harness": {"hangs", "remote"},
-    "libraries": {"harness", "hangs", "remote"},
-    "jobs": {"libraries", "harness", "remote"},
+    "parallel": {"harness"},
+    "libraries": {"parallel", "harness", "hangs", "remote"},
+    "jobs": {"libraries", "parallel", "harness", "remote"},
     **dict.fromkeys(("common", "inference"), TASK),
     "report": {"techniques"},
     "estimator": TASK | {"techniques"},
@@ -34,12 +36,19 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapter
     "measure": OURS,  # what it measures
 }
 PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "EP", "activation_checkpointing")}
-MAY_KNOW |= {"pytorch_ND_parallel": {"common", "libraries", *PARTS}}  # which is made of lessons
+MAY_KNOW |= {"pytorch_ND_parallel": {*LESSON, *PARTS}}  # which is made of lessons
 # Lines of code, without docstrings, comments and blank lines. A room may grow by PLAY before its
 # number here has to be discussed in an issue; a room that becomes lighter lowers it.
 PLAY = 1.05
-BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "libraries": 1110, "jobs": 2190}
-BUDGETS |= {"report": 1065, "estimator": 1520, "inference": 615, "website": 535, "measure": 1765}
+BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "parallel": 500, "libraries": 690}
+BUDGETS |= {
+    "jobs": 2190,
+    "report": 1065,
+    "estimator": 1520,
+    "inference": 615,
+    "website": 535,
+    "measure": 1765,
+}
 BUDGETS |= {"common.py": 225, "techniques.py": 305, "tests": 9400}
 # Statements that say more than one thing, per 100 lines: they may only become fewer.
 DENSE = {"harness": 2.7, "hangs": 3.2, "libraries": 2.3, "jobs": 3.2, "report": 2.9}
@@ -103,7 +112,7 @@ def imported(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_arrows_go_down(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert imported(path) - {room} <= MAY_KNOW.get(room, {"common", "libraries"})
+    assert imported(path) - {room} <= MAY_KNOW.get(room, LESSON)
 
 
 def test_no_circle_in_a_room():

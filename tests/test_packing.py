@@ -12,7 +12,7 @@ from conftest import cases, refused
 from test_text import JOB, settled
 
 from jobs import decoder, text
-from libraries import attention_kernels
+from parallel import attention_kernels
 
 
 def documents_of(dataset):

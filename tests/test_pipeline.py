@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 from conftest import HOOKED, TABLES, cases, launcher, relative_difference, succeed
 
-from libraries.pipelining import SCHEDULES, divide
 from measure.bubble import UNITS, formula, idle_shares, order_of, plan, read_steps
+from parallel.pipelining import SCHEDULES, divide
 
 JOB = "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"

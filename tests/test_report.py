@@ -171,7 +171,7 @@ def test_changed_code_makes_a_result_stale(measured_code):
     (root / "pytorch_DP.py").unlink()
     assert fresh.note(root, found, ddp) == ""
     more = {"files": found["files"] | {f"libraries/{name}.py": "" for name in ("mesh", "hub")}}
-    assert fresh.note(root, more, ddp) == "; since then changed: libraries/mesh.py"
+    assert fresh.note(root, more, ddp) == "; since then changed: parallel/mesh.py"
     assert fresh.note(root, found) == "; since then changed: pytorch_DP.py"
     for flags, said in ("", ""), ("--trace 3", "; since then changed: harness/profile.py"):
         profiled = {"files": {"harness/profile.py": ""}, "command": f"pytorch_DDP.py {flags}"}

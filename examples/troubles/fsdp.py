@@ -6,12 +6,12 @@ torchrun --nproc_per_node=2 examples/troubles/fsdp.py
 import torch
 import torch.distributed as dist
 from shared import Model, backward, show
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def sharded(root=True):
@@ -30,13 +30,13 @@ def mixed_tensors(remedy):
 def one_rank_saves(remedy):
     model = sharded()
     if remedy or dist.get_rank() == 0:
-        dcp.get_model_state_dict(model, options=WHOLE)
+        sd.get_model_state_dict(model, options=WHOLE)
     dist.barrier()
 
 
 def saved_sharded(remedy):
     model = sharded()
-    weights = dcp.get_model_state_dict(model, options=WHOLE) if remedy else model.state_dict()
+    weights = sd.get_model_state_dict(model, options=WHOLE) if remedy else model.state_dict()
     if dist.get_rank() == 0 or not remedy:  # others get an empty dict
         Model().load_state_dict(weights)
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 from jobs.gpt import MLP, Attention, Decoder
 from jobs.llama import LlamaSize
-from libraries import attention
 from measure.estimates import GIVEN
+from parallel import attention
 from pytorch_TP import parallelize
 
 VOCABULARY = 128_256

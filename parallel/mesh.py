@@ -9,7 +9,7 @@ from torch import nn
 from harness.cli import ArgumentParser, fail, need_compiler, number
 from harness.measure import whole
 from harness.settings import fill
-from libraries.pipelining import IN_A_V, SCHEDULES
+from parallel.pipelining import IN_A_V, SCHEDULES
 
 
 def free_or_keep(text: str) -> bool | int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from libraries.attention_kernels import mask, repeat
+from parallel.attention_kernels import mask, repeat
 
 all_gather = getattr(functional, "all_gather_single_autograd", None)  # since PyTorch 2.14
 all_gather = all_gather or functional.all_gather_tensor_autograd
