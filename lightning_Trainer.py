@@ -73,14 +73,14 @@ class Task(lightning.LightningModule):
             self.held = deepspeed_engine.resume(self.run, self.trainer.model)
         else:
             self.trainer.model.broadcast_buffers = False  # DDP: broadcast before evaluation
-            self.run.resume(self.model, self.optimizer, self.scheduler)
+            self.run.resume_or_exit(self.model, self.optimizer, self.scheduler)
         self.trainer.fit_loop.max_epochs -= self.run.epoch  # Trainer: counts from 0
 
     def save(self):
         if self.deepspeed:
             deepspeed_engine.save(self.run, self.trainer.model)
         else:
-            self.run.save(self.model, self.optimizer, self.scheduler)
+            self.run.save_then_exit_if_asked(self.model, self.optimizer, self.scheduler)
 
     # 5. Train
     def on_train_epoch_start(self):

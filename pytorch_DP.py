@@ -69,7 +69,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
     run = common.Run(args, device, train_loader, gpus)  # DP: counts the memory of all GPUs
-    run.resume(model, optimizer, scheduler, scaler=scaler)
+    run.resume_or_exit(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in run.epochs_left():
@@ -88,13 +88,14 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler, scaler=scaler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         run.report(common.evaluate(replica, eval_loader, device))  # DP: on the first GPU
-        run.save(model, optimizer, scheduler, scaler=scaler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
 

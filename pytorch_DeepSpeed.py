@@ -112,6 +112,7 @@ def main():
         deepspeed_engine.save(run, model)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     # DeepSpeed: gathers the fp32 copy on the CPU of rank 0, one tensor at a time
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:

@@ -164,7 +164,7 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     with whole(buckets):
-        run.resume(model, optimizer, scheduler)
+        run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
@@ -184,16 +184,17 @@ def main():
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 with whole(buckets):
-                    run.save(model, optimizer, scheduler)
+                    run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         with whole(buckets):
-            run.save(model, optimizer, scheduler)
+            run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     with whole(buckets):
         if rank == 0:
             common.save_model(args, model.state_dict())

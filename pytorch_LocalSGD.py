@@ -136,7 +136,7 @@ def main():
     run = common.Run(args, device, train_loader)
     trained = [p for p in model.parameters() if p.requires_grad]
     outer = CommonWeights(trained, args.outer_lr, args.outer_momentum)
-    local_sgd.resume(run, model, optimizer, scheduler, outer)
+    local_sgd.resume_or_exit(run, model, optimizer, scheduler, outer)
     outer.begin()
 
     # 5. Train
@@ -158,7 +158,7 @@ def main():
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 # local: each rank writes its own optimizer state, and its weights if they differ
-                local_sgd.save(run, model, optimizer, scheduler, outer, apart)
+                local_sgd.save_then_exit_if_asked(run, model, optimizer, scheduler, outer, apart)
 
         # 6. Evaluate
         if run.step % args.sync_every > 0:
@@ -166,9 +166,10 @@ def main():
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        local_sgd.save(run, model, optimizer, scheduler, outer, apart=False)
+        local_sgd.save_then_exit_if_asked(run, model, optimizer, scheduler, outer, apart=False)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.state_dict())
     run.finish(model, optimizer, outer=outer.kept.values())

@@ -50,7 +50,7 @@ def main():
     # are scaled down before the step. bfloat16 has the range of fp32 and needs no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler, scaler=scaler)
+    run.resume_or_exit(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in run.epochs_left():
@@ -71,15 +71,16 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler, scaler=scaler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         with torch.autocast(device.type, dtype):  # AMP: as in training
             metrics = common.evaluate(model, eval_loader, device)
         run.report(metrics)
-        run.save(model, optimizer, scheduler, scaler=scaler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
 

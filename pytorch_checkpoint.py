@@ -36,7 +36,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return [path.parent for place in places for path in sorted(folder.glob(place))]
 
 
-def save(run, model, optimizer, group, writing):
+def save_then_exit_if_asked(run, model, optimizer, group, writing):
     """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
     rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
@@ -58,10 +58,10 @@ def save(run, model, optimizer, group, writing):
             options = {"async_stager": STAGER} if torch.__version__ >= "2.14" else {}
             return dcp.async_save(tensors, checkpoint_id=folder, process_group=group, **options)
         dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
-    run.stop_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
+    run.exit_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
 
 
-def load(run, model, optimizer, scheduler, group) -> None:
+def resume_or_exit(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
     asked, own, others = run.args.resume, run.args.resume in ("auto", "none"), None
     whole = whole_checkpoints(run.store.folder if own else Path(asked))
@@ -132,7 +132,7 @@ def main():
     run = common.Run(args, device, train_loader)
     # Not the default group: the thread's collectives must not mix with those of training.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))  # DCP: its own
-    load(run, model, optimizer, scheduler, group)
+    resume_or_exit(run, model, optimizer, scheduler, group)
     writing = None
 
     # 5. Train
@@ -150,15 +150,16 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
+                writing = save_then_exit_if_asked(run, model, optimizer, group, writing)
 
         # 6. Evaluate
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
+        writing = save_then_exit_if_asked(run, model, optimizer, group, writing)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = sd.get_model_state_dict(model, options=whole)  # FSDP: on the CPU of rank 0
     if rank == 0:

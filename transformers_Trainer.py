@@ -104,7 +104,7 @@ def main():
     def batches():
         ddp = trainer.model_wrapped  # Trainer: has wrapped the model by now
         ddp.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
-        run.resume(ddp, optimizer, scheduler)
+        run.resume_or_exit(ddp, optimizer, scheduler)
         for epoch in run.epochs_left():
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
             for inputs, labels in run.batches(train_loader, epoch):
@@ -112,13 +112,13 @@ def main():
                 yield batch  # Trainer: returns after the step
                 run.log(trainer.loss)  # copied from the device only when it is printed
                 if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                    run.save(model, optimizer, scheduler)
+                    run.save_then_exit_if_asked(model, optimizer, scheduler)
 
             # 6. Evaluate
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
             run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-            run.save(model, optimizer, scheduler)
+            run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     transformers.logging.set_verbosity_error()  # Trainer: warns of a run without steps
     gpus = [device] if device.type == "cuda" else []
@@ -142,6 +142,7 @@ def main():
     trainer.train()
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.state_dict())
     # Trainer: frees the gradients after each step; they are as large as the parameters

@@ -141,7 +141,7 @@ class ShortRun:
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
         self.args, self.step, self.held = args, 0, {}
 
-    def resume(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
+    def resume_or_exit(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
         gc.collect()  # frees the blocks of other stages
         self.optimizer = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
         groups = [*optimizer.param_groups, *self.optimizer.param_groups]
@@ -157,10 +157,10 @@ class ShortRun:
             optimizer.zero_grad()
 
     def load_engine(self, engine) -> dict:
-        """:meth:`resume` for DeepSpeed, which has its own buffers."""
+        """:meth:`resume_or_exit` for DeepSpeed, which has its own buffers."""
         from libraries import deepspeed_engine
 
-        self.resume(engine.module, engine.basic_optimizer)
+        self.resume_or_exit(engine.module, engine.basic_optimizer)
         self.held = deepspeed_engine.track_tensors(self, engine)
         return self.held
 

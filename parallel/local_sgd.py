@@ -26,7 +26,9 @@ def mean(tensor: Tensor) -> Tensor:
     return total.div_(dist.get_world_size()).cpu()
 
 
-def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> None:
+def save_then_exit_if_asked(
+    run, model: nn.Module, optimizer, scheduler, outer, apart: bool
+) -> None:
     """Write a snapshot. All ranks call it. ``apart``: whether they have different weights."""
     own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     parts = {"write": lambda folder: torch.save(own, own_file(folder)), "outer": outer}
@@ -34,10 +36,10 @@ def save(run, model: nn.Module, optimizer, scheduler, outer, apart: bool) -> Non
         why = "was written between two synchronizations, when each of {n} ranks had its own "
         why += "weights; resume with {script}.py on {n} ranks, or from a snapshot at the end of an "
         only = f"{why}epoch".format(n=world().size, script=this_script())
-        return run.save(None, None, scheduler, only=only, **parts)
+        return run.save_then_exit_if_asked(None, None, scheduler, only=only, **parts)
     state = {p: {k: mean(t) for k, t in entries.items()} for p, entries in optimizer.state.items()}
     average = SimpleNamespace(state=state, param_groups=optimizer.param_groups)
-    run.save(model, average, scheduler, **parts)
+    run.save_then_exit_if_asked(model, average, scheduler, **parts)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -49,7 +51,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def resume(run, model: nn.Module, optimizer, scheduler, outer) -> None:
+def resume_or_exit(run, model: nn.Module, optimizer, scheduler, outer) -> None:
     """Resume: with the same script and number of ranks, each rank from its own file."""
 
     def read(folder: Path, snapshot: dict) -> bool:
@@ -63,4 +65,4 @@ def resume(run, model: nn.Module, optimizer, scheduler, outer) -> None:
         optimizer.load_state_dict(own["optimizer"])
         return True
 
-    run.resume(model, optimizer, scheduler, read=read, outer=outer)
+    run.resume_or_exit(model, optimizer, scheduler, read=read, outer=outer)
