@@ -60,7 +60,8 @@ def main():
         for state in (accelerate.PartialState(), accelerator.state):
             state.distributed_type = accelerate.DistributedType.DEEPSPEED
         accelerator.state.deepspeed_plugins = plugin
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     deepspeed_engine.import_deepspeed(args, device, config)

@@ -61,7 +61,8 @@ def main():
             state.distributed_type = accelerate.DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         os.environ["DS_ACCELERATOR"] = "cpu"  # Accelerate: imports DeepSpeed, which looks for a GPU
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

@@ -33,7 +33,8 @@ def make_fabric(args, world_size):
     named = os.environ.pop("LT_STRATEGY", "ddp")
     if named != "ddp":
         common.fail(f"--strategy={named}: this script supports only DDP; use --strategy=ddp")
-    named, ours = os.environ.pop("LT_ACCELERATOR", "auto"), args.device
+    named = os.environ.pop("LT_ACCELERATOR", "auto")
+    ours = args.device
     if named not in ("auto", ours, "gpu" if ours == "cuda" else ours):
         common.fail(f"--accelerator={named} and --device {ours} differ; give the same device")
     os.environ.pop("LT_DEVICES", None)  # Fabric: rejects devices= if this is "auto"
@@ -77,7 +78,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     fabric = make_fabric(args, world_size)
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank

@@ -35,9 +35,14 @@ class Task(lightning.LightningModule):
 
     def __init__(self, args, run, model, train_loader, eval_loader, sampler):
         super().__init__()
-        self.args, self.run, self.model = args, run, model
-        self.train_loader, self.eval_loader, self.sampler = train_loader, eval_loader, sampler
-        self.fsdp, self.deepspeed = args.strategy == "fsdp", args.strategy == "deepspeed_stage_2"
+        self.args = args
+        self.run = run
+        self.model = model
+        self.train_loader = train_loader
+        self.eval_loader = eval_loader
+        self.sampler = sampler
+        self.fsdp = args.strategy == "fsdp"
+        self.deepspeed = args.strategy == "deepspeed_stage_2"
         self.held = {}
 
     def configure_model(self):
@@ -213,7 +218,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -230,7 +236,8 @@ def main():
     if args.strategy == "deepspeed_stage_2":
         config = {"train_batch_size": args.batch_size}
         deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
-    ddp, fsdp = args.strategy == "ddp", args.strategy == "fsdp"
+    ddp = args.strategy == "ddp"
+    fsdp = args.strategy == "fsdp"
     with torch.device("meta" if fsdp else "cpu"):  # FSDP: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=ddp)
     run = common.Run(args, device, train_loader)

@@ -32,7 +32,8 @@ from parallel import attention, attention_kernels
 
 def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
     """Send to the next rank of the ring. Return what arrives, and works that keep both alive."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     coming = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks)
     receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % ranks)
@@ -41,7 +42,8 @@ def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
 
 def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank and its shard, ours first. The next shard is received in the meantime."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     for turn in range(ranks):
         coming, works = send_on(own, group) if turn < ranks - 1 else (None, [])
         yield (rank - turn) % ranks, own
@@ -67,14 +69,18 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
-        found, log_sum, ctx.group, rank = None, None, group, dist.get_rank(group)
+        found = None
+        log_sum = None
+        ctx.group = group
+        rank = dist.get_rank(group)
         for source, (keys, values) in rotate(torch.stack([k, v]), group):
             ours, seen, causal = visible(source, rank, q.shape[2] // 2)
             out, sums = attention_kernels.forward(
                 q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
             )
             if found is None:
-                found, log_sum = out.to(sums.dtype, copy=True), sums.clone()  # updated in place
+                found = out.to(sums.dtype, copy=True)  # updated in place
+                log_sum = sums.clone()
                 continue
             before = log_sum[:, :, ours]
             both = torch.logaddexp(before, sums)
@@ -88,7 +94,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, found, log_sum = ctx.saved_tensors
-        own, rank = torch.stack([k, v]), dist.get_rank(ctx.group)
+        own = torch.stack([k, v])
+        rank = dist.get_rank(ctx.group)
         of_q, travelling = (torch.zeros_like(t, dtype=log_sum.dtype) for t in (q, own))  # sums
         for source, (keys, values) in rotate(own, ctx.group):
             ours, seen, causal = visible(source, rank, q.shape[2] // 2)
@@ -98,7 +105,8 @@ class RingAttention(torch.autograd.Function):
             )  # fmt: skip
             of_q[:, :, ours] += of_ours
             if source == rank:
-                of_own, works = torch.stack(of_seen), []
+                of_own = torch.stack(of_seen)
+                works = []
                 continue
             for work in works:
                 work.wait()
@@ -118,7 +126,8 @@ class OwnPositions(nn.Module):
 
     def __init__(self, model: nn.Module, group=None):
         super().__init__()
-        self.model, self.group = model, group
+        self.model = model
+        self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -127,7 +136,8 @@ class OwnPositions(nn.Module):
 
 def check(args, world_size: int) -> None:
     """Check that positions and heads can be divided among the ranks."""
-    heads, chunks = common.size_of(args).kv_heads, 2 * world_size
+    heads = common.size_of(args).kv_heads
+    chunks = 2 * world_size
     if args.context % chunks:
         common.fail(
             f"--context {args.context} is not divisible by {chunks}, two chunks for each of "
@@ -164,7 +174,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     check(args, world_size)
     common.announce(args, device, readers=1)  # CP: all ranks read the whole batch
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank

@@ -26,8 +26,10 @@ class Bucket:
     """Parameters whose gradients are averaged in one all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
-        self.row, self.sent = parameters[0].new_empty(sum(self.sizes)), []
+        self.parameters = parameters
+        self.sizes = [p.numel() for p in parameters]
+        self.row = parameters[0].new_empty(sum(self.sizes))
+        self.sent = []
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
@@ -76,7 +78,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     if world_size == 1:
         common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")

@@ -26,7 +26,8 @@ class Replica(nn.Module):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model = model
+        self.dtype = dtype
 
     def forward(self, inputs: Tensor) -> Tensor:
         autocast = self.dtype != torch.float32

@@ -39,7 +39,8 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int], group):
-        ctx.sizes, ctx.group = (outgoing, incoming), group  # EP: number of rows to and from ranks
+        ctx.sizes = (outgoing, incoming)  # EP: number of rows to and from ranks
+        ctx.group = group
         received = rows.new_empty(sum(incoming), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group)
         return received
@@ -88,10 +89,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for p in model.parameters():
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
+    norms = []
     for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
-    return torch.stack(norms).norm()
+        gradients = [p.grad for p in group]
+        norms.append(common.whole(nn.utils.get_total_norm(gradients)))
+    total_norm = torch.stack(norms).norm()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -121,7 +126,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     ep = args.ep or world_size
     check_experts(args, common.size_of(args), ep, world_size)
     common.announce(args, device)

@@ -30,7 +30,8 @@ class Bucket:
     """The parameters of a block in a flat buffer, which exists while the block computes."""
 
     def __init__(self, parameters: list[nn.Parameter], block: nn.Module):
-        self.parameters, self.sizes = parameters, [p.numel() + -p.numel() % 4 for p in parameters]
+        self.parameters = parameters
+        self.sizes = [p.numel() + -p.numel() % 4 for p in parameters]
         self.sizes[-1] += -sum(self.sizes) % (4 * dist.get_world_size())
         block.register_forward_pre_hook(self.gather)
         block.register_forward_hook(self.after_forward)
@@ -126,7 +127,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     if world_size == 1:
         common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")
@@ -147,7 +149,8 @@ def main():
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
     groups = common.parameter_groups(args, model)
-    buckets, sharded = [], []
+    buckets = []
+    sharded = []
     for group in groups:  # ZeRO: buckets do not mix groups, as their settings differ
         filled = make_buckets(group["params"], model)
         sharded.append(group | {"params": [bucket.shard for bucket in filled]})

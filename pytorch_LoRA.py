@@ -46,7 +46,8 @@ def merge(weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Ten
     """The whole model: each matrix plus ``B @ A * scale``, added in the adapters' dtype."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         layer = name.removesuffix(".lora_A.weight")
-        a, b = weights.pop(name), weights.pop(f"{layer}.lora_B.weight")
+        a = weights.pop(name)
+        b = weights.pop(f"{layer}.lora_B.weight")
         weights[f"{layer}.weight"] = weights[f"{layer}.weight"].to(a.dtype) + b @ a * scale
     return weights
 
@@ -77,7 +78,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

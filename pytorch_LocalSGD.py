@@ -47,8 +47,10 @@ class CommonWeights:
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float):
-        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
-        self.lr, self.momentum = lr, momentum
+        self.parameters = parameters
+        self.sizes = [p.numel() for p in parameters]
+        self.lr = lr
+        self.momentum = momentum
         self.kept = {}  # local: flat buffers: the last common weights, and the momentum
 
     def average(self) -> torch.Tensor:
@@ -68,7 +70,8 @@ class CommonWeights:
         """Synchronize the weights of all ranks."""
         row = self.average()
         if self.kept:
-            weights, momentum = self.kept["weights"], self.kept["momentum"]
+            weights = self.kept["weights"]
+            momentum = self.kept["momentum"]
             way = weights - row  # local: the outer gradient
             momentum.mul_(self.momentum).add_(way)
             row = weights.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr)
@@ -88,7 +91,8 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     # fmt: off
-    flag, number = parser.add_argument, common.number
+    flag = parser.add_argument
+    number = common.number
     flag("--sync-every", type=number(int, 1), default=8, metavar="H",
          help="synchronize every H steps (default: 8)")
     flag("--outer-lr", type=number(float, 0, above=0), default=1.0, metavar="X",
@@ -112,7 +116,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

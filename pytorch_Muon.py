@@ -49,7 +49,8 @@ class Muon(torch.optim.AdamW):
 
     def update(self, p: Tensor) -> Tensor:
         """This rank's shard of the update to orthogonalize, padded to the largest shard's size."""
-        gradient, p.grad = p.grad.to_local(), None  # Muon: AdamW skips parameters without gradient
+        gradient = p.grad.to_local()  # Muon: AdamW skips parameters without gradient
+        p.grad = None
         if not self.state[p]:
             # Muon: AdamW expects a step in the state when it loads a snapshot
             self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
@@ -60,12 +61,15 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        rank, world_size, group = dist.get_rank(), dist.get_world_size(), self.param_groups[0]
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        group = self.param_groups[0]
         for first in range(0, len(self.matrices), world_size):
             matrices = self.matrices[first : first + world_size]  # Muon: at most one per rank
             updates = [self.update(p).flatten() for p in matrices]
             sent = [len(update) for update in updates] + [0] * (world_size - len(matrices))
-            shards, received = torch.cat(updates), [sent[rank]] * world_size
+            shards = torch.cat(updates)
+            received = [sent[rank]] * world_size
             full = shards.new_empty(sum(received))
             dist.all_to_all_single(full, shards, received, sent)  # Muon: from shards to a matrix
             if rank < len(matrices):
@@ -104,7 +108,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

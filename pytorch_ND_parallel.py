@@ -103,12 +103,17 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> to
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     counted_elsewhere = tied if dist.get_rank(pipeline) else set()
-    own = [[p.grad for p in group if p not in counted_elsewhere] for group in by_mesh.values()]
-    norms = [common.whole(nn.utils.get_total_norm(gradients)) for gradients in own if gradients]
-    dist.all_reduce(squares := torch.stack(norms).square().sum(), group=pipeline)
+    norms = []
     for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
-    return squares.sqrt()
+        gradients = [p.grad for p in group if p not in counted_elsewhere]
+        if gradients:
+            norms.append(common.whole(nn.utils.get_total_norm(gradients)))
+    squares = torch.stack(norms).square().sum()
+    dist.all_reduce(squares, group=pipeline)
+    total_norm = squares.sqrt()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -134,13 +139,16 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     args = resolve(args, common.size_of(args), world_size)
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares
-    owners, microbatches = [0], 1
+    owners = [0]
+    microbatches = 1
     if args.pp > 1:
-        layers, at_once = common.size_of(args).layers, batch_size // args.accumulate
+        layers = common.size_of(args).layers
+        at_once = batch_size // args.accumulate
         owners, microbatches = divide(args, layers, args.pp, at_once)
     common.announce(args, device, readers=shares)
     # ND: the dimension that sends most is innermost, because launchers number the ranks of a
@@ -148,7 +156,8 @@ def main():
     # cp ranks have different tokens, so FSDP treats them like other data-parallel ranks
     sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    pipeline, here = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    pipeline = mesh["pp"].get_group()
+    here = mesh["pp"].get_local_rank()
     if args.cp > 1:  # ND: groups of their own, within those of shard
         span = args.cp * args.tp
         groups = [[*range(r, r + span, args.tp)] for r in range(world_size) if r % span < args.tp]
@@ -174,7 +183,8 @@ def main():
     # 3. Model
     with torch.device("meta"):  # ND: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, order = list(model.state_dict()), None
+    names = list(model.state_dict())
+    order = None
     if args.cp > 1:
         order = attention.shard(torch.arange(args.context, device=device), group=cp)
         for block in model.blocks:
@@ -193,7 +203,8 @@ def main():
         block.compile()
     stages = {0: model}
     if args.pp > 1:
-        own, of = [n for n, owner in enumerate(owners) if owner == here], len(owners)
+        own = [n for n, owner in enumerate(owners) if owner == here]
+        of = len(owners)
         stages = {n: Stage(model, n, of, order) for n in own}
         keep_only(stages, model)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
@@ -215,14 +226,17 @@ def main():
     if args.pp > 1:
         size = batch_size // parts, *args.row[:-1], args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
-        width, classes = common.size_of(args).width, len(train_set.classes)
+        width = common.size_of(args).width
+        classes = len(train_set.classes)
         shapes = make_shapes(size, width, classes, between, dtype)
         made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline
         schedule = make_schedule(args.pipeline_schedule, *made)
         model.forward = partial(forward, stages, owners, shapes, pipeline)
-    evaluated, cut = model, lambda labels: labels
+    evaluated = model
+    scored = {}
     if args.cp > 1:  # CP: each rank computes and scores its own positions
-        evaluated, cut = OwnPositions(model, cp), partial(attention.shard, group=cp)
+        evaluated = OwnPositions(model, cp)
+        scored = {"cut": partial(attention.shard, group=cp)}
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -241,7 +255,8 @@ def main():
             losses = []
             loss = torch.zeros((), device=device)
             # ND: FSDP accumulates sharded gradients, but in a pipeline: there unsharded ones
-            inputs_of, labels_of = inputs.chunk(args.accumulate), labels.chunk(args.accumulate)
+            inputs_of = inputs.chunk(args.accumulate)
+            labels_of = labels.chunk(args.accumulate)
             for tokens, targets in zip(inputs_of, labels_of, strict=True):
                 with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                     if args.pp > 1:
@@ -267,7 +282,7 @@ def main():
                 run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
-        run.report(common.evaluate(evaluated, eval_loader, device, cut))  # DDP: on every rank
+        run.report(common.evaluate(evaluated, eval_loader, device, **scored))
         run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report

@@ -37,9 +37,14 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, number: int, stages: int, order=None, half=False):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
-        self.is_first, self.is_last = number == 0, number == stages - 1
-        self.blocks, self.order, self.half = model.blocks[begin:end], order, half
-        self.embed, self.locate, self.unembed = model.embed, model.locate, model.unembed
+        self.is_first = number == 0
+        self.is_last = number == stages - 1
+        self.blocks = model.blocks[begin:end]
+        self.order = order
+        self.half = half
+        self.embed = model.embed
+        self.locate = model.locate
+        self.unembed = model.unembed
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
@@ -67,7 +72,8 @@ def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
 
 def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, group=None):
     """The pipeline schedule, which computes, sends and receives for all stages of this rank."""
-    (tokens, hidden, logits), parts = shapes, []
+    tokens, hidden, logits = shapes
+    parts = []
     for number, stage in stages.items():
         ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
         parts.append(PipelineStage(stage, number, count, device, *ends, group=group))
@@ -82,11 +88,14 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
     """Run all stages in order, for evaluation: not every schedule can evaluate. All ranks call it,
     and that of the last stage gets the logits. NCCL connects ranks when they first communicate."""
-    x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
+    x = tokens
+    rank = dist.get_rank(group)
+    last = len(owners) - 1
     hidden = x.new_empty(len(x), *shapes[1].shape[1:], dtype=shapes[1].dtype)
     for number, stage in stages.items():
         if number > 0 and owners[number - 1] != rank:
-            dist.recv(x := hidden, group=group, group_src=owners[number - 1])
+            dist.recv(hidden, group=group, group_src=owners[number - 1])
+            x = hidden
         x = stage(x, tokens)
         if number < last and owners[number + 1] != rank:
             dist.send(x, group=group, group_dst=owners[number + 1])
@@ -101,16 +110,19 @@ def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) ->
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
     updated = [p for p in model.parameters() if p.grad is not None]
     own = [p.grad for p in updated if p not in counted_elsewhere]
-    dist.all_reduce(squares := nn.utils.get_total_norm(own).square())
-    nn.utils.clip_grads_with_norm_(updated, max_norm, squares.sqrt())
-    return squares.sqrt()
+    squares = nn.utils.get_total_norm(own).square()
+    dist.all_reduce(squares)
+    total_norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(updated, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
-    flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
+    flag = parser.add_argument
+    fewest = "micro-batches (default: at least two per rank)"
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
     about = "dtype of matrix products (default: float32)"
@@ -131,7 +143,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     size = common.size_of(args)
     owners, microbatches = divide(args, size.layers, world_size)  # PP: also rejects invalid flags
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
@@ -148,8 +161,11 @@ def main():
     # 3. Model
     with torch.device("meta"):  # PP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, classes, count = list(model.state_dict()), len(train_set.classes), len(owners)
-    own, half = [n for n in range(count) if owners[n] == rank], args.dtype == "bfloat16"
+    names = list(model.state_dict())
+    classes = len(train_set.classes)
+    count = len(owners)
+    own = [n for n in range(count) if owners[n] == rank]
+    half = args.dtype == "bfloat16"
     stages = {n: Stage(model, n, count, half=half) for n in own}  # PP: this rank's
     keep_only(stages, model)
     model.to_empty(device=device)  # PP: memory for this rank's stages
@@ -161,7 +177,8 @@ def main():
         args.pipeline_schedule, stages, count, microbatches, shapes, loss_fn, device,
         group=dist.new_group(),  # PP: its own group
     )  # fmt: skip
-    shared, ends = set(), [0, owners[-1]]
+    shared = set()
+    ends = [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
         group = dist.new_group(ends)
         shared = {model.token.weight} if rank in ends else set()

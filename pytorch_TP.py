@@ -45,7 +45,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
     and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: layout of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
-    attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
+    attention = model.blocks[0].attention
+    mlp = model.blocks[0].mlp
     plan = {
         # TP: once for query, key and value, or backward would communicate three times
         "attention": PrepareModuleInput(**gather),
@@ -98,10 +99,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for p in model.parameters():
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
+    norms = []
     for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
-    return torch.stack(norms).norm()
+        gradients = [p.grad for p in group]
+        norms.append(common.whole(nn.utils.get_total_norm(gradients)))
+    total_norm = torch.stack(norms).norm()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -128,7 +133,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout on every rank
 

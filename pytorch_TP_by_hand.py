@@ -81,7 +81,8 @@ def own(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 def cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
     """The sum of the losses of ``[batch, time, vocabulary]``. For each label, ranks exchange three
     numbers instead of logits: the largest, the sum of exponentials, and the label's own."""
-    (labels, here), counted = own(labels, logits.shape[2]), labels >= 0  # chat: others are masked
+    counted = labels >= 0  # chat: others are masked
+    labels, here = own(labels, logits.shape[2])
     logits = logits.to_local()
     logits = logits - all_reduce(logits.detach().amax(2), dist.ReduceOp.MAX)[..., None]
     total = Sum.apply(logits.exp().sum(2))  # by hand: g, so backward sends nothing
@@ -122,10 +123,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for p in model.parameters():
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
+    norms = []
     for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
-    return torch.stack(norms).norm()
+        gradients = [p.grad for p in group]
+        norms.append(common.whole(nn.utils.get_total_norm(gradients)))
+    total_norm = torch.stack(norms).norm()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -148,7 +153,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device, readers=1)  # TP: all ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout on every rank
 

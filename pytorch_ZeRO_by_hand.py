@@ -30,7 +30,8 @@ class Bucket:
     """Parameters in a flat buffer, of which each rank updates its shard."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, self.sizes = parameters, [p.numel() + -p.numel() % 4 for p in parameters]
+        self.parameters = parameters
+        self.sizes = [p.numel() + -p.numel() % 4 for p in parameters]
         self.sizes[-1] += -sum(self.sizes) % (4 * dist.get_world_size())
         self.row = self.in_a_row([p.detach() for p in parameters])
         for p, part in zip(parameters, self.row.split(self.sizes), strict=True):
@@ -108,7 +109,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     if world_size == 1:
         common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")
@@ -129,7 +131,8 @@ def main():
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
     groups = common.parameter_groups(args, model)
-    buckets, sharded = [], []
+    buckets = []
+    sharded = []
     for group in groups:  # ZeRO: buckets do not mix groups, as their settings differ
         filled = make_buckets(group["params"], 4 * 2**20)
         sharded.append(group | {"params": [bucket.shard for bucket in filled]})

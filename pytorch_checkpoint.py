@@ -38,7 +38,8 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 def save_then_exit_if_asked(run, model, optimizer, group, writing):
     """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
-    rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
+    rank = dist.get_rank()
+    folder = run.store.folder / run.state.snapshot_name
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
         with run.saving():
             writing.result()  # DCP: raises the exception of the thread
@@ -63,7 +64,9 @@ def save_then_exit_if_asked(run, model, optimizer, group, writing):
 
 def resume_or_exit(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
-    asked, own, others = run.args.resume, run.args.resume in ("auto", "none"), None
+    asked = run.args.resume
+    own = run.args.resume in ("auto", "none")
+    others = None
     whole = whole_checkpoints(run.store.folder if own else Path(asked))
     if not (own or whole):
         common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")
@@ -103,7 +106,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

@@ -54,10 +54,13 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     if args.master_weights:  # half: model keeps the fp32 weights, and half_model computes
-        half_model, loss_scale = half_copy(model, dtype), args.loss_scale
+        half_model = half_copy(model, dtype)
+        loss_scale = args.loss_scale
         pairs = list(zip(model.parameters(), half_model.parameters(), strict=True))
     else:
-        half_model, loss_scale, pairs = to_half(model, dtype), 1, []  # half: the same object
+        half_model = to_half(model, dtype)  # half: the same object
+        loss_scale = 1
+        pairs = []
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)

@@ -28,7 +28,8 @@ class Steps:
     """Trainer: used as the DataLoader, with all steps as one epoch."""
 
     def __init__(self, batches: Iterator[dict], length: int):
-        self.batches, self.length = batches, length
+        self.batches = batches
+        self.length = length
 
     def __iter__(self) -> Iterator[dict]:
         return self.batches
@@ -48,7 +49,8 @@ class Trainer(transformers.Trainer):
         return self.steps
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits, labels = model(inputs["inputs"]), inputs["targets"]
+        logits = model(inputs["inputs"])
+        labels = inputs["targets"]
         total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
         self.loss = total / labels.numel() / inputs["density"]
         return self.loss
@@ -79,7 +81,8 @@ def main():
         report_to="none",
         disable_tqdm=True,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

@@ -48,8 +48,11 @@ def allgather_attention(q: Tensor, k: Tensor, v: Tensor, begins=None, group=None
     ``begins``: of packed rows, where the document of each of our queries begins."""
     shards = all_gather(torch.stack([k, v]), 3, group or dist.group.WORLD)
     k, v = repeat(q, *in_order(shards, 3, group))
-    rank, ranks, found = dist.get_rank(group), dist.get_world_size(group), []
-    times, numbers = torch.arange(k.shape[2], device=q.device), (rank, 2 * ranks - 1 - rank)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    found = []
+    times = torch.arange(k.shape[2], device=q.device)
+    numbers = (rank, 2 * ranks - 1 - rank)
     begins = (None, None) if begins is None else begins.chunk(2, 1)
     for chunk, begin, number in zip(q.chunk(2, 2), begins, numbers, strict=True):
         size = chunk.shape[2]

@@ -61,7 +61,8 @@ def compiled(function: Callable) -> Callable:
 def see_documents(begins: Tensor):
     """Which keys each query of packed rows sees: those of its document, up to itself. For
     :func:`attend_to`. ``begins``: ``[batch, time]``, where the document of a token begins."""
-    (batch, time), device = begins.shape, begins.device
+    batch, time = begins.shape
+    device = begins.device
     if has_flex(begins):
         visible = lambda b, h, q, k: (k <= q) & (k >= begins[b, q])  # noqa: E731
         return flex("create_block_mask")(visible, batch, None, time, time, device=device)
@@ -80,7 +81,8 @@ def attend_to(seen, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention to the keys that :func:`see_documents` has found."""
     if torch.is_tensor(seen):
         return F.scaled_dot_product_attention(q, k, v, seen.to(q.dtype))
-    width, missing = q.shape[-1], 16 - q.shape[-1]
+    width = q.shape[-1]
+    missing = 16 - q.shape[-1]
     if missing > 0:  # its heads are no narrower
         q, k, v = (F.pad(t, (0, missing)) for t in (q, k, v))
     found = flex("flex_attention")(q, k, v, block_mask=seen, scale=width**-0.5)

@@ -14,7 +14,9 @@ class WholeState:
     """What a plain optimizer of ``groups`` would have. See :func:`harness.state.gather`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: list, groups: list[dict]):
-        self.optimizer, self.buckets, self.groups = optimizer, buckets, groups
+        self.optimizer = optimizer
+        self.buckets = buckets
+        self.groups = groups
 
     @property
     def param_groups(self) -> list[dict]:
@@ -33,20 +35,26 @@ class WholeState:
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a plain optimizer's state. All ranks have the same, and each keeps its shards."""
-        index = {p: i for i, p in enumerate(p for group in self.groups for p in group["params"])}
-        places, state = {}, {}
+        every = [p for group in self.groups for p in group["params"]]
+        index = {p: i for i, p in enumerate(every)}
+        places = {}
+        state = {}
         for group in self.optimizer.param_groups:
             places |= {shard: len(places) + i for i, shard in enumerate(group["params"])}
         for bucket in self.buckets:
             of_each = [state_dict["state"][index[p]] for p in bucket.parameters]
-            state[places[bucket.shard]] = {
-                name: bucket.own(bucket.in_a_row([values[name] for values in of_each])).clone()
-                if value.shape == bucket.parameters[0].shape
-                else value
-                for name, value in of_each[0].items()
-            }
+            entries = {}
+            for name, value in of_each[0].items():
+                if value.shape == bucket.parameters[0].shape:  # else a step count
+                    row = bucket.in_a_row([values[name] for values in of_each])
+                    value = bucket.own(row).clone()
+                entries[name] = value
+            state[places[bucket.shard]] = entries
+        groups = []
         pairs = zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True)
-        groups = [saved | {"params": [places[p] for p in own["params"]]} for saved, own in pairs]
+        for saved, own in pairs:
+            numbers = [places[p] for p in own["params"]]
+            groups.append(saved | {"params": numbers})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

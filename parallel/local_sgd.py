@@ -37,7 +37,9 @@ def save_then_exit_if_asked(
         why += "weights; resume with {script}.py on {n} ranks, or from a snapshot at the end of an "
         only = f"{why}epoch".format(n=world().size, script=this_script())
         return run.save_then_exit_if_asked(None, None, scheduler, only=only, **parts)
-    state = {p: {k: mean(t) for k, t in entries.items()} for p, entries in optimizer.state.items()}
+    state = {}
+    for p, entries in optimizer.state.items():
+        state[p] = {name: mean(tensor) for name, tensor in entries.items()}
     average = SimpleNamespace(state=state, param_groups=optimizer.param_groups)
     run.save_then_exit_if_asked(model, average, scheduler, **parts)
 
@@ -45,10 +47,12 @@ def save_then_exit_if_asked(
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The mean of the weights in a snapshot between two synchronizations, on the CPU."""
     ranks = [load_file(f, "--weights")["model"] for f in sorted(folder.glob("rank-*.pt"))]
-    return {
-        name: torch.stack([own[name] for own in ranks]).mean(0) if t.is_floating_point() else t
-        for name, t in ranks[0].items()
-    }
+    weights = {}
+    for name, tensor in ranks[0].items():
+        if tensor.is_floating_point():
+            tensor = torch.stack([own[name] for own in ranks]).mean(0)
+        weights[name] = tensor
+    return weights
 
 
 def resume_or_exit(run, model: nn.Module, optimizer, scheduler, outer) -> None:

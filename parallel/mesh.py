@@ -18,7 +18,8 @@ def free_or_keep(text: str) -> bool | int:
 
 
 def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
-    flag, positive = parser.add_argument, number(int, 1)
+    flag = parser.add_argument
+    positive = number(int, 1)
     # fmt: off
     flag("--dp-replicate", type=positive, default=1, metavar="N", help="replicas (default: 1)")
     flag("--dp-shard", type=positive, metavar="N",
@@ -69,7 +70,8 @@ def resolve(args, size, world_size: int):
         fail("--attention pytorch needs a GPU and no --double; use --attention ring")
     if args.ep > 1:
         check_experts(args, size, args.ep, args.dp_shard * args.cp)
-    free, shards = args.reshard_after_forward, args.dp_shard * args.cp
+    free = args.reshard_after_forward
+    shards = args.dp_shard * args.cp
     if args.pp > 1 and free:
         fail("--reshard-after-forward: in a pipeline each micro-batch would gather again; use no")
     if free and free is not True and (free >= shards or shards % free):
@@ -125,7 +127,8 @@ def check_experts(args, size, ep: int, ranks: int) -> None:
 def gather_weights(model: nn.Module, stages: int) -> dict[str, torch.Tensor]:
     """Gather all weights in the CPU memory of rank 0, which alone returns them all. All ranks call
     it. ``stages``: ranks of the pipeline, or 1."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     is_first = rank % (world_size // stages) == 0  # ND: of its stage
     weights = {}
     for name, tensor in model.state_dict().items():

@@ -45,7 +45,8 @@ def ranks_of_stages(schedule: str, ranks: int) -> list[int]:
 def divide(args, layers: int, ranks: int, batch: int = 0) -> tuple[list[int], int]:
     """The rank of each stage, and the number of micro-batches. Reject what would fail on one rank
     while the others wait for it. ``batch``: samples per pass, if not ``--batch-size``."""
-    schedule, whole = args.pipeline_schedule, args.batch_size
+    schedule = args.pipeline_schedule
+    whole = args.batch_size
     batch = batch or whole
     owners = ranks_of_stages(schedule, ranks)
     if layers < len(owners):
@@ -93,7 +94,8 @@ def make_shapes(
 def gather_weights(model: nn.Module, group) -> dict[str, torch.Tensor]:
     """The weights of all stages on the CPU of rank 0, sent one at a time: as one object they would
     be there several times. All ranks call it, with a ``group`` of gloo."""
-    own, rank = model.state_dict(), dist.get_rank()
+    own = model.state_dict()
+    rank = dist.get_rank()
     sizes = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
     found = {}
     for owner, theirs in enumerate(gather_objects(sizes)):

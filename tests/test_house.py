@@ -82,7 +82,7 @@ def has_inside(node, kinds):
 
 def says_more_than_one_thing(node):
     """A tuple of unrelated values assigned to a tuple; a comprehension in a comprehension; a
-    conditional in a conditional; ``:=`` in a call."""
+    conditional in a conditional or as an index; a text times a Boolean; ``:=`` in a call."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
         if not isinstance(node.value, ast.Tuple):
             return False
@@ -95,7 +95,21 @@ def says_more_than_one_thing(node):
     if isinstance(node, ast.Call):
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         return any(isinstance(argument, ast.NamedExpr) for argument in arguments)
+    if isinstance(node, ast.Subscript):  # a choice written as an index
+        return isinstance(node.slice, ast.IfExp) or isinstance(node.value, (ast.Tuple, ast.List))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        sides = node.left, node.right
+        return any(map(is_text, sides)) and any(map(is_condition, sides))
     return False
+
+
+def is_text(node):
+    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+
+
+def is_condition(node):
+    named_bool = isinstance(node, ast.Call) and ast.unparse(node.func) == "bool"
+    return named_bool or isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp))
 
 
 def imported(path):
