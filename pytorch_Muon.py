@@ -49,8 +49,8 @@ class Muon(torch.optim.AdamW):
 
     def update(self, p: Tensor) -> Tensor:
         """This rank's shard of the update to orthogonalize, padded to the largest shard's size."""
-        gradient = p.grad.to_local()  # Muon: AdamW skips parameters without gradient
-        p.grad = None
+        gradient = p.grad.to_local()
+        p.grad = None  # Muon: AdamW skips parameters without gradient
         if not self.state[p]:
             # Muon: AdamW expects a step in the state when it loads a snapshot
             self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
