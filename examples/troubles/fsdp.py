@@ -15,7 +15,8 @@ WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def sharded(root=True):
-    model, mesh = Model(), init_device_mesh("cpu", (2,))
+    model = Model()
+    mesh = init_device_mesh("cpu", (2,))
     fully_shard(model.blocks[0], mesh=mesh)
     return fully_shard(model, mesh=mesh) if root else model
 
@@ -43,11 +44,13 @@ def saved_sharded(remedy):
 
 def early_optimizer(remedy):
     model = Model()
-    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.blocks[0].linear.bias.detach().clone()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    if remedy:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     backward(model)
-    (torch.optim.SGD(model.parameters(), lr=1.0) if remedy else early).step()
+    optimizer.step()
     assert not model.blocks[0].linear.bias.full_tensor().equal(before), "nothing is trained"
 
 
