@@ -14,9 +14,6 @@ from website import techniques
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its own
-PICTURE = re.compile(  # GitHub's markup for light and dark mode, which becomes the theme's
-    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
-)
 WIDGETS = ("fit", "schedules", "collectives")  # of website/data
 WIDGET = re.compile(r'data-widget="(\w+)"')
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
@@ -74,7 +71,6 @@ def site_name(name: str) -> str:
 def page(root: Path, path: Path, linked: set[str]) -> str:
     """The text of a page with the site's additions, and with links to pages of the site."""
     text = NAVIGATION.sub("", path.read_text(), count=1)
-    text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     if path.parent.name == "techniques":
         text = techniques.add_to(root, path, text)
     text += scripts(site_name(path.relative_to(root).as_posix()), WIDGET.findall(text))
