@@ -202,7 +202,8 @@ TILES |= {f"Σ{i}": [sum(TILES[letter][i] for letter in "abcd")] for i in range(
 @pytest.mark.parametrize("file", ["collectives.svg", "collectives.zh-CN.svg"])
 def test_each_picture_is_what_the_collective_does(file):
     """As tests/test_collectives.py has found it to be. Tiles have centred labels."""
-    *panels, _ = ElementTree.parse(ROOT / "docs/images" / file).getroot().findall(f"{SVG}g")  # and a key
+    picture = ElementTree.parse(ROOT / "docs/images" / file).getroot()
+    *panels, _ = picture.findall(f"{SVG}g")  # and a key
     before, after = expected(4)
     del after["asynchronous"]  # an all_reduce
     for (name, has), panel in zip(after.items(), panels, strict=True):
