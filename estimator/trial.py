@@ -40,9 +40,11 @@ def why_numbers(error: Exception) -> str:
     if isinstance(error, fake_tensor.UnsupportedOperatorException):
         return f"{error.func} has no rule for fake tensors; call another operation there"
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
-        what, use = "the shape of a result depends on", "use a fixed shape (torch.where with zeros)"
+        what = "the shape of a result depends on"
+        use = "use a fixed shape (torch.where with zeros)"
     else:
-        what, use = "the model branches on", "use torch.where or torch.cond"
+        what = "the model branches on"
+        use = "use torch.where or torch.cond"
     what = f"{what} the values of a tensor ({error.func}), which fake tensors do not have"
     return f"{what}; {use}, or return a model or a batch without this step"
 
@@ -57,17 +59,24 @@ class Job:
     of images and, if the script allows it, of the model's weights."""
 
     def __init__(self, classes: int | None, own: OwnModel | None, order):
-        self.n_classes, self.own, self.order, self.density = classes, own, order, 1.0
+        self.n_classes = classes
+        self.own = own
+        self.order = order
+        self.density = 1.0
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
         from jobs import choice
 
-        self.args, self.is_gpt = args, choice.is_decoder(args.model)
-        reviews = args.context is not None and not self.is_gpt
-        # Shakespeare's characters; good and bad; CIFAR-10's
-        n = self.n_classes or (65 if self.is_gpt else 2 if reviews else 10)
-        if self.is_gpt and not self.n_classes:
-            n = choice.size_of(args).vocabulary or n
+        self.args = args
+        self.is_gpt = choice.is_decoder(args.model)
+        if self.n_classes:
+            n = self.n_classes
+        elif self.is_gpt:
+            n = choice.size_of(args).vocabulary or 65  # Shakespeare's characters
+        elif args.context is not None:
+            n = 2  # good and bad reviews
+        else:
+            n = 10  # CIFAR-10's
         self.classes = [chr(33 + i) for i in range(n)]
         return self, self
 
@@ -117,7 +126,8 @@ class Job:
 
 class Loader:
     def __init__(self, args, job: Job, batch_size: int, sampler=None, drop_last: bool = False):
-        self.dataset, self.batch_size = job, batch_size
+        self.dataset = job
+        self.batch_size = batch_size
         self.batch_sampler = SimpleNamespace(sampler=sampler)
 
     def __iter__(self) -> Iterator[int]:
@@ -139,7 +149,9 @@ class ShortRun:
     report = None  # is looked up, but the evaluation does not end
 
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
-        self.args, self.step, self.held = args, 0, {}
+        self.args = args
+        self.step = 0
+        self.held = {}
 
     def resume_or_exit(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
         gc.collect()  # frees the blocks of other stages
@@ -168,7 +180,8 @@ class ShortRun:
         for name, tensors in self.held.items():
             self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
-        self.before, self.live.kind = self.live.kind, "update"
+        self.before = self.live.kind
+        self.live.kind = "update"
         if self.before == "temporary":  # a hook updates in backward
             self.live.name_phase("backward and optimizer")
         else:  # what follows backward, such as clipping, belongs to the optimizer
@@ -236,9 +249,13 @@ def run_script(
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
-    job, live = Job(classes, own, order), LiveBytes(block)
-    common.Run, ShortRun.live, ShortRun.total_steps = ShortRun, live, steps
-    common.make_datasets, common.make_loader = job.make_datasets, Loader
+    job = Job(classes, own, order)
+    live = LiveBytes(block)
+    ShortRun.live = live
+    ShortRun.total_steps = steps
+    common.Run = ShortRun
+    common.make_datasets = job.make_datasets
+    common.make_loader = Loader
     common.make_model = job.make_model
     nn.Module.to_empty = lambda module, **_: module
     common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
@@ -284,7 +301,8 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
     make = saved_tensors_hooks.__init__  # what they make of activations is on the CPU
 
     def backward(*args, **kwargs):
-        before, live.kind = live.kind, "temporary"
+        before = live.kind
+        live.kind = "temporary"
         live.name_phase("forward")
         live.begin_phase()
         call_backward(*args, **kwargs)
@@ -294,14 +312,17 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
 
     def make_hooks(hooks, pack, unpack):
         def pack_on_cpu(tensor):
-            before, live.kind = live.kind, "offloaded"
-            packed, live.kind = pack(tensor), before
+            before = live.kind
+            live.kind = "offloaded"
+            packed = pack(tensor)
+            live.kind = before
             return packed
 
         ours = type(hooks) is saved_tensors_hooks  # not those of torch.utils.checkpoint
         make(hooks, pack_on_cpu if ours else pack, unpack)
 
-    torch.autograd.backward, saved_tensors_hooks.__init__ = backward, make_hooks
+    torch.autograd.backward = backward
+    saved_tensors_hooks.__init__ = make_hooks
     fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     numberless = contextlib.nullcontext() if ranks is None else fake
     with numberless, live, contextlib.suppress(Finished):
