@@ -253,10 +253,7 @@ def run_script(
     live = LiveBytes(block)
     ShortRun.live = live
     ShortRun.total_steps = steps
-    common.Run = ShortRun
-    common.make_datasets = job.make_datasets
-    common.make_loader = Loader
-    common.make_model = job.make_model
+    stand_in_for_training(common, job)
     nn.Module.to_empty = lambda module, **_: module
     common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
     deepspeed_engine.resume = ShortRun.load_engine
@@ -274,6 +271,14 @@ def run_script(
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
     del live.messages[ShortRun.sent :]  # those of the evaluation
     return live, job.describe()
+
+
+def stand_in_for_training(common, job: Job) -> None:
+    """Let a script that imports ``common`` train the job in a short run."""
+    common.Run = ShortRun
+    common.make_datasets = job.make_datasets
+    common.make_loader = Loader
+    common.make_model = job.make_model
 
 
 def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
