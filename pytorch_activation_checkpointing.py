@@ -10,15 +10,14 @@ Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
 Use it      when the activations do not fit: a large batch, a long context, a deep model.
             Not when parameters and optimizer do not: shard those with pytorch_FSDP.py. A step takes
             up to a third longer, because forward is computed twice.
-Holds       per parameter what DDP holds. Activations: the input of each block, with --offload of
-            two blocks; and all of one block while backward is in it.
+Holds       per parameter what DDP holds. Activations: the input of each block, with --offload in
+            CPU memory; and all of one block while backward is in it.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
 """
 
 import contextlib
 import inspect
 import os
-import weakref
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -26,6 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy as Policy
@@ -80,12 +80,13 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    for layer in model.modules() if args.selective or args.offload else ():
-        if hasattr(layer, "inplace"):
-            layer.inplace = False  # checkpointing: an in-place ReLU would overwrite what is kept
+    if args.selective:  # checkpointing: an in-place ReLU would overwrite what is kept
+        for layer in model.modules():
+            if hasattr(layer, "inplace"):
+                layer.inplace = False
     offload = contextlib.nullcontext
-    if args.offload:  # checkpointing: copies to the CPU and back have a stream of their own
-        offload = partial(on_cpu, device, torch.get_device_module(device).Stream())
+    if args.offload:  # checkpointing: forward copies what is kept to the CPU, backward back
+        offload = partial(save_on_cpu, pin_memory=True)
     for block in common.blocks_of(model):  # checkpointing: forward keeps only each block's input
         recompute(block, args.selective, offload, **options)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
@@ -177,70 +178,6 @@ def counted_once(block: nn.Module, again):
     finally:  # PyTorch ends the recomputation early, by an exception
         for buffer, kept in zip(buffers, before, strict=True):
             buffer.data.copy_(kept)
-
-
-def on_cpu(device: torch.device, stream):
-    """checkpointing: a context in which a call of a block keeps tensors in CPU memory."""
-    kept = Kept(device, stream)
-    return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
-
-
-class Kept:
-    """checkpointing: what one call of a block keeps. The stream copies it to the CPU, and back for
-    backward, while the GPU computes. The graph owns it."""
-
-    last = staticmethod(lambda: None)  # a weak reference to that of the call before
-
-    def __init__(self, device: torch.device, stream):
-        self.device, self.gpu, self.stream = device, torch.get_device_module(device), stream
-        self.on_cpu, self.on_gpu, self.versions, self.copied = [], [], [], None
-        self.before, Kept.last = Kept.last, weakref.ref(self)
-        if (previous := self.before()) and (earlier := previous.before()):
-            earlier.check()
-            earlier.wait()  # a call later: it has been copied meanwhile
-            earlier.on_gpu, earlier.versions = [], []
-
-    def pack(self, tensor):
-        if tensor.numel() < 1024:  # not worth a copy
-            return tensor
-        self.on_cpu.append(self.copy(tensor, torch.device("cpu")))
-        self.on_gpu.append(tensor)  # until it is copied
-        self.versions.append(tensor._version)
-        return len(self.on_cpu) - 1
-
-    def unpack(self, packed):
-        if torch.is_tensor(packed):
-            return packed
-        self.fetch()
-        self.check()
-        self.wait()
-        if previous := self.before():
-            previous.fetch()  # while this block computes
-        return self.on_gpu[packed]
-
-    def fetch(self):
-        if not self.on_gpu:
-            self.on_gpu = [self.copy(tensor, self.device) for tensor in self.on_cpu]
-
-    def copy(self, source, device):
-        target = torch.empty_like(source, device=device, pin_memory=source.is_cuda)
-        self.stream.wait_stream(self.gpu.current_stream())  # which computed it, or used its memory
-        with self.gpu.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        self.copied = self.stream.record_event()
-        return target
-
-    def wait(self):
-        """Computing waits for the copies: before it reads or frees a tensor."""
-        if self.copied:
-            self.gpu.current_stream().wait_event(self.copied)
-
-    __del__ = wait  # if backward ends before it reads them
-
-    def check(self):
-        """PyTorch does not, for tensors that hooks have seen."""
-        if any(t._version != old for t, old in zip(self.on_gpu, self.versions, strict=False)):
-            raise RuntimeError("an operation in place has changed what a block keeps for backward")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import harness.world
 from estimator import fakes, gpu_rules
@@ -323,8 +323,15 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
             live.kind = before
             return packed
 
-        ours = type(hooks) is saved_tensors_hooks  # not those of torch.utils.checkpoint
-        make(hooks, pack_on_cpu if ours else pack, unpack)
+        def copy_back(packed):
+            return unpack(packed).clone()  # on one device, save_on_cpu's unpack copies nothing
+
+        if type(hooks) is save_on_cpu:
+            make(hooks, pack_on_cpu, copy_back)
+        elif type(hooks) is saved_tensors_hooks:
+            make(hooks, pack_on_cpu, unpack)
+        else:  # those of torch.utils.checkpoint keep tensors on the GPU
+            make(hooks, pack, unpack)
 
     torch.autograd.backward = backward
     saved_tensors_hooks.__init__ = make_hooks

@@ -122,7 +122,7 @@ OFF_THE_GPU = {  # script, job, the flag that moves it to the CPU, peak of what,
 
 @pytest.mark.parametrize("what", OFF_THE_GPU)
 def test_the_same_weights_with_and_without_it_on_the_gpu(what, tmp_path):
-    """A loader with processes keeps no images there. Of 12 inputs of 1/64 GiB each, three stay."""
+    """A loader with processes keeps no images there. Of 12 inputs of 1/64 GiB each, few do."""
     script, job, flag, kind, least = OFF_THE_GPU[what]
     flags, exact = f"{job} --epochs 2", "--deterministic" in job
     held, more = train(script, 1, flags, tmp_path / "held")
