@@ -69,7 +69,8 @@ def unwrap(state: dict, place: Path | str) -> dict[str, Tensor]:
     done = []
     for name in INSIDE:
         if isinstance(state.get(name), dict):
-            state, done = state[name], [*done, f"its entry {name}"]
+            state = state[name]
+            done.append(f"its entry {name}")
     if state and all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
         done.append("names without module.")
