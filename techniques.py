@@ -249,10 +249,22 @@ def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Cal
 
 
 class Case(NamedTuple):
-    """Flags of a script that are proven, and maybe predicted, separately. Traits: full (proven only
-    for the proof); sgd (the optimizer of the usual test); same_bits (a stop or a kill loses no bit;
-    ``stopped``, ``killed``: tested always); tied, llama (also proven with such a model); rounds;
-    estimated (in estimate.py's table); alone (also on one GPU)."""
+    """Flags of a script that are proven, and maybe predicted, separately. Its traits:
+
+    full       proven only for the proof
+    branch     computes by a branch of its own: the usual tests prove it beside the first case
+    sgd        the usual test trains with SGD, and not with AdamW
+    tied       also proven with a token embedding that is the head
+    splits     embedding and head are on different ranks, or in shards: tied is proven usually
+    llama      also proven with a Llama, by the usual tests unless it is the first case
+    rounds     computes in lower precision
+    scaled     also proven in float16, with a scaled loss
+    stopped    the usual tests stop it, and its weights are those of a run that nobody stopped
+    stopped_last  the same, with a stop in the last step
+    killed     the same, with a kill while a snapshot may be written
+    estimated  in the table of estimate.py
+    alone      in this table also on one GPU
+    """
 
     flags: str
     ranks: tuple[int, ...]  # that are proven: the first always, all for the proof
@@ -260,8 +272,23 @@ class Case(NamedTuple):
 
 
 class Technique(NamedTuple):
-    """A row. Traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
-    precision); differs (other weights by design); unclipped (refuses --clip-grad); no_training."""
+    """A row. Its traits:
+
+    one_process   one process trains, without a launcher
+    needs_gpt     trains language models only
+    rounds        computes in lower precision in each case
+    differs       ends with other weights than one process by design
+    unclipped     refuses --clip-grad
+    no_training   is no training script
+    saved_alike   saves and resumes with the same code as another row, whose usual tests suffice
+    loaded_alike  loads --weights with the same code as another row, whose usual test suffices
+    resumed_alike  resumes to the same bits if another row does: the usual test resumes it only on
+                  another number of ranks
+    by_parameter  goes through the parameters itself: usual tests freeze some, which it leaves alone
+    whole         its ranks compute the same activations, so dropout has one seed for all of them
+    images        treats images in a way of its own, in which the usual tests train them, too
+    own_files     resumes from files that no other script writes
+    """
 
     script: str  # without .py
     parent: str  # name of the script that it is a diff against; for a library, that it equals
@@ -295,108 +322,125 @@ DATA, FSDP = (replicated, averaged), (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
     row("pytorch_SingleGPU", "", ONE, replicated, nothing,
-        case("", 1, traits="same_bits killed estimated alone"), traits="one_process"),
+        case("", 1, traits="estimated alone"), traits="one_process loaded_alike"),
     row("pytorch_DP", "SingleGPU", DDP, replicated, nothing,
-        case("", 1, traits="full estimated"), traits="one_process"),
+        case("", 1, traits="full estimated"), traits="one_process saved_alike"),
     row("pytorch_DDP", "SingleGPU", DDP, *DATA,
-        case("", 2, traits="full estimated"), traits="own_launcher"),
+        case("", 2, traits="full estimated"), traits="saved_alike"),
     row("pytorch_torchrun_DDP", "DDP", DDP, *DATA,
-        case("", 2, 1, 3, 4, traits="same_bits killed estimated tied llama")),
+        case("", 2, 1, 3, 4, traits="estimated tied llama"), traits="loaded_alike images"),
     row("pytorch_gradient_accumulation", "torchrun_DDP", DDP, *DATA,
-        case("--accumulate 4", 4, 2, traits="estimated alone")),
+        case("--accumulate 4", 4, 2, traits="estimated alone"), traits="saved_alike"),
     row("pytorch_comm_hooks", "torchrun_DDP", DDP, replicated,
         lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
-        case("--comm-hook bf16", 2, 4, traits="estimated"), case("--comm-hook fp16", 2),
-        case("--comm-hook powersgd", 2), traits="rounds"),  # its size: by each matrix's shape
+        case("--comm-hook bf16", 2, 4, traits="estimated"),
+        case("--comm-hook fp16", 2, traits="branch"),
+        case("--comm-hook powersgd", 2, traits="branch"),  # its size: by each matrix's shape
+        traits="rounds saved_alike"),
     row("pytorch_LocalSGD", "torchrun_DDP", DDP, *both(local), case(traits="estimated"),
-        case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs", shows=("CommonWeights",)),
-    row("pytorch_compile", "torchrun_DDP", DDP, *DATA, case("--blocks", 2, traits="same_bits"),
+        case("--sync-every 3 --outer-momentum 0.9", 2, traits="killed"), traits="differs",
+        shows=("CommonWeights",)),
+    row("pytorch_compile", "torchrun_DDP", DDP, *DATA, case("--blocks", 2),
         unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
-        case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
+        case("--use_zero", 3, 1, 2, 4, traits="estimated tied"),
+        traits="loaded_alike resumed_alike"),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
-        case("", 3, 1, 2, 4, traits="same_bits stopped killed estimated tied llama"), HALF),
-    row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
-        case("--shard 8", 16, traits="full estimated")),
-    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
+        case("", 3, 1, 2, 4, traits="killed estimated tied llama"), HALF, traits="images"),
+    row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2),
+        case("--shard 8", 16, traits="full estimated"),
+        case(f"{BFLOAT16} --shard 2", 2, traits="rounds"), traits="saved_alike"),
+    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone"),
+        case(BFLOAT16, 2, traits="rounds"), traits="saved_alike"),
     row("pytorch_activation_checkpointing", "torchrun_DDP", FIT, *DATA,
         case("", 2, 1, traits="estimated alone"), case("--selective", 2),
-        case("--offload", 2, traits="estimated alone")),
+        case("--offload", 2, traits="estimated alone"), traits="saved_alike"),
     row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
-        case("", 3, 1, 2, 4, traits="same_bits estimated tied llama"),
-        case("--fused", 2, 1, 3, 4), HALF, traits="needs_gpt"),
+        case("", 3, 1, 2, 4, traits="estimated tied llama"),
+        case("--fused", 2, 1, 3, 4, traits="branch"), HALF, traits="needs_gpt resumed_alike"),
     row("pytorch_optimizer_in_backward", "FSDP", FIT, lambda n, o: sharded(n, o) | {"gradients": 0},
-        gathered, case("", 3, 1, 2, 4, traits="same_bits killed estimated alone tied llama"), HALF,
-        traits="unclipped"),
+        gathered, case("", 3, 1, 2, 4, traits="killed estimated alone tied llama"), HALF,
+        traits="unclipped by_parameter"),
     row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
-        case("--async-save", 2, traits="same_bits stopped"),
+        case("--async-save", 2, traits="stopped"), traits="loaded_alike own_files",
         unpredicted="its step takes what FSDP's takes"),
     row("pytorch_DeepSpeed", "torchrun_DDP", FIT, *both(deepspeed),
         *(case(STAGE(stage), 2, 1, 4, traits="estimated alone") for stage in (2, 3)),
-        case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
+        case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4)),
     row("pytorch_TP", "torchrun_DDP", MODEL,
         *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),  # gradients' sums are in fp32
         case("", 3, 2, 4, traits="sgd estimated llama"),
-        case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"), HALF,
-        traits="needs_gpt"),
+        case("--sequence-parallel", 2, 3, 4, traits="stopped tied splits llama"), HALF,
+        traits="needs_gpt by_parameter whole"),
     row("pytorch_FSDP_TP", "TP", MODEL, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
-        case("--tp 2", 4, 2, traits="same_bits estimated"), case("--tp 1", 2, traits="full"),
+        case("--tp 2", 4, 2, traits="estimated"), case("--tp 1", 2, traits="full"),
         case("--tp 2 --sequence-parallel", 4, traits="llama"), case("--tp 3", 3, traits="full"),
-        case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"), traits="needs_gpt"),
+        case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"),
+        traits="needs_gpt saved_alike whole"),
     row("pytorch_PP", "torchrun_DDP", MODEL, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
-        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits tied estimated"),
+        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd tied splits estimated"),
         case(SCHEDULE("gpipe"), 2, 1, 3, 4), case(SCHEDULE("interleaved"), 2, 1, 3, 4),
-        case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="same_bits stopped tied llama"),
-        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), HALF, traits="needs_gpt"),
+        case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="stopped tied llama"),
+        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), HALF, traits="needs_gpt by_parameter"),
     row("pytorch_CP", "torchrun_DDP", MODEL, *both(context_parallel),
-        case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama estimated"),
-        case("--attention allgather", 2, 1, 3, 4, traits="llama"),
-        case("--attention ulysses", 3, 1, 2, 4, traits="llama"), HALF, traits="needs_gpt"),
+        case("--attention ring", 3, 1, 2, 4, traits="sgd llama estimated"),
+        case("--attention allgather", 2, 1, 3, 4, traits="branch llama"),
+        case("--attention ulysses", 3, 1, 2, 4, traits="branch llama"), HALF,
+        traits="needs_gpt saved_alike"),
     row("pytorch_EP", "FSDP", MODEL,
         *both(mesh, lambda n, o: {"dp_shard": n, "ep": o.get("ep") or n}),
         case("--experts 6", 3, 2), case("--ep 2 --experts 8 --top-k 2", 4, traits="estimated"),
-        case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
+        case("--experts 4 --balance 0", 2, 4, traits="branch sgd stopped llama"),
         case("--ep 2 --experts 4 --balance bias", 4, 2),
-        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"), traits="needs_gpt"),
+        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"),
+        traits="needs_gpt loaded_alike by_parameter"),
     row("pytorch_ND_parallel", "FSDP_TP", MODEL, *both(mesh), case("--dp-shard 2 --tp 2", 4),
-        case("--tp 2 --pp 2", 4, traits="same_bits"), *(case(flags, 4) for flags in (
+        case("--tp 2 --pp 2", 4), *(case(flags, 4) for flags in (
             "--pp 2 --cp 2", "--dp-replicate 2 --dp-shard 2 --ac full", "--keep-last --prefetch 2",
             "--reshard-after-forward 2 --prefetch 1", "--reshard-after-forward no",
             "--ep 2 --experts 8 --top-k 2", "--ep 2 --tp 2 --experts 4 --balance bias",
             "--ep 2 --pp 2 --experts 4 --balance 0", "--ep 4 --cp 2 --experts 4 --ac full")),
-        case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"), traits="needs_gpt"),
+        case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"),
+        traits="needs_gpt resumed_alike by_parameter"),
     row("pytorch_LoRA", "FSDP", TUNE, *both(lora),
-        case("", 2, 1, 3, 4, traits="same_bits stopped killed estimated tied llama"), HALF,
-        traits="needs_gpt"),
+        case("", 2, 1, 3, 4, traits="stopped estimated tied llama"), HALF,
+        traits="needs_gpt own_files"),
     row("pytorch_half_precision", "SingleGPU", PRECISION, half_precision, nothing,
-        case(BFLOAT16, 1, traits="estimated alone"), case(f"{BFLOAT16} --master-weights", 1),
-        traits="one_process rounds"),
+        case(BFLOAT16, 1, traits="estimated alone"),
+        case(f"{BFLOAT16} --master-weights", 1, traits="branch scaled"),
+        traits="one_process rounds by_parameter images"),
     row("pytorch_auto_mixed_precision", "SingleGPU", PRECISION, replicated, nothing,
-        case(BFLOAT16, 1, traits="estimated alone"), traits="one_process rounds"),
-    row("pytorch_DDP_AMP", "torchrun_DDP", PRECISION, *DATA, case(BFLOAT16, 2, traits="estimated"),
-        traits="rounds"),
+        case(BFLOAT16, 1, traits="estimated alone scaled"),
+        traits="one_process rounds loaded_alike"),
+    row("pytorch_DDP_AMP", "torchrun_DDP", PRECISION, *DATA,
+        case(BFLOAT16, 2, traits="estimated scaled"), traits="rounds saved_alike"),
     row("pytorch_float8", "FSDP", PRECISION, sharded,
-        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
+        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(),
+        traits="needs_gpt rounds saved_alike",
         unpredicted="without a GPU, float8 is emulated with other tensors"),
     row("pytorch_Muon", "FSDP", PRECISION, *both(muon),
-        case("", 3, 1, 2, 4, traits="same_bits estimated"), HALF, traits="needs_gpt"),
+        case("", 3, 1, 2, 4, traits="estimated"), HALF,
+        traits="needs_gpt loaded_alike by_parameter"),
     row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
     row("pytorch_DTensor", "", HOOD, nothing, nothing, case("", 4), traits="no_training"),
     row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA,
-        case("", 2, 1, 3, 4, traits="estimated"), shows=("Bucket",)),
+        case("", 2, 1, 3, 4, traits="estimated"), traits="saved_alike by_parameter",
+        shows=("Bucket",)),
     row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand), case("", 2, 1, 3, 4),
-        case("--stage 2", 3, 1, 2, 4, traits="same_bits estimated"), shows=("send", "gather")),
+        case("--stage 2", 3, 1, 2, 4, traits="branch estimated"),
+        traits="loaded_alike resumed_alike by_parameter", shows=("send", "gather")),
     row("pytorch_FSDP_by_hand", "ZeRO_by_hand", HOOD, sharded,
         lambda n, o: {"allgather": 8 * others(n), "reduce_scatter": 4 * others(n)},
-        case("", 3, 1, 2, 4, traits="same_bits tied llama estimated"),
-        shows=("gather", "free", "after_forward")),
+        case("", 3, 1, 2, 4, traits="stopped_last tied llama estimated"),
+        traits="by_parameter images", shows=("gather", "free", "after_forward")),
     row("pytorch_TP_by_hand", "torchrun_DDP", HOOD,
         *both(mesh, lambda n, o: {"tp": n, "by_vocabulary": 1}),
-        case("", 3, 2, 4, traits="same_bits stopped tied llama estimated"),
-        shows=("Copy", "Sum"), traits="needs_gpt"),
+        case("", 3, 2, 4, traits="stopped tied llama estimated"),
+        traits="needs_gpt saved_alike by_parameter whole", shows=("Copy", "Sum")),
     row("pytorch_PP_by_hand", "PP", HOOD, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
-        case("", 4, 1, 2, 3, traits="sgd same_bits killed tied estimated"),
-        case("--pipeline-schedule gpipe", 2, 3), traits="needs_gpt", shows=("backward", "step")),
+        case("", 4, 1, 2, 3, traits="sgd killed tied estimated"),
+        case("--pipeline-schedule gpipe", 2, 3), traits="needs_gpt by_parameter",
+        shows=("backward", "step")),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Fabric", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Trainer", "torchrun_DDP", LIBRARY, *both(lightning), case(),
