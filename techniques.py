@@ -260,7 +260,8 @@ class Case(NamedTuple):
     rounds     computes in lower precision
     scaled     also proven in float16, with a scaled loss
     stopped    the usual tests stop it, and its weights are those of a run that nobody stopped
-    stopped_last  the same, with a stop in the last step
+    stopped_twice  the same, with two stops in an epoch
+    stopped_last   the same, with a stop in the last step
     killed     the same, with a kill while a snapshot may be written
     estimated  in the table of estimate.py
     alone      in this table also on one GPU
@@ -322,7 +323,7 @@ DATA, FSDP = (replicated, averaged), (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
     row("pytorch_SingleGPU", "", ONE, replicated, nothing,
-        case("", 1, traits="estimated alone"), traits="one_process loaded_alike"),
+        case("", 1, traits="stopped_twice estimated alone"), traits="one_process loaded_alike"),
     row("pytorch_DP", "SingleGPU", DDP, replicated, nothing,
         case("", 1, traits="full estimated"), traits="one_process saved_alike"),
     row("pytorch_DDP", "SingleGPU", DDP, *DATA,
