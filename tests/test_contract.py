@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from libraries.weights import load
 from techniques import TECHNIQUES, Case, Technique, decoder, technique
 
-# 119 texts, or 59 images: a sampler that repeats some, instead of dropping the last, would make five steps of an
-# epoch on two, three and four ranks, instead of four.
+# 119 texts, or 59 images: a sampler that repeats some, instead of dropping the last, would make
+# five steps of an epoch on two, three and four ranks, instead of four.
 # Twelve heads, and 24 positions in two chunks a rank: two, three and four ranks can divide them.
 WIDTH = CONTEXT = BATCH = 24
 STEPS = 8
