@@ -261,7 +261,7 @@ def test_sigterm_to_the_launcher_saves_a_snapshot_at_once(script, tmp_path):
     assert f"at epoch 1, step {step + 1}" in resumed.stdout and same(stopped, tmp_path / "whole")
 
 
-@cases("signum", HEARD, lambda signum: signum == signal.SIGUSR1)
+@cases("signum", HEARD, lambda signum: signum in (signal.SIGINT, signal.SIGUSR1))
 def test_one_process_is_stopped_with_a_documented_code(signum, tmp_path):
     """A single process, which listens to nobody else."""
     command = start("pytorch_SingleGPU", 1, f"--epochs 500 --workers 1 --output-dir {tmp_path}")
@@ -284,12 +284,11 @@ def test_nobody_reads(tmp_path):
         assert ended.returncode == code and b"Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@cases("signum", [signal.SIGINT, signal.SIGKILL], lambda signum: signum == signal.SIGKILL)
 def test_ranks_end_with_their_launcher(signum, tmp_path):
-    """By Ctrl-C or killed. They listen on the loopback interface alone. (A fork server ends its ranks
-    by itself, so that it would prove nothing of a launcher that is killed.)"""
+    """By Ctrl-C or killed. They listen on the loopback interface alone."""
     command = start("pytorch_torchrun_DDP", 2, f"--epochs 500 --output-dir {tmp_path}")
-    with started(command, forked=signum == signal.SIGINT) as process:
+    with started(command) as process:
         wait_for(lambda: snapshots(tmp_path))
         first, second = ranks_of(tmp_path)
         assert set(listening(first) + listening(second)) == {"127.0.0.1"}
