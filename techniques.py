@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent
 K = {"sgd": 4, "adamw": 8}  # bytes per fp32 parameter that the optimizer keeps
 IN_A_V = ("zbv", "dualpipev")  # schedules that put the first and the last stage on one rank
-Options, Bytes = Mapping[str, Any], dict[str, float]
+Options = Mapping[str, Any]
+Bytes = dict[str, float]
 
 
 class Decoder(NamedTuple):
@@ -70,9 +71,11 @@ def decoder(
     """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions.
     ``tokens`` are those of the vocabulary; the global ``batch`` is in sequences; ``heads``: their
     number * width / ``width``; ``mlp``: weights of an MLP, or of an expert (default: a GPT's)."""
-    of_norm, mlp = (width if llama else 2 * width), mlp or 8 * width**2
+    of_norm = width if llama else 2 * width
+    mlp = mlp or 8 * width**2
     matrices = layers * (2 * width**2 * heads * (1 + kv) + max(1, experts) * mlp)
-    norms, positions = layers * (2 * of_norm + experts * width), 0 if llama else context
+    norms = layers * (2 * of_norm + experts * width)
+    positions = 0 if llama else context
     ends = width * (tokens + positions), of_norm, width * tokens
     more |= {"kv": kv, "heads": heads, "hidden": batch * context * width, "width": width}
     return Decoder(layers, matrices, layers * experts * mlp, norms, *ends, **more)
@@ -112,7 +115,10 @@ def gathered(n: int, o: Options, ends: float = 1) -> Bytes:
     """FSDP gathers blocks for forward and again for backward; of embedding and head the part
     ``ends`` again, unless they are tied; other parameters once. With ``shard``, gradients of shards
     are also averaged across the rows of the mesh."""
-    model, shards, size, again = o.get("decoder"), o.get("shard", n), in_half(o), 1
+    model = o.get("decoder")
+    shards = o.get("shard", n)
+    size = in_half(o)
+    again = 1
     if model:
         again -= (model.ends - ends * model.end_units) / model.whole
     sent = {"allgather": size * (1 + again) * others(shards), "reduce_scatter": 4 * others(shards)}
@@ -132,7 +138,8 @@ def zero(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 
 def zero_by_hand(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    kept, sent = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}, 4 * others(n)
+    kept = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}
+    sent = 4 * others(n)
     if o["stage"] == 1:
         return kept, averaged(n, o) | {"allgather": sent}
     return kept | {"gradients": 4 / n}, {"reduce_scatter": sent, "allgather": sent}
@@ -141,7 +148,9 @@ def zero_by_hand(n: int, o: Options) -> tuple[Bytes, Bytes]:
 def deepspeed(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Stage 3 gathers only once what a small model has: see the script."""
     config = json.loads((ROOT / o["deepspeed_config"]).read_text())
-    kept, sent, stage = replicated(n, o), averaged(n, o), config["zero_optimization"]["stage"]
+    kept = replicated(n, o)
+    sent = averaged(n, o)
+    stage = config["zero_optimization"]["stage"]
     if stage:
         kept |= {"gradients": 4 / n, "optimizer": K[o["optimizer"]] / n, "fp32_copy": 4 / n}
         sent |= {"allgather": 4 * others(n)}
@@ -167,7 +176,9 @@ def muon(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 def lora(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Adapters of layers of the attention; all else is gathered as by FSDP, and never reduced."""
-    d, size, kv = o["decoder"], in_half(o), ("key", "value")
+    d = o["decoder"]
+    size = in_half(o)
+    kv = ("key", "value")
     widths = [1 + d.heads * (d.kv if name in kv else 1) for name in o["targets"].split(",")]
     share = d.layers * o["rank"] * d.width * sum(widths) / d.whole
     kept = {"parameters": size + 4 * share, "gradients": 4 * share}
@@ -188,7 +199,9 @@ def context_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Every dimension of pytorch_ND_parallel.py; its flags, or 1. ``by_vocabulary``: the ends."""
-    d, tp, pp = o["decoder"], o.get("tp", 1), o.get("pp", 1)
+    d = o["decoder"]
+    tp = o.get("tp", 1)
+    pp = o.get("pp", 1)
     split = tp if o.get("sequence_parallel") else 1
     ends = (d.ends - d.last_norm) / split + d.last_norm
     ends -= (d.ends - d.last_norm - d.first + d.head) * others(tp) * o.get("by_vocabulary", 0)
@@ -201,12 +214,21 @@ def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
 def by_dimension(o: Options) -> dict[str, Counter]:
     """What a rank sends per parameter of the whole model, by dimension of the mesh (tp, cp, ep, pp,
     shard, replicate), and by collective. The ranks of ep are among those of shard and cp."""
-    d, tp, pp, cp = o["decoder"], o.get("tp", 1), o.get("pp", 1), o.get("cp", 1)
+    d = o["decoder"]
+    tp = o.get("tp", 1)
+    pp = o.get("pp", 1)
+    cp = o.get("cp", 1)
     size = o.get("size") or in_half(o)
-    replicate, shards, ep = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp, o.get("ep") or 1
-    sequence, ac = o.get("sequence_parallel"), o.get("ac") or "none"
-    again, moved = 2 * (ac == "full"), 2 * (ac != "none")  # collectives; sends, and to experts
-    split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
+    replicate = o.get("dp_replicate", 1)
+    shards = o.get("dp_shard", 1) * cp
+    ep = o.get("ep") or 1
+    sequence = o.get("sequence_parallel")
+    ac = o.get("ac") or "none"
+    again = 2 * (ac == "full")  # times that collectives are repeated in backward
+    moved = 2 * (ac != "none")  # times that messages, also to experts, are
+    split = tp if sequence else 1
+    parts = o.get("accumulate", 1)
+    layers = d.layers / pp
     hidden = size * d.hidden / replicate / shards  # of this rank's positions, all micro-batches
     found = defaultdict(Counter)
     each = (8 + 2 * again) * layers + 4 * o.get("by_vocabulary", 0)
@@ -230,9 +252,11 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         found["pp"]["allreduce"] = 8 * d.head / shards / pp
     # FSDP gathers units again for backward if they were freed, what is in none of them once. Of the
     # experts, a rank gathers those that it has, from fewer ranks.
-    blocks, experts = (d.matrices / tp + d.norms) / pp, d.experts / tp / pp
+    blocks = (d.matrices / tp + d.norms) / pp
+    experts = d.experts / tp / pp
     ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
-    free, held = o.get("reshard_after_forward", pp == 1), o.get("keep_last", 0) / d.layers
+    free = o.get("reshard_after_forward", pp == 1)
+    held = o.get("keep_last", 0) / d.layers
     for units, once, n in ((blocks - experts, ends, shards), (experts / ep, 0, shards / ep)):
         freed = units * (1 - held) + (d.end_units / split / pp if once else 0)
         gathers = (units + once) * others(n) + freed * others(n if free is True else free or 1)
@@ -240,7 +264,10 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         scatters = 4 * (units + once) * others(n) * parts
         found["shard"] += Counter(allgather=gathers, reduce_scatter=scatters)
     found["replicate"] = Counter(allreduce=8 * (blocks + ends) / shards * others(replicate) * parts)
-    return {name: Counter({k: v / d.whole for k, v in c.items() if v}) for name, c in found.items()}
+    per_parameter = {}
+    for name, values in found.items():
+        per_parameter[name] = Counter({key: v / d.whole for key, v in values.items() if v})
+    return per_parameter
 
 
 def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Callable, Callable]:
@@ -317,9 +344,12 @@ def row(script, parent, course, keeps, sends, *cases, traits="", **more) -> Tech
 COURSE = ("One GPU", "Data parallelism", "Memory", "Model parallelism")
 COURSE += ("Fine-tuning and inference", "Precision and optimizers", "Under the hood")
 ONE, DDP, FIT, MODEL, TUNE, PRECISION, HOOD = COURSE
-LIBRARY, SCHEDULE = "Libraries", "--pipeline-schedule {}".format
-BFLOAT16, STAGE = "--dtype bfloat16", "--deepspeed_config config/zero_stage{}_config.json".format
-DATA, FSDP = (replicated, averaged), (sharded, gathered)
+LIBRARY = "Libraries"
+SCHEDULE = "--pipeline-schedule {}".format
+BFLOAT16 = "--dtype bfloat16"
+STAGE = "--deepspeed_config config/zero_stage{}_config.json".format
+DATA = (replicated, averaged)
+FSDP = (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
     row("pytorch_SingleGPU", "", ONE, replicated, nothing,
