@@ -242,8 +242,11 @@ def speed_of(job: Job, way: Way, link: dict) -> list[float]:
 # ------------------------------------------------------------------------------------ predicted
 
 
-def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
-    """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest."""
+def recommend(
+    job: Job, gpus: int, room: int, link: dict, at_once: int, enough: int = ENOUGH
+) -> list[Prediction]:
+    """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest.
+    Predicts until ``enough`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways.sort(key=lambda way: (cost_of(job, way, link), way.words()))
     deadline = time.monotonic() + SECONDS
@@ -255,7 +258,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
             fits = found.kinds and found.peak <= room
             (good if fits else others).append(found)
 
-    while ways and len(good) < ENOUGH and time.monotonic() < deadline:
+    while ways and len(good) < enough and time.monotonic() < deadline:
         done = {one.technique.kind for one in good}
         first = {}
         for way in ways:
@@ -272,7 +275,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
         try_out([smallest(job, gpus)])
     good.sort(key=lambda one: cost_of(job, one.technique, link))
     others = [one for one in others if one.kinds]
-    return good[:ENOUGH] or sorted(others, key=lambda one: one.peak)[:1]
+    return good[:enough] or sorted(others, key=lambda one: one.peak)[:1]
 
 
 def recommend_rows(

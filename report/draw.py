@@ -9,8 +9,6 @@ import re
 import warnings
 from pathlib import Path
 
-import numpy as np
-
 from report.blocks import size_name
 from report.palette import COLLECTIVES, MEMORY, PHASES, text_on, theme_style
 from report.results import WORDS, name_of
@@ -169,14 +167,14 @@ def draw_bars(axes, data: dict, words: dict) -> None:
     kinds = list(next(iter(values.values())))
     axes.figure.set_size_inches(4.5, 0.28 * len(values) + 1.2)
     sums = [sum(parts.values()) for parts in values.values()]
-    left = np.zeros(len(values))
+    left = [0.0] * len(values)
     for kind in kinds:
         sizes = [parts[kind] for parts in values.values()]
         colour = MEMORY[kind]
         bars = axes.barh(names, sizes, 0.7, left, color=colour, label=words.get(kind, kind))
         inside = [f"{size:.0f}" if size > 0.09 * max(sums) else "" for size in sizes]
         axes.bar_label(bars, inside, label_type="center", color=text_on(colour), fontsize=9)
-        left += sizes
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
     for y, size in enumerate(sums):  # in a column, where the line crosses none
         axes.text(1.13 * max(sums), y, f"{size:.0f}", ha="right", va="center", weight="bold")
     axes.axvline(data["line"], color=INK, ls="--", lw=1, zorder=0, label=data["limit"])
