@@ -50,6 +50,13 @@ def site(tmp_path_factory):
     return folder
 
 
+def test_the_site_needs_nothing_that_trains():
+    """The workflow that publishes it installs requirements-docs.txt only."""
+    blocked = "import sys; sys.modules |= dict.fromkeys(['torch', 'numpy', 'matplotlib', 'tqdm'])"
+    command = [sys.executable, "-c", f"{blocked}; from website import hooks"]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")
