@@ -13,7 +13,6 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
@@ -61,7 +60,8 @@ def main():
         for state in (accelerate.PartialState(), accelerator.state):
             state.distributed_type = accelerate.DistributedType.DEEPSPEED
         accelerator.state.deepspeed_plugins = plugin
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     deepspeed_engine.import_deepspeed(args, device, config)
@@ -69,7 +69,7 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -93,10 +93,9 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
-            logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+        for inputs, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
+            logits = model(inputs).float()  # DeepSpeed: stage 3 gathers layer by layer
+            loss = train_set.loss(logits, labels)
             # Accelerate: steps optimizer and scheduler, and clears the gradients, in here
             accelerator.backward(loss)  # DeepSpeed: averages the gradients in buckets
             run.log(loss)  # copied from the device only when it is printed
@@ -105,11 +104,12 @@ def main():
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         deepspeed_engine.save(run, model)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     # DeepSpeed: gathers the fp32 copy on the CPU of rank 0, one tensor at a time
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:

@@ -14,8 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
@@ -62,14 +61,15 @@ def main():
             state.distributed_type = accelerate.DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         os.environ["DS_ACCELERATOR"] = "cpu"  # Accelerate: imports DeepSpeed, which looks for a GPU
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -93,17 +93,16 @@ def main():
     optimizer = optimizer.optimizer  # Accelerate: PyTorch's, without the wrapper for GradScaler
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images).to(torch.get_default_dtype())  # FSDP: all-gathers each block
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs).to(torch.get_default_dtype())  # FSDP: all-gathers each block
+            loss = train_set.loss(logits, labels)
             accelerator.backward(loss)  # FSDP: all-gathers again, and reduce-scatters gradients
             if args.clip_grad:
                 run.grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -111,17 +110,18 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
+    whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = sd.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

@@ -51,7 +51,9 @@ def argument_parser(doc: str, only_gpt=False, experts=False, own=False) -> Argum
     """
     parser = cli.make_parser(doc)
     choice.add_all_flags(parser, only_gpt, experts)
-    parser.only_gpt, parser.own, parser.experts = only_gpt, own, experts or not only_gpt
+    parser.only_gpt = only_gpt
+    parser.own = own
+    parser.experts = experts or not only_gpt
     return parser
 
 
@@ -74,10 +76,12 @@ def prepare_process(args: Settings) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype."""
     harness.world.die_with_launcher()
-    one_machine, folder = world().size == world().local_size, local_folder(args.output_dir)
+    one_machine = world().size == world().local_size
+    folder = local_folder(args.output_dir)
     if one_machine:
         harness.world.listen_on_loopback()
-    script, records = Path(sys.argv[0]).absolute(), folder / "flight_recorder"
+    script = Path(sys.argv[0]).absolute()
+    records = folder / "flight_recorder"
     hangs.prepare(script, records, world().rank, world().size, one_machine)
     if args.profile_memory and args.device == "cpu":
         harness.world.keep_no_free_memory()
@@ -95,7 +99,8 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     Args:
         readers: parts of the global batch; if there are more ranks, several process the same one.
     """
-    ranks, readers = world().size, readers or world().size
+    ranks = world().size
+    readers = readers or world().size
     if args.batch_size % readers:
         near = max(args.batch_size // readers, 1) * readers
         batch = f"--batch-size {args.batch_size} is the global batch"
@@ -134,7 +139,8 @@ def get_device(args: Settings, local_rank: int | None = 0) -> torch.device:
         torch.set_num_threads(max(1, count_cores() // world().local_size))
     if args.device == "cpu":
         return torch.device("cpu")
-    gpus, ranks = torch.cuda.device_count(), world().local_size
+    gpus = torch.cuda.device_count()
+    ranks = world().local_size
     if max(local_rank + 1, 1 if harness.world.sees_one_gpu() else ranks) > gpus:
         why = f"{ranks} ranks need as many GPUs, and this machine has {gpus}"
         fail(f"{why}; use --nproc_per_node={gpus}, or --device cpu")
@@ -237,7 +243,8 @@ def make_optimizer(args: Settings, model: nn.Module, fused: bool = True) -> Opti
         fused: use the fused kernel, also on a CPU; PyTorch has none for SGD on DTensors. Such a
             step a GradScaler can skip without synchronizing, and without a copy of all gradients.
     """
-    (kind, options), groups = optimizer_class(args), []
+    kind, options = optimizer_class(args)
+    groups = []
     old = torch.__version__ < "2.14"  # fused SGD of 16 bits is wrong on CPUs (pytorch#191763)
     for group in parameter_groups(args, model):
         for sharded in (False, True):  # TP has both, and a fused step takes only one of them
@@ -316,7 +323,8 @@ def evaluate(
         return own(model, loader, device)
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
-    seen, (share, of) = 0, data.share_of(loader)
+    seen = 0
+    share, of = data.share_of(loader)
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     for batch in data.batches_of(loader):
         images, labels = loader.dataset.prepare_evaluation(batch, device, dtype)

@@ -14,7 +14,6 @@ Other flags are those of the training scripts: --optimizer adamw, --norm group, 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -186,8 +185,8 @@ def step_of(path: Path | None) -> float:
         )
     try:
         found = json.loads(path.read_text())
-        ranks, milliseconds = found["world_size"], found["step_ms"]["p50"]
-        milliseconds, ranks = float(milliseconds), int(ranks)
+        ranks = int(found["world_size"])
+        milliseconds = float(found["step_ms"]["p50"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f"--from {path} is not a result.json of these scripts ({error}); use --step-ms")
     if ranks > 1:
@@ -255,7 +254,8 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
 
     each = args.batch_size // args.gpus
     slow, fast, tokens = compute_of(args, flags, each)
-    tasks, rows = [], []
+    tasks = []
+    rows = []
     for technique in chosen:
         # FSDP makes a view for each rank: with 1,024, a small model is predicted sooner
         layers = layers_of(flags) if "FSDP" in technique.name else 0
@@ -264,13 +264,17 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
             one = techniques.make_technique(technique.name, n)
             tasks.append(partial(predict, one, n * each, layers=layers))
         rows.append((technique.name, len(blocks or [None]), times))
-    shares, speeds, found = {}, {}, techniques.side_by_side(tasks, at_once)
+    found = techniques.side_by_side(tasks, at_once)
+    shares = {}
+    speeds = {}
     for name, models, times in rows:
         pairs = [(next(found), next(found)) for _ in range(models)]
         for prediction in itertools.chain(*pairs):
             if prediction.mistake:
                 stop(prediction)
-        inputs, shares[name], speeds[name] = pairs[0][0].inputs, {}, {}
+        inputs = pairs[0][0].inputs
+        shares[name] = {}
+        speeds[name] = {}
         for n in RANKS:
             some = [network.between(few.messages, many.messages, n) for few, many in pairs]
             messages = network.extrapolate(*some, times=times)
@@ -297,30 +301,6 @@ def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:
     tokens = each * job.context
     slow, fast = (tokens * job.flops_per_token / (job.flops * mfu) for mfu in job.mfu)
     return slow, fast, tokens
-
-
-# ------------------------------------------------------------------------------ the largest batch
-
-
-def search(args, chosen: list, predict, at_once: int) -> list:
-    """The prediction for each technique's largest batch that fits; of batch 0 if none does."""
-    from estimator import fit, techniques
-
-    found = [techniques.Prediction(technique, 0) for technique in chosen]
-    searches = [fit.trials(tables.room_of(args)) for _ in chosen]
-    wanted = {i: next(search) for i, search in enumerate(searches)}
-    while wanted:
-        tasks = [partial(predict, chosen[i], chosen[i].unit * n) for i, n in wanted.items()]
-        predictions = zip(wanted, techniques.side_by_side(tasks, at_once), strict=True)
-        wanted = {}
-        for i, prediction in predictions:
-            failed = prediction.mistake
-            if failed or tables.fits(args, prediction):
-                found[i] = prediction
-            if not failed:
-                with contextlib.suppress(StopIteration):  # it is found
-                    wanted[i] = searches[i].send(prediction.peak)
-    return found
 
 
 # ------------------------------------------------------------------------ combined techniques
@@ -359,20 +339,32 @@ def job_of(args, flags: list[str]):
     optimizer = "sgd" if "sgd" in flags else "adamw"
     vocabulary = args.classes or size.vocabulary or 65
     context = given.context or size.context
-    each = 2 if half else 4
     # --memory in GiB names no GPU: it is an H100 then
     tflops = next((flops for gib, flops in GPUS.values() if gib == args.memory), GPUS["H100"][1])
     mfu = args.mfu or published_mfu(args.memory, size.count_parameters(vocabulary))
-    rest = optimizer, each, 1e12 * tflops, mfu, tuple(flags)
-    return Job(size, vocabulary, context, args.batch_size, *rest)
+    return Job(
+        size=size,
+        vocabulary=vocabulary,
+        context=context,
+        batch_size=args.batch_size,
+        optimizer=optimizer,
+        bytes=2 if half else 4,
+        flops=1e12 * tflops,
+        mfu=mfu,
+        flags=tuple(flags),
+    )
 
 
 def recommend(args, flags: list[str], at_once: int) -> None:
     from estimator.recommend import recommend, recommend_rows, speed_of, would_fit
 
-    room, ideas, mfu, speeds = tables.room_of(args), ["a smaller --batch-size"], (), []
+    room = tables.room_of(args)
+    ideas = ["a smaller --batch-size"]
+    mfu = ()
+    speeds = []
     if args.module:
-        half, own = "float32" not in flags, load_own(args.module)
+        own = load_own(args.module)
+        half = "float32" not in flags
         if "--dtype" in flags:  # which some of these scripts do not have
             at = flags.index("--dtype")
             del flags[at : at + 2]
@@ -382,8 +374,10 @@ def recommend(args, flags: list[str], at_once: int) -> None:
     else:
         job = job_of(args, flags)
         found = recommend(job, args.gpus, room, args.link, at_once)
-        flags, ideas = list(job.flags), would_fit(job, args.gpus, room) + ideas
-        mfu, speeds = job.mfu, [speed_of(job, one.technique, args.link) for one in found]
+        flags = list(job.flags)
+        ideas = would_fit(job, args.gpus, room) + ideas
+        mfu = job.mfu
+        speeds = [speed_of(job, one.technique, args.link) for one in found]
     if not found:
         fail(f"--memory {args.memory:g}: nothing comes close to fitting; give more memory")
     tables.print_ways(args, flags, found, mfu, speeds)
@@ -417,7 +411,7 @@ def main() -> None:
 
 
 def predict_all(args, flags: list[str]) -> None:
-    from estimator import techniques
+    from estimator import fit, techniques
 
     at_once = count_cores()
     if args.recommend:
@@ -434,7 +428,7 @@ def predict_all(args, flags: list[str]) -> None:
     if args.scale:
         return scale(args, flags, chosen, predict, at_once)
     if args.fit:
-        found = search(args, chosen, predict, at_once)
+        found = fit.search(args, chosen, predict, at_once)
     else:
         found = techniques.predict_all(chosen, predict, args.batch_size, layers_of(flags), at_once)
     show = tables.print_fit if args.fit else tables.print_table

@@ -18,8 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
@@ -28,7 +27,7 @@ import common
 from libraries import deepspeed_engine
 
 lightning = common.import_optional("lightning")
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
 
 
 class Task(lightning.LightningModule):
@@ -36,9 +35,14 @@ class Task(lightning.LightningModule):
 
     def __init__(self, args, run, model, train_loader, eval_loader, sampler):
         super().__init__()
-        self.args, self.run, self.model = args, run, model
-        self.train_loader, self.eval_loader, self.sampler = train_loader, eval_loader, sampler
-        self.fsdp, self.deepspeed = args.strategy == "fsdp", args.strategy == "deepspeed_stage_2"
+        self.args = args
+        self.run = run
+        self.model = model
+        self.train_loader = train_loader
+        self.eval_loader = eval_loader
+        self.sampler = sampler
+        self.fsdp = args.strategy == "fsdp"
+        self.deepspeed = args.strategy == "deepspeed_stage_2"
         self.held = {}
 
     def configure_model(self):
@@ -74,14 +78,14 @@ class Task(lightning.LightningModule):
             self.held = deepspeed_engine.resume(self.run, self.trainer.model)
         else:
             self.trainer.model.broadcast_buffers = False  # DDP: broadcast before evaluation
-            self.run.resume(self.model, self.optimizer, self.scheduler)
+            self.run.resume_or_exit(self.model, self.optimizer, self.scheduler)
         self.trainer.fit_loop.max_epochs -= self.run.epoch  # Trainer: counts from 0
 
     def save(self):
         if self.deepspeed:
             deepspeed_engine.save(self.run, self.trainer.model)
         else:
-            self.run.save(self.model, self.optimizer, self.scheduler)
+            self.run.save_then_exit_if_asked(self.model, self.optimizer, self.scheduler)
 
     # 5. Train
     def on_train_epoch_start(self):
@@ -90,9 +94,9 @@ class Task(lightning.LightningModule):
         self.model.train()  # Trainer: leaves it in the mode that it finds
 
     def training_step(self, batch, batch_index):
-        logits, labels = self.model(batch[0]), batch[1]
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-        return loss * self.run.train_set.weight(labels)
+        inputs, labels = batch
+        logits = self.model(inputs)
+        return self.run.train_set.loss(logits, labels)
 
     def optimizer_step(self, epoch, batch_index, optimizer, closure):
         if self.deepspeed:  # DeepSpeed: has its own step
@@ -112,7 +116,7 @@ class Task(lightning.LightningModule):
     # 6. Evaluate
     def on_train_epoch_end(self):  # Trainer: its validation would count repeated samples twice
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         self.run.report(common.evaluate(self.model, self.eval_loader, self.run.device))
         self.save()
 
@@ -122,7 +126,7 @@ class Task(lightning.LightningModule):
             weights = deepspeed_engine.gather_weights(self.trainer.model)
             self.weights = {name.removeprefix("model."): w for name, w in weights.items()}
         else:  # FSDP: gathered on rank 0, on the CPU
-            self.weights = dcp.get_model_state_dict(self.model, options=WHOLE)
+            self.weights = sd.get_model_state_dict(self.model, options=WHOLE)
 
 
 class DeepSpeed(lightning.pytorch.strategies.DeepSpeedStrategy):
@@ -214,14 +218,15 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -231,7 +236,8 @@ def main():
     if args.strategy == "deepspeed_stage_2":
         config = {"train_batch_size": args.batch_size}
         deepspeed_engine.import_deepspeed(args, device, config)  # Trainer: imports it otherwise
-    ddp, fsdp = args.strategy == "ddp", args.strategy == "fsdp"
+    ddp = args.strategy == "ddp"
+    fsdp = args.strategy == "fsdp"
     with torch.device("meta" if fsdp else "cpu"):  # FSDP: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=ddp)
     run = common.Run(args, device, train_loader)

@@ -21,19 +21,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries import attention, attention_kernels
+from parallel import attention, attention_kernels
 
 
 def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
     """Send to the next rank of the ring. Return what arrives, and works that keep both alive."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     coming = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks)
     receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % ranks)
@@ -42,7 +42,8 @@ def send_on(tensor: Tensor, group) -> tuple[Tensor, list[dist.Work]]:
 
 def rotate(own: Tensor, group) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank and its shard, ours first. The next shard is received in the meantime."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     for turn in range(ranks):
         coming, works = send_on(own, group) if turn < ranks - 1 else (None, [])
         yield (rank - turn) % ranks, own
@@ -68,14 +69,18 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
-        found, log_sum, ctx.group, rank = None, None, group, dist.get_rank(group)
+        found = None
+        log_sum = None
+        ctx.group = group
+        rank = dist.get_rank(group)
         for source, (keys, values) in rotate(torch.stack([k, v]), group):
             ours, seen, causal = visible(source, rank, q.shape[2] // 2)
             out, sums = attention_kernels.forward(
                 q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
             )
             if found is None:
-                found, log_sum = out.to(sums.dtype, copy=True), sums.clone()  # updated in place
+                found = out.to(sums.dtype, copy=True)  # updated in place
+                log_sum = sums.clone()
                 continue
             before = log_sum[:, :, ours]
             both = torch.logaddexp(before, sums)
@@ -89,7 +94,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, found, log_sum = ctx.saved_tensors
-        own, rank = torch.stack([k, v]), dist.get_rank(ctx.group)
+        own = torch.stack([k, v])
+        rank = dist.get_rank(ctx.group)
         of_q, travelling = (torch.zeros_like(t, dtype=log_sum.dtype) for t in (q, own))  # sums
         for source, (keys, values) in rotate(own, ctx.group):
             ours, seen, causal = visible(source, rank, q.shape[2] // 2)
@@ -99,7 +105,8 @@ class RingAttention(torch.autograd.Function):
             )  # fmt: skip
             of_q[:, :, ours] += of_ours
             if source == rank:
-                of_own, works = torch.stack(of_seen), []
+                of_own = torch.stack(of_seen)
+                works = []
                 continue
             for work in works:
                 work.wait()
@@ -119,7 +126,8 @@ class OwnPositions(nn.Module):
 
     def __init__(self, model: nn.Module, group=None):
         super().__init__()
-        self.model, self.group = model, group
+        self.model = model
+        self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -128,7 +136,8 @@ class OwnPositions(nn.Module):
 
 def check(args, world_size: int) -> None:
     """Check that positions and heads can be divided among the ranks."""
-    heads, chunks = common.size_of(args).kv_heads, 2 * world_size
+    heads = common.size_of(args).kv_heads
+    chunks = 2 * world_size
     if args.context % chunks:
         common.fail(
             f"--context {args.context} is not divisible by {chunks}, two chunks for each of "
@@ -165,7 +174,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     check(args, world_size)
     common.announce(args, device, readers=1)  # CP: all ranks read the whole batch
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
@@ -198,18 +208,17 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
-            tokens, labels = (attention.shard(t) for t in (images, labels))  # CP: this rank's shard
+        for inputs, labels in run.batches(train_loader, epoch):
+            tokens, labels = (attention.shard(t) for t in (inputs, labels))  # CP: this rank's shard
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions).to(torch.get_default_dtype())
-            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-            loss = total / labels.numel() / train_set.density  # CP: equal shards
+            loss = train_set.loss(logits, labels)  # CP: of this rank's positions; equal shards
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -217,16 +226,17 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         own = OwnPositions(model.module)  # CP: each rank computes and scores its own positions
         run.report(common.evaluate(own, eval_loader, device, attention.shard))  # DDP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)

@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
@@ -50,7 +49,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     dtype = common.get_dtype(args, device)
@@ -58,7 +58,7 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -80,18 +80,17 @@ def main():
     # are scaled down before the step. bfloat16 has the range of fp32 and needs no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler, scaler=scaler)
+    run.resume_or_exit(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
-                logits = model(images)
-                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-                loss *= train_set.weight(labels)  # chat: by tokens
+                logits = model(inputs)
+                loss = train_set.loss(logits, labels)
             # DDP: averages the gradients in buckets, as they become ready
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:
@@ -103,17 +102,18 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler, scaler=scaler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         with torch.autocast(device.type, dtype):  # AMP: as in training
             metrics = common.evaluate(model.module, eval_loader, device)  # DDP: on every rank
         run.report(metrics)
-        run.save(model, optimizer, scheduler, scaler=scaler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)

@@ -10,11 +10,10 @@ Use it      to understand old code. For new code use DDP: in one process Python'
 Holds       on the first GPU 4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or
             8 (AdamW) for the optimizer; during a step, on each GPU a replica and its gradients,
             8 per parameter, and the activations of its part of the batch.
-Sends       per step, to and from each other GPU, 4 bytes per parameter each way, and the images.
+Sends       per step, to and from each other GPU, 4 bytes per parameter each way, and the inputs.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
@@ -27,12 +26,13 @@ class Replica(nn.Module):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model = model
+        self.dtype = dtype
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         autocast = self.dtype != torch.float32
-        with torch.autocast(images.device.type, self.dtype if autocast else None, enabled=autocast):
-            logits = self.model(images)
+        with torch.autocast(inputs.device.type, self.dtype if autocast else None, enabled=autocast):
+            logits = self.model(inputs)
         return logits.to(torch.get_default_dtype())  # DP: the softmax needs fp32 precision
 
 
@@ -70,17 +70,16 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # DP: for float16
     run = common.Run(args, device, train_loader, gpus)  # DP: counts the memory of all GPUs
-    run.resume(model, optimizer, scheduler, scaler=scaler)
+    run.resume_or_exit(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in run.epochs_left():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = parallel(images)  # DP: scatters the batch, copies weights, computes, gathers
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = parallel(inputs)  # DP: scatters the batch, copies weights, computes, gathers
+            loss = train_set.loss(logits, labels)
             scaler.scale(loss).backward()  # DP: sums the replicas' gradients on the first GPU
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # DP: clipping needs unscaled gradients
@@ -90,13 +89,14 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler, scaler=scaler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         run.report(common.evaluate(replica, eval_loader, device))  # DP: on the first GPU
-        run.save(model, optimizer, scheduler, scaler=scaler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
 

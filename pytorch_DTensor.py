@@ -123,7 +123,8 @@ def placed(x: Tensor, placement: Placement) -> Tensor:
 def distribute(whole: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
     """A DTensor with the values of a tensor that all ranks have."""
     if isinstance(placement, Partial):  # the values times the rank, and on the last one the rest
-        rank, last = mesh.get_local_rank(), mesh.size() - 1
+        rank = mesh.get_local_rank()
+        last = mesh.size() - 1
         factor = rank if rank < last else 1 - sum(range(last))
         return DTensor.from_local(factor * whole.detach(), mesh, [placement])
     return distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None).requires_grad_()

@@ -23,7 +23,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
@@ -59,7 +58,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     config = deepspeed_engine.read_config(args)  # DeepSpeed: adds the batch size
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
@@ -68,7 +68,7 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -97,10 +97,9 @@ def main():
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
-            logits = model(images).float()  # DeepSpeed: stage 3 gathers layer by layer
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+        for inputs, labels in run.batches(train_loader, epoch, dtype):  # DeepSpeed: in this dtype
+            logits = model(inputs).float()  # DeepSpeed: stage 3 gathers layer by layer
+            loss = train_set.loss(logits, labels)
             model.backward(loss)  # DeepSpeed: averages the gradients in buckets
             model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
             run.log(loss)  # copied from the device only when it is printed
@@ -109,11 +108,12 @@ def main():
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         deepspeed_engine.save(run, model)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     # DeepSpeed: gathers the fp32 copy on the CPU of rank 0, one tensor at a time
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:

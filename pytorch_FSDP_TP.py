@@ -19,9 +19,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,7 +44,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
     and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: layout of [batch, time, width]
     gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
-    attention, mlp = model.blocks[0].attention, model.blocks[0].mlp
+    attention = model.blocks[0].attention
+    mlp = model.blocks[0].mlp
     plan = {
         # TP: once for query, key and value, or backward would communicate three times
         "attention": PrepareModuleInput(**gather),
@@ -98,10 +98,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for p in model.parameters():
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = [common.whole(nn.utils.get_total_norm([p.grad for p in g])) for g in by_mesh.values()]
+    norms = []
     for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, torch.stack(norms).norm())
-    return torch.stack(norms).norm()
+        gradients = [p.grad for p in group]
+        norms.append(common.whole(nn.utils.get_total_norm(gradients)))
+    total_norm = torch.stack(norms).norm()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -130,7 +134,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
     rows = world_size // args.tp  # 2-D: T adjacent ranks are a row; rank r + T has r's TP shards
@@ -168,18 +173,17 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
-                logits = model(images).to(torch.get_default_dtype())
-                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-                loss *= train_set.weight(labels)  # chat: by tokens
+                logits = model(inputs).to(torch.get_default_dtype())
+                loss = train_set.loss(logits, labels)
                 loss.backward()  # 2-D: reduce-scatters the gradients over the rows
             add_up_gradients(model)  # TP: those of norms and routers, over the ranks
             if args.clip_grad:
@@ -188,17 +192,18 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
+    whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
     # 2-D: hides a warning that a matrix sharded twice is gathered twice; here that happens once
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    weights = dcp.get_model_state_dict(model, options=whole)  # TP: gathered on rank 0, on the CPU
+    weights = sd.get_model_state_dict(model, options=whole)  # TP: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

@@ -18,20 +18,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.flat import WholeState
+from parallel.flat import WholeState
 
 
 class Bucket:
     """The parameters of a block in a flat buffer, which exists while the block computes."""
 
     def __init__(self, parameters: list[nn.Parameter], block: nn.Module):
-        self.parameters, self.sizes = parameters, [p.numel() + -p.numel() % 4 for p in parameters]
+        self.parameters = parameters
+        self.sizes = [p.numel() + -p.numel() % 4 for p in parameters]
         self.sizes[-1] += -sum(self.sizes) % (4 * dist.get_world_size())
         block.register_forward_pre_hook(self.gather)
         block.register_forward_hook(self.after_forward)
@@ -127,7 +127,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     if world_size == 1:
         common.print0("a single rank sends nothing; start two with torchrun --nproc_per_node=2")
@@ -136,7 +137,7 @@ def main():
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -148,7 +149,8 @@ def main():
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # by hand: all ranks start with rank 0's weights
     groups = common.parameter_groups(args, model)
-    buckets, sharded = [], []
+    buckets = []
+    sharded = []
     for group in groups:  # ZeRO: buckets do not mix groups, as their settings differ
         filled = make_buckets(group["params"], model)
         sharded.append(group | {"params": [bucket.shard for bucket in filled]})
@@ -165,17 +167,16 @@ def main():
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
     with whole(buckets):
-        run.resume(model, optimizer, scheduler)
+        run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs)
+            loss = train_set.loss(logits, labels)
             loss.backward()  # by hand: waits for each full bucket
             if any(shard.grad is None for shard in shards):
                 raise RuntimeError("a parameter has no gradient, so its bucket was not sent")
@@ -186,16 +187,17 @@ def main():
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 with whole(buckets):
-                    run.save(model, optimizer, scheduler)
+                    run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         with whole(buckets):
-            run.save(model, optimizer, scheduler)
+            run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     with whole(buckets):
         if rank == 0:
             common.save_model(args, model.state_dict())

@@ -29,13 +29,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries import local_sgd
+from parallel import local_sgd
 
 
 class CommonWeights:
@@ -48,8 +47,10 @@ class CommonWeights:
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float):
-        self.parameters, self.sizes = parameters, [p.numel() for p in parameters]
-        self.lr, self.momentum = lr, momentum
+        self.parameters = parameters
+        self.sizes = [p.numel() for p in parameters]
+        self.lr = lr
+        self.momentum = momentum
         self.kept = {}  # local: flat buffers: the last common weights, and the momentum
 
     def average(self) -> torch.Tensor:
@@ -69,7 +70,8 @@ class CommonWeights:
         """Synchronize the weights of all ranks."""
         row = self.average()
         if self.kept:
-            weights, momentum = self.kept["weights"], self.kept["momentum"]
+            weights = self.kept["weights"]
+            momentum = self.kept["momentum"]
             way = weights - row  # local: the outer gradient
             momentum.mul_(self.momentum).add_(way)
             row = weights.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr)
@@ -89,7 +91,8 @@ def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
     # fmt: off
-    flag, number = parser.add_argument, common.number
+    flag = parser.add_argument
+    number = common.number
     flag("--sync-every", type=number(int, 1), default=8, metavar="H",
          help="synchronize every H steps (default: 8)")
     flag("--outer-lr", type=number(float, 0, above=0), default=1.0, metavar="X",
@@ -113,14 +116,15 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -137,18 +141,17 @@ def main():
     run = common.Run(args, device, train_loader)
     trained = [p for p in model.parameters() if p.requires_grad]
     outer = CommonWeights(trained, args.outer_lr, args.outer_momentum)
-    local_sgd.resume(run, model, optimizer, scheduler, outer)
+    local_sgd.resume_or_exit(run, model, optimizer, scheduler, outer)
     outer.begin()
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs)
+            loss = train_set.loss(logits, labels)
             loss.backward()  # local: no communication
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -160,17 +163,18 @@ def main():
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 # local: each rank writes its own optimizer state, and its weights if they differ
-                local_sgd.save(run, model, optimizer, scheduler, outer, apart)
+                local_sgd.save_then_exit_if_asked(run, model, optimizer, scheduler, outer, apart)
 
         # 6. Evaluate
         if run.step % args.sync_every > 0:
             outer.sync()  # local: one common model is evaluated
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        local_sgd.save(run, model, optimizer, scheduler, outer, apart=False)
+        local_sgd.save_then_exit_if_asked(run, model, optimizer, scheduler, outer, apart=False)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.state_dict())
     run.finish(model, optimizer, outer=outer.kept.values())

@@ -34,13 +34,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries import attention
-from libraries.mesh import add_flags, gather_weights, resolve
-from libraries.pipelining import divide, make_shapes
+from parallel import attention
+from parallel.mesh import add_flags, gather_weights, resolve
+from parallel.pipelining import divide, make_shapes
 from pytorch_activation_checkpointing import keep_some
 from pytorch_CP import ATTENTIONS, OwnPositions
 from pytorch_EP import distribute_experts
-from pytorch_PP import Stage, forward, keep_only, make_schedule, mean_loss
+from pytorch_PP import Stage, forward, keep_only, make_schedule, part_of_loss
 from pytorch_TP import add_up_gradients, parallelize
 
 
@@ -103,12 +103,17 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> to
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     counted_elsewhere = tied if dist.get_rank(pipeline) else set()
-    own = [[p.grad for p in group if p not in counted_elsewhere] for group in by_mesh.values()]
-    norms = [common.whole(nn.utils.get_total_norm(gradients)) for gradients in own if gradients]
-    dist.all_reduce(squares := torch.stack(norms).square().sum(), group=pipeline)
+    norms = []
     for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, squares.sqrt())
-    return squares.sqrt()
+        gradients = [p.grad for p in group if p not in counted_elsewhere]
+        if gradients:
+            norms.append(common.whole(nn.utils.get_total_norm(gradients)))
+    squares = torch.stack(norms).square().sum()
+    dist.all_reduce(squares, group=pipeline)
+    total_norm = squares.sqrt()
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -134,13 +139,16 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     args = resolve(args, common.size_of(args), world_size)
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares
-    owners, microbatches = [0], 1
+    owners = [0]
+    microbatches = 1
     if args.pp > 1:
-        layers, at_once = common.size_of(args).layers, batch_size // args.accumulate
+        layers = common.size_of(args).layers
+        at_once = batch_size // args.accumulate
         owners, microbatches = divide(args, layers, args.pp, at_once)
     common.announce(args, device, readers=shares)
     # ND: the dimension that sends most is innermost, because launchers number the ranks of a
@@ -148,7 +156,8 @@ def main():
     # cp ranks have different tokens, so FSDP treats them like other data-parallel ranks
     sizes = args.pp, args.dp_replicate, args.dp_shard * args.cp, args.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    pipeline, here = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    pipeline = mesh["pp"].get_group()
+    here = mesh["pp"].get_local_rank()
     if args.cp > 1:  # ND: groups of their own, within those of shard
         span = args.cp * args.tp
         groups = [[*range(r, r + span, args.tp)] for r in range(world_size) if r % span < args.tp]
@@ -174,7 +183,8 @@ def main():
     # 3. Model
     with torch.device("meta"):  # ND: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, order = list(model.state_dict()), None
+    names = list(model.state_dict())
+    order = None
     if args.cp > 1:
         order = attention.shard(torch.arange(args.context, device=device), group=cp)
         for block in model.blocks:
@@ -193,7 +203,8 @@ def main():
         block.compile()
     stages = {0: model}
     if args.pp > 1:
-        own, of = [n for n, owner in enumerate(owners) if owner == here], len(owners)
+        own = [n for n, owner in enumerate(owners) if owner == here]
+        of = len(owners)
         stages = {n: Stage(model, n, of, order) for n in own}
         keep_only(stages, model)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
@@ -211,43 +222,49 @@ def main():
         last = range(world_size - world_size // args.pp, world_size)  # PP: they share a matrix
         ends, _ = dist.new_subgroups_by_enumeration([[r - last[0], r] for r in last])
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
-    loss_fn = partial(mean_loss, train_set, parts)
+    loss_fn = partial(part_of_loss, train_set, parts)
     if args.pp > 1:
         size = batch_size // parts, *args.row[:-1], args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
-        width, classes = common.size_of(args).width, len(train_set.classes)
+        width = common.size_of(args).width
+        classes = len(train_set.classes)
         shapes = make_shapes(size, width, classes, between, dtype)
         made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline
         schedule = make_schedule(args.pipeline_schedule, *made)
         model.forward = partial(forward, stages, owners, shapes, pipeline)
-    evaluated, cut = model, lambda labels: labels
+    evaluated = model
+    scored = {}
     if args.cp > 1:  # CP: each rank computes and scores its own positions
-        evaluated, cut = OwnPositions(model, cp), partial(attention.shard, group=cp)
+        evaluated = OwnPositions(model, cp)
+        scored = {"cut": partial(attention.shard, group=cp)}
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             if args.cp > 1:
-                images, labels = (attention.shard(t, group=cp) for t in (images, labels))
-            losses, loss = [], torch.zeros((), device=device)
+                inputs, labels = (attention.shard(t, group=cp) for t in (inputs, labels))
+            losses = []
+            loss = torch.zeros((), device=device)
             # ND: FSDP accumulates sharded gradients, but in a pipeline: there unsharded ones
-            parts = (t.chunk(args.accumulate) for t in (images, labels))
-            for inputs, targets in zip(*parts, strict=True):
+            inputs_of = inputs.chunk(args.accumulate)
+            labels_of = labels.chunk(args.accumulate)
+            for tokens, targets in zip(inputs_of, labels_of, strict=True):
                 with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                     if args.pp > 1:
-                        given = {"rows": inputs, "target": targets, "losses": losses}
-                        schedule.step(*[inputs] * (0 in stages), **given, return_outputs=False)
+                        first = [tokens] if 0 in stages else []  # PP: it has the embedding
+                        given = {"rows": tokens, "target": targets, "losses": losses}
+                        schedule.step(*first, **given, return_outputs=False)
                     else:
-                        losses = [loss_fn(model(inputs, order), targets)]
+                        losses = [loss_fn(model(tokens, order), targets)]
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
                 for part in losses:  # ND: empty on ranks without the last stage
                     loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact
@@ -262,13 +279,14 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
-        run.report(common.evaluate(evaluated, eval_loader, device, cut))  # DDP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.report(common.evaluate(evaluated, eval_loader, device, **scored))
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     weights = gather_weights(model, args.pp)  # ND: gathered on rank 0, on the CPU
     if rank == 0:
         common.save_model(args, {name: weights[name] for name in names})

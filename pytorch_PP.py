@@ -23,13 +23,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import SCHEDULES, PipelineStage, divide, gather_weights, make_shapes
+from parallel.pipelining import SCHEDULES, PipelineStage, divide, gather_weights, make_shapes
 
 
 class Stage(nn.Module):
@@ -38,9 +37,14 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, number: int, stages: int, order=None, half=False):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
-        self.is_first, self.is_last = number == 0, number == stages - 1
-        self.blocks, self.order, self.half = model.blocks[begin:end], order, half
-        self.embed, self.locate, self.unembed = model.embed, model.locate, model.unembed
+        self.is_first = number == 0
+        self.is_last = number == stages - 1
+        self.blocks = model.blocks[begin:end]
+        self.order = order
+        self.half = half
+        self.embed = model.embed
+        self.locate = model.locate
+        self.unembed = model.unembed
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
@@ -68,7 +72,8 @@ def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
 
 def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, group=None):
     """The pipeline schedule, which computes, sends and receives for all stages of this rank."""
-    (tokens, hidden, logits), parts = shapes, []
+    tokens, hidden, logits = shapes
+    parts = []
     for number, stage in stages.items():
         ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
         parts.append(PipelineStage(stage, number, count, device, *ends, group=group))
@@ -76,43 +81,48 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
         parts if len(parts) > 1 else parts[0],
         microbatches,
         loss_fn=loss_fn,
-        scale_grads=False,  # mean_loss() scales; the schedule would scale a tied matrix twice
+        scale_grads=False,  # part_of_loss() does; the schedule would scale a tied matrix twice
     )
 
 
 def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
     """Run all stages in order, for evaluation: not every schedule can evaluate. All ranks call it,
     and that of the last stage gets the logits. NCCL connects ranks when they first communicate."""
-    x, rank, last = tokens, dist.get_rank(group), len(owners) - 1
+    x = tokens
+    rank = dist.get_rank(group)
+    last = len(owners) - 1
     hidden = x.new_empty(len(x), *shapes[1].shape[1:], dtype=shapes[1].dtype)
     for number, stage in stages.items():
         if number > 0 and owners[number - 1] != rank:
-            dist.recv(x := hidden, group=group, group_src=owners[number - 1])
+            dist.recv(hidden, group=group, group_src=owners[number - 1])
+            x = hidden
         x = stage(x, tokens)
         if number < last and owners[number + 1] != rank:
             dist.send(x, group=group, group_dst=owners[number + 1])
     return x if owners[last] == rank else None
 
 
-def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return total / labels.numel() / data.density / parts
+def part_of_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return data.loss(logits, labels) / parts  # PP: of equally large micro-batches
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
     updated = [p for p in model.parameters() if p.grad is not None]
     own = [p.grad for p in updated if p not in counted_elsewhere]
-    dist.all_reduce(squares := nn.utils.get_total_norm(own).square())
-    nn.utils.clip_grads_with_norm_(updated, max_norm, squares.sqrt())
-    return squares.sqrt()
+    squares = nn.utils.get_total_norm(own).square()
+    dist.all_reduce(squares)
+    total_norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(updated, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
-    flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
+    flag = parser.add_argument
+    fewest = "micro-batches (default: at least two per rank)"
     flag("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="schedule (default: 1f1b)")
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
     about = "dtype of matrix products (default: float32)"
@@ -133,7 +143,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     size = common.size_of(args)
     owners, microbatches = divide(args, size.layers, world_size)  # PP: also rejects invalid flags
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
@@ -150,17 +161,24 @@ def main():
     # 3. Model
     with torch.device("meta"):  # PP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, classes, count = list(model.state_dict()), len(train_set.classes), len(owners)
-    own, half = [n for n in range(count) if owners[n] == rank], args.dtype == "bfloat16"
+    names = list(model.state_dict())
+    classes = len(train_set.classes)
+    count = len(owners)
+    own = [n for n in range(count) if owners[n] == rank]
+    half = args.dtype == "bfloat16"
     stages = {n: Stage(model, n, count, half=half) for n in own}  # PP: this rank's
     keep_only(stages, model)
     model.to_empty(device=device)  # PP: memory for this rank's stages
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
     shapes = make_shapes((batch_size // microbatches, *args.row), size.width, classes)
     model.forward = partial(forward, stages, owners, shapes, None)
-    made = stages, count, microbatches, shapes, partial(mean_loss, train_set, microbatches), device
-    schedule = make_schedule(args.pipeline_schedule, *made, dist.new_group())  # PP: its own group
-    shared, ends = set(), [0, owners[-1]]
+    loss_fn = partial(part_of_loss, train_set, microbatches)
+    schedule = make_schedule(
+        args.pipeline_schedule, stages, count, microbatches, shapes, loss_fn, device,
+        group=dist.new_group(),  # PP: its own group
+    )  # fmt: skip
+    shared = set()
+    ends = [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
         group = dist.new_group(ends)
         shared = {model.token.weight} if rank in ends else set()
@@ -169,21 +187,21 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             losses = []  # PP: one per micro-batch, on the rank of the last stage
-            tokens = [images] if rank == 0 else []
+            tokens = [inputs] if rank == 0 else []  # PP: the first stage has the embedding
             # PP: forward and backward of all micro-batches, with the communication between ranks.
             # The outermost autocast frees the weights in bfloat16: so micro-batches share a copy.
             with torch.autocast(device.type, enabled=False):
                 schedule.step(
-                    *tokens, rows=images, target=labels, losses=losses, return_outputs=False
+                    *tokens, rows=inputs, target=labels, losses=losses, return_outputs=False
                 )
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
@@ -194,13 +212,14 @@ def main():
             loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: 0 on other ranks
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
     weights = gather_weights(model, gloo)
     if rank == 0:

@@ -16,13 +16,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
-from libraries.pipelining import divide, gather_weights
+from parallel.pipelining import divide, gather_weights
 
 
 class Stage(nn.Module):
@@ -31,9 +30,12 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, number: int, stages: int):
         super().__init__()
         begin, end = (len(model.blocks) * n // stages for n in (number, number + 1))
-        self.is_first, self.is_last = number == 0, number == stages - 1
+        self.is_first = number == 0
+        self.is_last = number == stages - 1
         self.blocks = model.blocks[begin:end]
-        self.embed, self.locate, self.unembed = model.embed, model.locate, model.unembed
+        self.embed = model.embed
+        self.locate = model.locate
+        self.unembed = model.unembed
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
@@ -61,8 +63,13 @@ class Pipe:
     """This rank's stage, between its neighbours'. ``new(n)``: n rows of what stages send."""
 
     def __init__(self, stage: Stage, warmup: int, microbatches: int, new, loss_fn, group):
-        self.stage, self.warmup, self.parts, self.loss_fn = stage, warmup, microbatches, loss_fn
-        self.new, self.group, self.waiting = new, group, deque()
+        self.stage = stage
+        self.warmup = warmup
+        self.parts = microbatches
+        self.loss_fn = loss_fn
+        self.new = new
+        self.group = group
+        self.waiting = deque()
 
     def exchange(self, direction: int, sent=None, rows: int = 0) -> torch.Tensor | None:
         """Send to the previous (-1) or the next rank (1) and receive from it, if there is one. Both
@@ -71,7 +78,8 @@ class Pipe:
         if not 0 <= peer < dist.get_world_size(self.group):
             return None
         received = self.new(rows) if rows else None
-        both, at = ((dist.isend, sent), (dist.irecv, received)), {"group_peer": peer}
+        both = ((dist.isend, sent), (dist.irecv, received))
+        at = {"group_peer": peer}
         both = [dist.P2POp(*one, group=self.group, **at) for one in both if one[1] is not None]
         for work in dist.batch_isend_irecv(both) if both else []:
             work.wait()
@@ -95,8 +103,11 @@ class Pipe:
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches. Returns their losses, on the last rank."""
-        self.tokens, self.labels = tokens.chunk(self.parts), labels.chunk(self.parts)
-        self.losses, rows, last = [], len(self.tokens[0]), self.parts - 1
+        self.tokens = tokens.chunk(self.parts)
+        self.labels = labels.chunk(self.parts)
+        self.losses = []
+        rows = len(self.tokens[0])
+        last = self.parts - 1
         for i in range(self.warmup):  # by hand: forwards, to fill the pipeline
             self.exchange(1, self.forward(i, self.exchange(-1, rows=rows)))
         received = self.exchange(-1, rows=rows * (self.warmup <= last))
@@ -115,24 +126,27 @@ class Pipe:
         return output if self.stage.is_last else None
 
 
-def mean_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten()) * data.weight(labels) / parts
+def part_of_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return data.loss(logits, labels) / parts  # PP: of equally large micro-batches
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
     """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
     updated = [p for p in model.parameters() if p.grad is not None]
     own = [p.grad for p in updated if p not in counted_elsewhere]
-    dist.all_reduce(squares := nn.utils.get_total_norm(own).square())
-    nn.utils.clip_grads_with_norm_(updated, max_norm, squares.sqrt())
-    return squares.sqrt()
+    squares = nn.utils.get_total_norm(own).square()
+    dist.all_reduce(squares)
+    total_norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(updated, max_norm, total_norm)
+    return total_norm
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__, only_gpt=True, experts=True)
-    flag, fewest = parser.add_argument, "micro-batches (default: at least two per rank)"
+    flag = parser.add_argument
+    fewest = "micro-batches (default: at least two per rank)"
     order = {"choices": ["1f1b", "gpipe"], "help": "schedule (default: 1f1b)"}
     flag("--pipeline-schedule", default="1f1b", **order)
     flag("--microbatches", type=common.number(int, 1), metavar="M", help=fewest)
@@ -152,7 +166,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     size = common.size_of(args)
     owners, microbatches = divide(args, size.layers, world_size)  # PP: also rejects invalid flags
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
@@ -169,7 +184,8 @@ def main():
     # 3. Model
     with torch.device("meta"):  # PP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
-    names, count = list(model.state_dict()), len(owners)
+    names = list(model.state_dict())
+    count = len(owners)
     stages = {rank: Stage(model, rank, count)}  # PP: this rank's
     keep_only(stages, model)
     model.to_empty(device=device)  # PP: memory for this rank's stages
@@ -177,10 +193,11 @@ def main():
     # by hand: with 1F1B, a rank has as many forwards in advance as there are ranks after it
     warmup = microbatches if args.pipeline_schedule == "gpipe" else world_size - 1 - rank
     new = lambda rows: torch.empty(rows, args.context, size.width, device=device)  # noqa: E731
-    loss_fn = partial(mean_loss, train_set, microbatches)
+    loss_fn = partial(part_of_loss, train_set, microbatches)
     pipe = Pipe(stages[rank], warmup, microbatches, new, loss_fn, dist.new_group())
     model.forward = pipe.evaluate
-    shared, ends = set(), [0, owners[-1]]
+    shared = set()
+    ends = [0, owners[-1]]
     if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
         group = dist.new_group(ends)
         shared = {model.token.weight} if rank in ends else set()
@@ -189,16 +206,16 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             # PP: forward and backward of all micro-batches, with the communication between ranks
-            losses = pipe.step(images, labels)
+            losses = pipe.step(inputs, labels)
             for parameter in shared:
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:
@@ -208,13 +225,14 @@ def main():
             loss = world_size * sum(losses, torch.zeros((), device=device))  # PP: 0 on other ranks
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
     weights = gather_weights(model, gloo)
     if rank == 0:

@@ -8,7 +8,6 @@ Sends       nothing.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -38,17 +37,16 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs)
+            loss = train_set.loss(logits, labels)
             loss.backward()
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -56,13 +54,14 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
 

@@ -10,23 +10,22 @@ Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
 Use it      when the activations do not fit: a large batch, a long context, a deep model.
             Not when parameters and optimizer do not: shard those with pytorch_FSDP.py. A step takes
             up to a third longer, because forward is computed twice.
-Holds       per parameter what DDP holds. Activations: the input of each block, with --offload of
-            two blocks; and all of one block while backward is in it.
+Holds       per parameter what DDP holds. Activations: the input of each block, with --offload in
+            CPU memory; and all of one block while backward is in it.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
 """
 
 import contextlib
 import inspect
 import os
-import weakref
 from collections import Counter
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy as Policy
@@ -65,14 +64,15 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -80,12 +80,13 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    for layer in model.modules() if args.selective or args.offload else ():
-        if hasattr(layer, "inplace"):
-            layer.inplace = False  # checkpointing: an in-place ReLU would overwrite what is kept
+    if args.selective:  # checkpointing: an in-place ReLU would overwrite what is kept
+        for layer in model.modules():
+            if hasattr(layer, "inplace"):
+                layer.inplace = False
     offload = contextlib.nullcontext
-    if args.offload:  # checkpointing: copies to the CPU and back have a stream of their own
-        offload = partial(on_cpu, device, torch.get_device_module(device).Stream())
+    if args.offload:  # checkpointing: forward copies what is kept to the CPU, backward back
+        offload = partial(save_on_cpu, pin_memory=True)
     for block in common.blocks_of(model):  # checkpointing: forward keeps only each block's input
         recompute(block, args.selective, offload, **options)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
@@ -99,17 +100,16 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs)
+            loss = train_set.loss(logits, labels)
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -117,15 +117,16 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)
@@ -177,70 +178,6 @@ def counted_once(block: nn.Module, again):
     finally:  # PyTorch ends the recomputation early, by an exception
         for buffer, kept in zip(buffers, before, strict=True):
             buffer.data.copy_(kept)
-
-
-def on_cpu(device: torch.device, stream):
-    """checkpointing: a context in which a call of a block keeps tensors in CPU memory."""
-    kept = Kept(device, stream)
-    return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
-
-
-class Kept:
-    """checkpointing: what one call of a block keeps. The stream copies it to the CPU, and back for
-    backward, while the GPU computes. The graph owns it."""
-
-    last = staticmethod(lambda: None)  # a weak reference to that of the call before
-
-    def __init__(self, device: torch.device, stream):
-        self.device, self.gpu, self.stream = device, torch.get_device_module(device), stream
-        self.on_cpu, self.on_gpu, self.versions, self.copied = [], [], [], None
-        self.before, Kept.last = Kept.last, weakref.ref(self)
-        if (previous := self.before()) and (earlier := previous.before()):
-            earlier.check()
-            earlier.wait()  # a call later: it has been copied meanwhile
-            earlier.on_gpu, earlier.versions = [], []
-
-    def pack(self, tensor):
-        if tensor.numel() < 1024:  # not worth a copy
-            return tensor
-        self.on_cpu.append(self.copy(tensor, torch.device("cpu")))
-        self.on_gpu.append(tensor)  # until it is copied
-        self.versions.append(tensor._version)
-        return len(self.on_cpu) - 1
-
-    def unpack(self, packed):
-        if torch.is_tensor(packed):
-            return packed
-        self.fetch()
-        self.check()
-        self.wait()
-        if previous := self.before():
-            previous.fetch()  # while this block computes
-        return self.on_gpu[packed]
-
-    def fetch(self):
-        if not self.on_gpu:
-            self.on_gpu = [self.copy(tensor, self.device) for tensor in self.on_cpu]
-
-    def copy(self, source, device):
-        target = torch.empty_like(source, device=device, pin_memory=source.is_cuda)
-        self.stream.wait_stream(self.gpu.current_stream())  # which computed it, or used its memory
-        with self.gpu.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        self.copied = self.stream.record_event()
-        return target
-
-    def wait(self):
-        """Computing waits for the copies: before it reads or frees a tensor."""
-        if self.copied:
-            self.gpu.current_stream().wait_event(self.copied)
-
-    __del__ = wait  # if backward ends before it reads them
-
-    def check(self):
-        """PyTorch does not, for tensors that hooks have seen."""
-        if any(t._version != old for t, old in zip(self.on_gpu, self.versions, strict=False)):
-            raise RuntimeError("an operation in place has changed what a block keeps for backward")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Sends       nothing.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -51,18 +50,17 @@ def main():
     # are scaled down before the step. bfloat16 has the range of fp32 and needs no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler, scaler=scaler)
+    run.resume_or_exit(model, optimizer, scheduler, scaler=scaler)
 
     # 5. Train
     for epoch in run.epochs_left():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
             with torch.autocast(device.type, dtype):  # AMP: forward and loss, not backward
-                logits = model(images)
-                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-                loss *= train_set.weight(labels)  # chat: by tokens
+                logits = model(inputs)
+                loss = train_set.loss(logits, labels)
             scaler.scale(loss).backward()  # AMP: 1. scale
             if args.clip_grad:
                 scaler.unscale_(optimizer)  # AMP: 2. unscale: clipping needs unscaled gradients
@@ -73,15 +71,16 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler, scaler=scaler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
         # 6. Evaluate
         with torch.autocast(device.type, dtype):  # AMP: as in training
             metrics = common.evaluate(model, eval_loader, device)
         run.report(metrics)
-        run.save(model, optimizer, scheduler, scaler=scaler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler, scaler=scaler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     common.save_model(args, model.state_dict())
     run.finish(model, optimizer)
 

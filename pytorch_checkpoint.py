@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -37,15 +36,16 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return [path.parent for place in places for path in sorted(folder.glob(place))]
 
 
-def save(run, model, optimizer, group, writing):
+def save_then_exit_if_asked(run, model, optimizer, group, writing):
     """Save a checkpoint; return the future of an asynchronous save. All ranks call it."""
-    rank, folder = dist.get_rank(), run.store.folder / run.state.snapshot_name
+    rank = dist.get_rank()
+    folder = run.store.folder / run.state.snapshot_name
     if writing:  # DCP: one at a time, so there is never more than one copy of the shards
         with run.saving():
             writing.result()  # DCP: raises the exception of the thread
     for buffer in model.buffers():  # DCP: any rank's copy may be written
         dist.broadcast(buffer, src=0)
-    weights, state = dcp_state.get_state_dict(model, optimizer)  # DCP: this rank's shards
+    weights, state = sd.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
     others = run.state_dict() | {"param_groups": state["param_groups"]}
     with run.saving():  # all ranks fail, or none: then --on-save-error decides
@@ -59,12 +59,14 @@ def save(run, model, optimizer, group, writing):
             options = {"async_stager": STAGER} if torch.__version__ >= "2.14" else {}
             return dcp.async_save(tensors, checkpoint_id=folder, process_group=group, **options)
         dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
-    run.stop_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
+    run.exit_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
 
 
-def load(run, model, optimizer, scheduler, group) -> None:
+def resume_or_exit(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
-    asked, own, others = run.args.resume, run.args.resume in ("auto", "none"), None
+    asked = run.args.resume
+    own = run.args.resume in ("auto", "none")
+    others = None
     whole = whole_checkpoints(run.store.folder if own else Path(asked))
     if not (own or whole):
         common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")
@@ -73,11 +75,11 @@ def load(run, model, optimizer, scheduler, group) -> None:
     if path := found[0]:
         others = common.load_file(path / "run.pt", "--resume")
         run.store.check(path, others)  # same model, data and batch size
-        weights, state = dcp_state.get_state_dict(model, optimizer)
+        weights, state = sd.get_state_dict(model, optimizer)
         tensors = {"model": weights, "optimizer": state["state"]}  # DCP: for these keys, each rank
         dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards
         state["param_groups"] = others["param_groups"]
-        dcp_state.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     run.start(model, optimizer, scheduler, others)
 
 
@@ -104,14 +106,15 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -133,18 +136,17 @@ def main():
     run = common.Run(args, device, train_loader)
     # Not the default group: the thread's collectives must not mix with those of training.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))  # DCP: its own
-    load(run, model, optimizer, scheduler, group)
+    resume_or_exit(run, model, optimizer, scheduler, group)
     writing = None
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            logits = model(images)  # FSDP: all-gathers each block
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = model(inputs)  # FSDP: all-gathers each block
+            loss = train_set.loss(logits, labels)
             loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -152,17 +154,18 @@ def main():
             scheduler.step()
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
+                writing = save_then_exit_if_asked(run, model, optimizer, group, writing)
 
         # 6. Evaluate
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        writing = save(run, model, optimizer, group, writing)  # DCP: this rank's shards
+        writing = save_then_exit_if_asked(run, model, optimizer, group, writing)
 
     # 7. Save and report
-    whole = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=whole)  # FSDP: on the CPU of rank 0
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
+    whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = sd.get_model_state_dict(model, options=whole)  # FSDP: on the CPU of rank 0
     if rank == 0:
         common.save_model(args, weights)
     run.finish(model, optimizer)

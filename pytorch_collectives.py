@@ -116,7 +116,8 @@ LESSONS = [
 
 def show(lesson, device: torch.device) -> None:
     """Run a collective, and print every rank's numbers before and after."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     n = 4 if 4 % world_size == 0 else world_size  # so that they can be split evenly
     numbers = torch.arange(1, n + 1, device=device) + 10 * rank
     before = numbers.tolist()
@@ -158,7 +159,9 @@ def operations(whole: Tensor, part: Tensor) -> dict:
     Args:
         whole: the message; ``part`` is one rank's part of it.
     """
-    rank, n, other = dist.get_rank(), dist.get_world_size(), torch.empty_like(whole)
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    other = torch.empty_like(whole)
 
     def send_and_receive():
         if rank == 0:
@@ -179,7 +182,8 @@ def operations(whole: Tensor, part: Tensor) -> dict:
 def seconds_of(operation, repeats: int, device: torch.device) -> float:
     """Median over repeats of the time of the slowest rank. On a GPU that of one in a queue of
     calls, without the time to launch it and to wait for the GPU."""
-    seconds, calls = [], 20 if device.type == "cuda" else 1
+    seconds = []
+    calls = 20 if device.type == "cuda" else 1
     for _ in range(2 + repeats):
         dist.barrier()
         started = time.perf_counter()
@@ -196,7 +200,8 @@ def seconds_of(operation, repeats: int, device: torch.device) -> float:
 def fit(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
     """Fit seconds = latency + size / bandwidth (in seconds and bytes per second), by least squares
     of the relative errors."""
-    sizes, seconds = np.array(sizes), np.array(seconds)
+    sizes = np.array(sizes)
+    seconds = np.array(seconds)
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
     (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
     return latency, 1 / per_byte
@@ -209,10 +214,12 @@ def sweep(device: torch.device, largest: int, folder: Path) -> None:
         largest: bytes of a message.
         folder: where ``collectives.json`` goes.
     """
-    n, found = dist.get_world_size(), {}
+    n = dist.get_world_size()
+    found = {}
     common.print0(f"{'':16} {'KiB':>7} {'us':>9} {'algorithm, GB/s':>16} {'bus, GB/s':>10}")
     for name in operations(*[torch.zeros(n, device=device)] * 2):
-        rows, size = [], 4096
+        rows = []
+        size = 4096
         while size <= largest:
             part = torch.zeros(size // 4 // n, device=device)  # 4 bytes per element
             whole = torch.zeros(n * len(part), device=device)
@@ -289,7 +296,8 @@ def say(message: str) -> None:
 def show_mistake(args, device: torch.device, store: dist.Store) -> NoReturn:
     """Run --break and print what happens. The process group is unusable afterwards, so all ranks
     exit without destroying it, once the last one has reported to the store that it is done."""
-    mistake, numbers = MISTAKES[args.mistake], torch.arange(1, 5, device=device)
+    mistake = MISTAKES[args.mistake]
+    numbers = torch.arange(1, 5, device=device)
     numbers += 10 * dist.get_rank()
     common.print0(f"{mistake.__name__}: {' '.join(mistake.__doc__.split())}")
     started = time.monotonic()
@@ -321,7 +329,8 @@ def main():
     parser = common.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flag, instead = parser.add_argument, parser.add_mutually_exclusive_group()
+    flag = parser.add_argument
+    instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--sweep", action="store_true", help="measure the time of each collective by message size"
     )
@@ -362,7 +371,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.print0(f"pytorch_collectives: {world_size} x {device.type} ({dist.get_backend()})")
 
     # 2. Show, time or break the collectives

@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
@@ -50,7 +49,8 @@ def main():
         timeout=timedelta(seconds=args.timeout),  # DDP: how long ranks wait for each other
         device_id=device if device.type == "cuda" else None,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -59,10 +59,10 @@ def main():
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
     if args.accumulate > batch_size:
         common.fail(
-            f"--accumulate {args.accumulate}: a rank has {batch_size} images per step; use a "
+            f"--accumulate {args.accumulate}: a rank has {batch_size} samples per step; use a "
             f"larger --batch-size, or --accumulate {batch_size}"
         )
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -82,24 +82,24 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
 
     # 5. Train
     for epoch in run.epochs_left():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
-        for images, labels in run.batches(train_loader, epoch):
+        for inputs, labels in run.batches(train_loader, epoch):
             # accumulate: zeros, not None: gradients add up in DDP's buckets, not in a second copy
             optimizer.zero_grad(set_to_none=False)  # otherwise gradients would accumulate
             batch_loss = 0
-            images_of, labels_of = (t.tensor_split(args.accumulate) for t in (images, labels))
+            inputs_of = inputs.tensor_split(args.accumulate)
+            labels_of = labels.tensor_split(args.accumulate)
             for part in range(args.accumulate):
                 # accumulate: around forward AND backward, or DDP averages after every micro-batch
                 last = part == args.accumulate - 1
                 with contextlib.nullcontext() if last else model.no_sync():
-                    logits = model(images_of[part])
-                    loss = F.cross_entropy(logits.flatten(0, -2), labels_of[part].flatten())
-                    loss *= train_set.weight(labels_of[part])
+                    logits = model(inputs_of[part])
+                    loss = train_set.loss(logits, labels_of[part])
                     loss *= len(labels_of[part]) / len(labels)  # accumulate: a part may be shorter
                     loss.backward()  # DDP: averages the gradients, in the last micro-batch
                 batch_loss += loss.detach()
@@ -109,15 +109,16 @@ def main():
             scheduler.step()
             run.log(batch_loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         for buffer in model.module.buffers():
-            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+            dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model.module, eval_loader, device))  # DDP: on every rank
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.module.state_dict())
     run.finish(model, optimizer)

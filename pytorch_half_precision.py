@@ -17,7 +17,6 @@ Sends       nothing.
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -55,16 +54,19 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     if args.master_weights:  # half: model keeps the fp32 weights, and half_model computes
-        half_model, loss_scale = half_copy(model, dtype), args.loss_scale
+        half_model = half_copy(model, dtype)
+        loss_scale = args.loss_scale
         pairs = list(zip(model.parameters(), half_model.parameters(), strict=True))
     else:
-        half_model, loss_scale, pairs = to_half(model, dtype), 1, []  # half: the same object
+        half_model = to_half(model, dtype)  # half: the same object
+        loss_scale = 1
+        pairs = []
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume(model, optimizer, scheduler)
+    run.resume_or_exit(model, optimizer, scheduler)
     with torch.no_grad():
         for weight, half in pairs:
             half.copy_(weight)  # half: a snapshot may have changed them
@@ -74,11 +76,10 @@ def main():
         generator.manual_seed(args.seed + epoch)  # a new order every epoch
         model.train()
         half_model.train()
-        for images, labels in run.batches(train_loader, epoch, dtype):  # half: in this dtype
+        for inputs, labels in run.batches(train_loader, epoch, dtype):  # half: in this dtype
             half_model.zero_grad()  # otherwise gradients would accumulate
-            logits = half_model(images).float()  # half: the softmax needs fp32 precision
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-            loss *= train_set.weight(labels)  # chat: by tokens
+            logits = half_model(inputs).float()  # half: the softmax needs fp32 precision
+            loss = train_set.loss(logits, labels)
             (loss * loss_scale).backward()  # half: keeps gradients that float16 would round to 0
             for weight, half in pairs:
                 if half.grad is not None:
@@ -93,13 +94,14 @@ def main():
                     weight.grad = None  # half: fp32 gradients are needed only in this step
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                run.save(model, optimizer, scheduler)
+                run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
         run.report(common.evaluate(model, eval_loader, device))
-        run.save(model, optimizer, scheduler)
+        run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     common.save_model(args, model.state_dict())
     held = {"master_weights": model.parameters()} if args.master_weights else {}
     run.finish(half_model, optimizer, **held)

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent
 K = {"sgd": 4, "adamw": 8}  # bytes per fp32 parameter that the optimizer keeps
 IN_A_V = ("zbv", "dualpipev")  # schedules that put the first and the last stage on one rank
-Options, Bytes = Mapping[str, Any], dict[str, float]
+Options = Mapping[str, Any]
+Bytes = dict[str, float]
 
 
 class Decoder(NamedTuple):
@@ -70,9 +71,11 @@ def decoder(
     """A decoder of these sizes: a GPT, or with ``llama`` RMSNorm and no learned positions.
     ``tokens`` are those of the vocabulary; the global ``batch`` is in sequences; ``heads``: their
     number * width / ``width``; ``mlp``: weights of an MLP, or of an expert (default: a GPT's)."""
-    of_norm, mlp = (width if llama else 2 * width), mlp or 8 * width**2
+    of_norm = width if llama else 2 * width
+    mlp = mlp or 8 * width**2
     matrices = layers * (2 * width**2 * heads * (1 + kv) + max(1, experts) * mlp)
-    norms, positions = layers * (2 * of_norm + experts * width), 0 if llama else context
+    norms = layers * (2 * of_norm + experts * width)
+    positions = 0 if llama else context
     ends = width * (tokens + positions), of_norm, width * tokens
     more |= {"kv": kv, "heads": heads, "hidden": batch * context * width, "width": width}
     return Decoder(layers, matrices, layers * experts * mlp, norms, *ends, **more)
@@ -112,7 +115,10 @@ def gathered(n: int, o: Options, ends: float = 1) -> Bytes:
     """FSDP gathers blocks for forward and again for backward; of embedding and head the part
     ``ends`` again, unless they are tied; other parameters once. With ``shard``, gradients of shards
     are also averaged across the rows of the mesh."""
-    model, shards, size, again = o.get("decoder"), o.get("shard", n), in_half(o), 1
+    model = o.get("decoder")
+    shards = o.get("shard", n)
+    size = in_half(o)
+    again = 1
     if model:
         again -= (model.ends - ends * model.end_units) / model.whole
     sent = {"allgather": size * (1 + again) * others(shards), "reduce_scatter": 4 * others(shards)}
@@ -132,7 +138,8 @@ def zero(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 
 def zero_by_hand(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    kept, sent = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}, 4 * others(n)
+    kept = replicated(n, o) | {"optimizer": K[o["optimizer"]] / n}
+    sent = 4 * others(n)
     if o["stage"] == 1:
         return kept, averaged(n, o) | {"allgather": sent}
     return kept | {"gradients": 4 / n}, {"reduce_scatter": sent, "allgather": sent}
@@ -141,7 +148,9 @@ def zero_by_hand(n: int, o: Options) -> tuple[Bytes, Bytes]:
 def deepspeed(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Stage 3 gathers only once what a small model has: see the script."""
     config = json.loads((ROOT / o["deepspeed_config"]).read_text())
-    kept, sent, stage = replicated(n, o), averaged(n, o), config["zero_optimization"]["stage"]
+    kept = replicated(n, o)
+    sent = averaged(n, o)
+    stage = config["zero_optimization"]["stage"]
     if stage:
         kept |= {"gradients": 4 / n, "optimizer": K[o["optimizer"]] / n, "fp32_copy": 4 / n}
         sent |= {"allgather": 4 * others(n)}
@@ -167,7 +176,9 @@ def muon(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 def lora(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Adapters of layers of the attention; all else is gathered as by FSDP, and never reduced."""
-    d, size, kv = o["decoder"], in_half(o), ("key", "value")
+    d = o["decoder"]
+    size = in_half(o)
+    kv = ("key", "value")
     widths = [1 + d.heads * (d.kv if name in kv else 1) for name in o["targets"].split(",")]
     share = d.layers * o["rank"] * d.width * sum(widths) / d.whole
     kept = {"parameters": size + 4 * share, "gradients": 4 * share}
@@ -188,7 +199,9 @@ def context_parallel(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """Every dimension of pytorch_ND_parallel.py; its flags, or 1. ``by_vocabulary``: the ends."""
-    d, tp, pp = o["decoder"], o.get("tp", 1), o.get("pp", 1)
+    d = o["decoder"]
+    tp = o.get("tp", 1)
+    pp = o.get("pp", 1)
     split = tp if o.get("sequence_parallel") else 1
     ends = (d.ends - d.last_norm) / split + d.last_norm
     ends -= (d.ends - d.last_norm - d.first + d.head) * others(tp) * o.get("by_vocabulary", 0)
@@ -201,12 +214,21 @@ def mesh(n: int, o: Options) -> tuple[Bytes, Bytes]:
 def by_dimension(o: Options) -> dict[str, Counter]:
     """What a rank sends per parameter of the whole model, by dimension of the mesh (tp, cp, ep, pp,
     shard, replicate), and by collective. The ranks of ep are among those of shard and cp."""
-    d, tp, pp, cp = o["decoder"], o.get("tp", 1), o.get("pp", 1), o.get("cp", 1)
+    d = o["decoder"]
+    tp = o.get("tp", 1)
+    pp = o.get("pp", 1)
+    cp = o.get("cp", 1)
     size = o.get("size") or in_half(o)
-    replicate, shards, ep = o.get("dp_replicate", 1), o.get("dp_shard", 1) * cp, o.get("ep") or 1
-    sequence, ac = o.get("sequence_parallel"), o.get("ac") or "none"
-    again, moved = 2 * (ac == "full"), 2 * (ac != "none")  # collectives; sends, and to experts
-    split, parts, layers = (tp if sequence else 1), o.get("accumulate", 1), d.layers / pp
+    replicate = o.get("dp_replicate", 1)
+    shards = o.get("dp_shard", 1) * cp
+    ep = o.get("ep") or 1
+    sequence = o.get("sequence_parallel")
+    ac = o.get("ac") or "none"
+    again = 2 * (ac == "full")  # times that collectives are repeated in backward
+    moved = 2 * (ac != "none")  # times that messages, also to experts, are
+    split = tp if sequence else 1
+    parts = o.get("accumulate", 1)
+    layers = d.layers / pp
     hidden = size * d.hidden / replicate / shards  # of this rank's positions, all micro-batches
     found = defaultdict(Counter)
     each = (8 + 2 * again) * layers + 4 * o.get("by_vocabulary", 0)
@@ -230,9 +252,11 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         found["pp"]["allreduce"] = 8 * d.head / shards / pp
     # FSDP gathers units again for backward if they were freed, what is in none of them once. Of the
     # experts, a rank gathers those that it has, from fewer ranks.
-    blocks, experts = (d.matrices / tp + d.norms) / pp, d.experts / tp / pp
+    blocks = (d.matrices / tp + d.norms) / pp
+    experts = d.experts / tp / pp
     ends = ((d.ends - d.last_norm) / split + d.last_norm) / pp
-    free, held = o.get("reshard_after_forward", pp == 1), o.get("keep_last", 0) / d.layers
+    free = o.get("reshard_after_forward", pp == 1)
+    held = o.get("keep_last", 0) / d.layers
     for units, once, n in ((blocks - experts, ends, shards), (experts / ep, 0, shards / ep)):
         freed = units * (1 - held) + (d.end_units / split / pp if once else 0)
         gathers = (units + once) * others(n) + freed * others(n if free is True else free or 1)
@@ -240,7 +264,10 @@ def by_dimension(o: Options) -> dict[str, Counter]:
         scatters = 4 * (units + once) * others(n) * parts
         found["shard"] += Counter(allgather=gathers, reduce_scatter=scatters)
     found["replicate"] = Counter(allreduce=8 * (blocks + ends) / shards * others(replicate) * parts)
-    return {name: Counter({k: v / d.whole for k, v in c.items() if v}) for name, c in found.items()}
+    per_parameter = {}
+    for name, values in found.items():
+        per_parameter[name] = Counter({key: v / d.whole for key, v in values.items() if v})
+    return per_parameter
 
 
 def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Callable, Callable]:
@@ -249,10 +276,23 @@ def both(formula: Callable, dimensions: Callable = lambda n, o: {}) -> tuple[Cal
 
 
 class Case(NamedTuple):
-    """Flags of a script that are proven, and maybe predicted, separately. Traits: full (proven only
-    for the proof); sgd (the optimizer of the usual test); same_bits (a stop or a kill loses no bit;
-    ``stopped``, ``killed``: tested always); tied, llama (also proven with such a model); rounds;
-    estimated (in estimate.py's table); alone (also on one GPU)."""
+    """Flags of a script that are proven, and maybe predicted, separately. Its traits:
+
+    full       proven only for the proof
+    branch     computes by a branch of its own: the usual tests prove it beside the first case
+    sgd        the usual test trains with SGD, and not with AdamW
+    tied       also proven with a token embedding that is the head
+    splits     embedding and head are on different ranks, or in shards: tied is proven usually
+    llama      also proven with a Llama, by the usual tests unless it is the first case
+    rounds     computes in lower precision
+    scaled     also proven in float16, with a scaled loss
+    stopped    the usual tests stop it, and its weights are those of a run that nobody stopped
+    stopped_twice  the same, with two stops in an epoch
+    stopped_last   the same, with a stop in the last step
+    killed     the same, with a kill while a snapshot may be written
+    estimated  in the table of estimate.py
+    alone      in this table also on one GPU
+    """
 
     flags: str
     ranks: tuple[int, ...]  # that are proven: the first always, all for the proof
@@ -260,8 +300,23 @@ class Case(NamedTuple):
 
 
 class Technique(NamedTuple):
-    """A row. Traits: one_process; own_launcher (not torchrun); needs_gpt; rounds (computes in lower
-    precision); differs (other weights by design); unclipped (refuses --clip-grad); no_training."""
+    """A row. Its traits:
+
+    one_process   one process trains, without a launcher
+    needs_gpt     trains language models only
+    rounds        computes in lower precision in each case
+    differs       ends with other weights than one process by design
+    unclipped     refuses --clip-grad
+    no_training   is no training script
+    saved_alike   saves and resumes with the same code as another row, whose usual tests suffice
+    loaded_alike  loads --weights with the same code as another row, whose usual test suffices
+    resumed_alike  resumes to the same bits if another row does: the usual test resumes it only on
+                  another number of ranks
+    by_parameter  goes through the parameters itself: usual tests freeze some, which it leaves alone
+    whole         its ranks compute the same activations, so dropout has one seed for all of them
+    images        treats images in a way of its own, in which the usual tests train them, too
+    own_files     resumes from files that no other script writes
+    """
 
     script: str  # without .py
     parent: str  # name of the script that it is a diff against; for a library, that it equals
@@ -289,114 +344,134 @@ def row(script, parent, course, keeps, sends, *cases, traits="", **more) -> Tech
 COURSE = ("One GPU", "Data parallelism", "Memory", "Model parallelism")
 COURSE += ("Fine-tuning and inference", "Precision and optimizers", "Under the hood")
 ONE, DDP, FIT, MODEL, TUNE, PRECISION, HOOD = COURSE
-LIBRARY, SCHEDULE = "Libraries", "--pipeline-schedule {}".format
-BFLOAT16, STAGE = "--dtype bfloat16", "--deepspeed_config config/zero_stage{}_config.json".format
-DATA, FSDP = (replicated, averaged), (sharded, gathered)
+LIBRARY = "Libraries"
+SCHEDULE = "--pipeline-schedule {}".format
+BFLOAT16 = "--dtype bfloat16"
+STAGE = "--deepspeed_config config/zero_stage{}_config.json".format
+DATA = (replicated, averaged)
+FSDP = (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 LESSONS = [
     row("pytorch_SingleGPU", "", ONE, replicated, nothing,
-        case("", 1, traits="same_bits killed estimated alone"), traits="one_process"),
+        case("", 1, traits="stopped_twice estimated alone"), traits="one_process loaded_alike"),
     row("pytorch_DP", "SingleGPU", DDP, replicated, nothing,
-        case("", 1, traits="full estimated"), traits="one_process"),
+        case("", 1, traits="full estimated"), traits="one_process saved_alike"),
     row("pytorch_DDP", "SingleGPU", DDP, *DATA,
-        case("", 2, traits="full estimated"), traits="own_launcher"),
+        case("", 2, traits="full estimated"), traits="saved_alike"),
     row("pytorch_torchrun_DDP", "DDP", DDP, *DATA,
-        case("", 2, 1, 3, 4, traits="same_bits killed estimated tied llama")),
+        case("", 2, 1, 3, 4, traits="estimated tied llama"), traits="loaded_alike images"),
     row("pytorch_gradient_accumulation", "torchrun_DDP", DDP, *DATA,
-        case("--accumulate 4", 4, 2, traits="estimated alone")),
+        case("--accumulate 4", 4, 2, traits="estimated alone"), traits="saved_alike"),
     row("pytorch_comm_hooks", "torchrun_DDP", DDP, replicated,
         lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
-        case("--comm-hook bf16", 2, 4, traits="estimated"), case("--comm-hook fp16", 2),
-        case("--comm-hook powersgd", 2), traits="rounds"),  # its size: by each matrix's shape
+        case("--comm-hook bf16", 2, 4, traits="estimated"),
+        case("--comm-hook fp16", 2, traits="branch"),
+        case("--comm-hook powersgd", 2, traits="branch"),  # its size: by each matrix's shape
+        traits="rounds saved_alike"),
     row("pytorch_LocalSGD", "torchrun_DDP", DDP, *both(local), case(traits="estimated"),
-        case("--sync-every 3 --outer-momentum 0.9", 2), traits="differs", shows=("CommonWeights",)),
-    row("pytorch_compile", "torchrun_DDP", DDP, *DATA, case("--blocks", 2, traits="same_bits"),
+        case("--sync-every 3 --outer-momentum 0.9", 2, traits="killed"), traits="differs",
+        shows=("CommonWeights",)),
+    row("pytorch_compile", "torchrun_DDP", DDP, *DATA, case("--blocks", 2),
         unpredicted="the compiler chooses what is saved for backward"),
     row("pytorch_DDP_ZeRO", "torchrun_DDP", FIT, *both(zero),
-        case("--use_zero", 3, 1, 2, 4, traits="same_bits estimated tied")),
+        case("--use_zero", 3, 1, 2, 4, traits="estimated tied"),
+        traits="loaded_alike resumed_alike"),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
-        case("", 3, 1, 2, 4, traits="same_bits stopped killed estimated tied llama"), HALF),
-    row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2, traits="same_bits"),
-        case("--shard 8", 16, traits="full estimated")),
-    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone")),
+        case("", 3, 1, 2, 4, traits="killed estimated tied llama"), HALF, traits="images"),
+    row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2),
+        case("--shard 8", 16, traits="full estimated"),
+        case(f"{BFLOAT16} --shard 2", 2, traits="rounds"), traits="saved_alike"),
+    row("pytorch_FSDP_offload", "FSDP", FIT, *FSDP, case("", 2, 1, traits="estimated alone"),
+        case(BFLOAT16, 2, traits="rounds"), traits="saved_alike"),
     row("pytorch_activation_checkpointing", "torchrun_DDP", FIT, *DATA,
         case("", 2, 1, traits="estimated alone"), case("--selective", 2),
-        case("--offload", 2, traits="estimated alone")),
+        case("--offload", 2, traits="estimated alone"), traits="saved_alike"),
     row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
-        case("", 3, 1, 2, 4, traits="same_bits estimated tied llama"),
-        case("--fused", 2, 1, 3, 4), HALF, traits="needs_gpt"),
+        case("", 3, 1, 2, 4, traits="estimated tied llama"),
+        case("--fused", 2, 1, 3, 4, traits="branch"), HALF, traits="needs_gpt resumed_alike"),
     row("pytorch_optimizer_in_backward", "FSDP", FIT, lambda n, o: sharded(n, o) | {"gradients": 0},
-        gathered, case("", 3, 1, 2, 4, traits="same_bits killed estimated alone tied llama"), HALF,
-        traits="unclipped"),
+        gathered, case("", 3, 1, 2, 4, traits="killed estimated alone tied llama"), HALF,
+        traits="unclipped by_parameter"),
     row("pytorch_checkpoint", "FSDP", FIT, *FSDP, case("", 2, 3),
-        case("--async-save", 2, traits="same_bits stopped"),
+        case("--async-save", 2, traits="stopped"), traits="loaded_alike own_files",
         unpredicted="its step takes what FSDP's takes"),
     row("pytorch_DeepSpeed", "torchrun_DDP", FIT, *both(deepspeed),
         *(case(STAGE(stage), 2, 1, 4, traits="estimated alone") for stage in (2, 3)),
-        case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4), traits="own_launcher"),
+        case(STAGE(0), 2, 1, 4), case(STAGE(1), 2, 1, 4)),
     row("pytorch_TP", "torchrun_DDP", MODEL,
         *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),  # gradients' sums are in fp32
         case("", 3, 2, 4, traits="sgd estimated llama"),
-        case("--sequence-parallel", 2, 3, 4, traits="same_bits stopped tied llama"), HALF,
-        traits="needs_gpt"),
+        case("--sequence-parallel", 2, 3, 4, traits="stopped tied splits llama"), HALF,
+        traits="needs_gpt by_parameter whole"),
     row("pytorch_FSDP_TP", "TP", MODEL, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
-        case("--tp 2", 4, 2, traits="same_bits estimated"), case("--tp 1", 2, traits="full"),
+        case("--tp 2", 4, 2, traits="estimated"), case("--tp 1", 2, traits="full"),
         case("--tp 2 --sequence-parallel", 4, traits="llama"), case("--tp 3", 3, traits="full"),
-        case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"), traits="needs_gpt"),
+        case(f"--tp 2 --sequence-parallel {BFLOAT16}", 4, traits="rounds"),
+        traits="needs_gpt saved_alike whole"),
     row("pytorch_PP", "torchrun_DDP", MODEL, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
-        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd same_bits tied estimated"),
+        case(SCHEDULE("1f1b"), 3, 1, 2, 4, traits="sgd tied splits estimated"),
         case(SCHEDULE("gpipe"), 2, 1, 3, 4), case(SCHEDULE("interleaved"), 2, 1, 3, 4),
-        case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="same_bits stopped tied llama"),
-        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), HALF, traits="needs_gpt"),
+        case(SCHEDULE("zbv"), 3, 1, 2, 4, traits="stopped tied llama"),
+        case(SCHEDULE("dualpipev"), 2, 1, 3, 4), HALF, traits="needs_gpt by_parameter"),
     row("pytorch_CP", "torchrun_DDP", MODEL, *both(context_parallel),
-        case("--attention ring", 3, 1, 2, 4, traits="sgd same_bits llama estimated"),
-        case("--attention allgather", 2, 1, 3, 4, traits="llama"),
-        case("--attention ulysses", 3, 1, 2, 4, traits="llama"), HALF, traits="needs_gpt"),
+        case("--attention ring", 3, 1, 2, 4, traits="sgd llama estimated"),
+        case("--attention allgather", 2, 1, 3, 4, traits="branch llama"),
+        case("--attention ulysses", 3, 1, 2, 4, traits="branch llama"), HALF,
+        traits="needs_gpt saved_alike"),
     row("pytorch_EP", "FSDP", MODEL,
         *both(mesh, lambda n, o: {"dp_shard": n, "ep": o.get("ep") or n}),
         case("--experts 6", 3, 2), case("--ep 2 --experts 8 --top-k 2", 4, traits="estimated"),
-        case("--experts 4 --balance 0", 2, 4, traits="sgd same_bits stopped llama"),
+        case("--experts 4 --balance 0", 2, 4, traits="branch sgd stopped llama"),
         case("--ep 2 --experts 4 --balance bias", 4, 2),
-        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"), traits="needs_gpt"),
+        case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"),
+        traits="needs_gpt loaded_alike by_parameter"),
     row("pytorch_ND_parallel", "FSDP_TP", MODEL, *both(mesh), case("--dp-shard 2 --tp 2", 4),
-        case("--tp 2 --pp 2", 4, traits="same_bits"), *(case(flags, 4) for flags in (
+        case("--tp 2 --pp 2", 4), *(case(flags, 4) for flags in (
             "--pp 2 --cp 2", "--dp-replicate 2 --dp-shard 2 --ac full", "--keep-last --prefetch 2",
             "--reshard-after-forward 2 --prefetch 1", "--reshard-after-forward no",
             "--ep 2 --experts 8 --top-k 2", "--ep 2 --tp 2 --experts 4 --balance bias",
             "--ep 2 --pp 2 --experts 4 --balance 0", "--ep 4 --cp 2 --experts 4 --ac full")),
-        case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"), traits="needs_gpt"),
+        case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"),
+        traits="needs_gpt resumed_alike by_parameter"),
     row("pytorch_LoRA", "FSDP", TUNE, *both(lora),
-        case("", 2, 1, 3, 4, traits="same_bits stopped killed estimated tied llama"), HALF,
-        traits="needs_gpt"),
+        case("", 2, 1, 3, 4, traits="stopped estimated tied llama"), HALF,
+        traits="needs_gpt own_files"),
     row("pytorch_half_precision", "SingleGPU", PRECISION, half_precision, nothing,
-        case(BFLOAT16, 1, traits="estimated alone"), case(f"{BFLOAT16} --master-weights", 1),
-        traits="one_process rounds"),
+        case(BFLOAT16, 1, traits="estimated alone"),
+        case(f"{BFLOAT16} --master-weights", 1, traits="branch scaled"),
+        traits="one_process rounds by_parameter images"),
     row("pytorch_auto_mixed_precision", "SingleGPU", PRECISION, replicated, nothing,
-        case(BFLOAT16, 1, traits="estimated alone"), traits="one_process rounds"),
-    row("pytorch_DDP_AMP", "torchrun_DDP", PRECISION, *DATA, case(BFLOAT16, 2, traits="estimated"),
-        traits="rounds"),
+        case(BFLOAT16, 1, traits="estimated alone scaled"),
+        traits="one_process rounds loaded_alike"),
+    row("pytorch_DDP_AMP", "torchrun_DDP", PRECISION, *DATA,
+        case(BFLOAT16, 2, traits="estimated scaled"), traits="rounds saved_alike"),
     row("pytorch_float8", "FSDP", PRECISION, sharded,
-        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(), traits="needs_gpt rounds",
+        lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(),
+        traits="needs_gpt rounds saved_alike",
         unpredicted="without a GPU, float8 is emulated with other tensors"),
     row("pytorch_Muon", "FSDP", PRECISION, *both(muon),
-        case("", 3, 1, 2, 4, traits="same_bits estimated"), HALF, traits="needs_gpt"),
+        case("", 3, 1, 2, 4, traits="estimated"), HALF,
+        traits="needs_gpt loaded_alike by_parameter"),
     row("pytorch_collectives", "", HOOD, nothing, nothing, case(), traits="no_training"),
     row("pytorch_DTensor", "", HOOD, nothing, nothing, case("", 4), traits="no_training"),
     row("pytorch_DDP_by_hand", "SingleGPU", HOOD, *DATA,
-        case("", 2, 1, 3, 4, traits="estimated"), shows=("Bucket",)),
+        case("", 2, 1, 3, 4, traits="estimated"), traits="saved_alike by_parameter",
+        shows=("Bucket",)),
     row("pytorch_ZeRO_by_hand", "DDP_by_hand", HOOD, *both(zero_by_hand), case("", 2, 1, 3, 4),
-        case("--stage 2", 3, 1, 2, 4, traits="same_bits estimated"), shows=("send", "gather")),
+        case("--stage 2", 3, 1, 2, 4, traits="branch estimated"),
+        traits="loaded_alike resumed_alike by_parameter", shows=("send", "gather")),
     row("pytorch_FSDP_by_hand", "ZeRO_by_hand", HOOD, sharded,
         lambda n, o: {"allgather": 8 * others(n), "reduce_scatter": 4 * others(n)},
-        case("", 3, 1, 2, 4, traits="same_bits tied llama estimated"),
-        shows=("gather", "free", "after_forward")),
+        case("", 3, 1, 2, 4, traits="stopped_last tied llama estimated"),
+        traits="by_parameter images", shows=("gather", "free", "after_forward")),
     row("pytorch_TP_by_hand", "torchrun_DDP", HOOD,
         *both(mesh, lambda n, o: {"tp": n, "by_vocabulary": 1}),
-        case("", 3, 2, 4, traits="same_bits stopped tied llama estimated"),
-        shows=("Copy", "Sum"), traits="needs_gpt"),
+        case("", 3, 2, 4, traits="stopped tied llama estimated"),
+        traits="needs_gpt saved_alike by_parameter whole", shows=("Copy", "Sum")),
     row("pytorch_PP_by_hand", "PP", HOOD, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
-        case("", 4, 1, 2, 3, traits="sgd same_bits killed tied estimated"),
-        case("--pipeline-schedule gpipe", 2, 3), traits="needs_gpt", shows=("backward", "step")),
+        case("", 4, 1, 2, 3, traits="sgd killed tied estimated"),
+        case("--pipeline-schedule gpipe", 2, 3), traits="needs_gpt by_parameter",
+        shows=("backward", "step")),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Fabric", "torchrun_DDP", LIBRARY, *DATA, case()),
     row("lightning_Trainer", "torchrun_DDP", LIBRARY, *both(lightning), case(),

@@ -28,7 +28,8 @@ class Steps:
     """Trainer: used as the DataLoader, with all steps as one epoch."""
 
     def __init__(self, batches: Iterator[dict], length: int):
-        self.batches, self.length = batches, length
+        self.batches = batches
+        self.length = length
 
     def __iter__(self) -> Iterator[dict]:
         return self.batches
@@ -48,9 +49,10 @@ class Trainer(transformers.Trainer):
         return self.steps
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(inputs["images"])
-        loss = F.cross_entropy(logits.flatten(0, -2), inputs["targets"].flatten())
-        self.loss = loss * inputs["weight"]
+        logits = model(inputs["inputs"])
+        labels = inputs["targets"]
+        total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        self.loss = total / labels.numel() / inputs["density"]
         return self.loss
 
 
@@ -79,14 +81,15 @@ def main():
         report_to="none",
         disable_tqdm=True,
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # DDP: ranks 0 to world_size - 1
+    rank = dist.get_rank()  # DDP: from 0 to world_size - 1
+    world_size = dist.get_world_size()
     common.announce(args, device)
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
-    # DDP: the same order on all ranks; rank r of N takes every N-th image, beginning with the r-th
+    # DDP: the same order on all ranks; rank r of N takes every N-th sample, beginning with the r-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling
@@ -104,22 +107,21 @@ def main():
     def batches():
         ddp = trainer.model_wrapped  # Trainer: has wrapped the model by now
         ddp.broadcast_buffers = False  # DDP: broadcast before evaluation, not at every step
-        run.resume(ddp, optimizer, scheduler)
+        run.resume_or_exit(ddp, optimizer, scheduler)
         for epoch in run.epochs_left():
             sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
-            for images, labels in run.batches(train_loader, epoch):
-                weight = train_set.weight(labels)
-                # Trainer: returns after the step
-                yield {"images": images, "targets": labels, "weight": weight}
+            for inputs, labels in run.batches(train_loader, epoch):
+                batch = {"inputs": inputs, "targets": labels, "density": train_set.density}
+                yield batch  # Trainer: returns after the step
                 run.log(trainer.loss)  # copied from the device only when it is printed
                 if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                    run.save(model, optimizer, scheduler)
+                    run.save_then_exit_if_asked(model, optimizer, scheduler)
 
             # 6. Evaluate
             for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different images on each rank
+                dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
             run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-            run.save(model, optimizer, scheduler)
+            run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     transformers.logging.set_verbosity_error()  # Trainer: warns of a run without steps
     gpus = [device] if device.type == "cuda" else []
@@ -143,6 +145,7 @@ def main():
     trainer.train()
 
     # 7. Save and report
+    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.state_dict())
     # Trainer: frees the gradients after each step; they are as large as the parameters

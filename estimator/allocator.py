@@ -30,13 +30,15 @@ class Allocator:
 
     def take(self, number: int, size: int, stream: int = 0) -> None:
         pool = stream, size <= MIB
-        free, end = self.free[pool], self.ends[pool]
+        free = self.free[pool]
+        end = self.ends[pool]
         fit = free[bisect.bisect_left(free, (size, 0, 0)) :]
         fit = [block for block in fit[:2] if not end or block[0] + block[2] < end] or fit
         block, segment, address = fit[0] if fit else self.grow(pool, size)
         if fit:
             free.remove(fit[0])
-        if block - size > (0 if pool[1] or self.expandable else MIB):
+        wasted = 0 if pool[1] or self.expandable else MIB  # at most this, by not splitting a block
+        if block - size > wasted:
             bisect.insort(free, (block - size, segment, address + size))
             block = size
         self.taken[number] = pool, block, segment, address
@@ -44,10 +46,15 @@ class Allocator:
 
     def grow(self, pool: tuple[int, bool], size: int) -> tuple[int, int, int]:
         """A new block: its size, segment and address."""
-        small, end = pool[1], self.ends[pool]
+        _, small = pool
+        end = self.ends[pool]
         if not self.expandable:
-            rounded = -(-size // (2 * MIB)) * 2 * MIB
-            block = 2 * MIB if small else 20 * MIB if size < 10 * MIB else rounded
+            if small:
+                block = 2 * MIB
+            elif size < 10 * MIB:
+                block = 20 * MIB
+            else:
+                block = -(-size // (2 * MIB)) * 2 * MIB
             self.segments += 1
             self.reserved += block
             return block, self.segments, 0
@@ -68,7 +75,8 @@ class Allocator:
         for other in [block for block in free if block[1] == segment]:
             if other[2] + other[0] == address or address + size == other[2]:
                 free.remove(other)
-                size, address = size + other[0], min(address, other[2])
+                size += other[0]
+                address = min(address, other[2])
         bisect.insort(free, (size, segment, address))
 
 
@@ -81,7 +89,10 @@ def replay(
     Args:
         moments: each as the number of changes that ``live`` had counted by then.
     """
-    allocator, sizes, highest, found = Allocator(expandable), {}, 0, {}
+    allocator = Allocator(expandable)
+    sizes = {}
+    highest = 0
+    found = {}
     for count, (number, more) in enumerate(live.changes, 1):
         sizes[number] = sizes.get(number, 0) + more
         if number in allocator.taken:  # freed or resized

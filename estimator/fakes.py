@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +26,8 @@ SHAPES = torch.library.Library("aten", "IMPL", "Meta")
 
 def stand_in_for_ranks() -> None:
     """Use PyTorch's fake process group, which never communicates."""
-    init, all_reduce = dist.init_process_group, dist.all_reduce
+    init = dist.init_process_group
+    all_reduce = dist.all_reduce
     begin = DistributedDataParallel._lazy_init
 
     def init_process_group(*_, **__):
@@ -50,13 +51,14 @@ def stand_in_for_ranks() -> None:
             ddp.register_comm_hook(None, answered)
         begin(ddp)
 
-    dist.init_process_group, dist.all_reduce = init_process_group, answered_all_reduce
+    dist.init_process_group = init_process_group
+    dist.all_reduce = answered_all_reduce
     stand_in_for_meshes()
     # The real function returns its argument, but a copy for fake tensors.
     functional.wait_tensor = lambda tensor: tensor
     DistributedDataParallel._lazy_init = begin_with_hook
     # Rank 0's weights are broadcast before training; messages between ranks have no data.
-    dcp.set_model_state_dict = lambda *_, **__: None
+    sd.set_model_state_dict = lambda *_, **__: None
     distributed._verify_param_shape_across_processes = lambda *_: None
     distributed._sync_module_states = lambda *_, **__: None
     # In its second step DDP makes buckets of 1 and then 25 MiB, in an order read from a tensor.
@@ -101,8 +103,14 @@ def stand_in_for_numbers() -> None:
 def grouped_product(a, b, offs=None, bias=None, out_dtype=None):
     """The result of ``F.grouped_mm``. Its own rule for fake tensors refuses float32, which GPUs and
     CPUs multiply by one expert after the other."""
-    groups = [len(offs)] if a.ndim == b.ndim == 2 else [len(a)] if a.ndim == b.ndim == 3 else []
-    dtype, width = out_dtype or a.dtype, b.shape[-1]
+    if a.ndim == b.ndim == 2:
+        groups = [len(offs)]
+    elif a.ndim == b.ndim == 3:
+        groups = [len(a)]
+    else:
+        groups = []
+    dtype = out_dtype or a.dtype
+    width = b.shape[-1]
     step = max(1, 16 // dtype.itemsize)  # rows are aligned to 16 bytes
     return a.new_empty(*groups, a.shape[-2], -(-width // step) * step, dtype=dtype)[..., :width]
 
@@ -110,7 +118,8 @@ def grouped_product(a, b, offs=None, bias=None, out_dtype=None):
 def stand_in_for_router(to_one: bool) -> None:
     """Choose how many tokens each expert gets: as many as every other, or the first one all.
     These are the numbers that :class:`MixtureOfExperts` and pytorch_EP.py read."""
-    forward, rows = MixtureOfExperts.forward, 0
+    forward = MixtureOfExperts.forward
+    rows = 0
 
     def begin(mixture, x, **padding):
         nonlocal rows
@@ -121,8 +130,12 @@ def stand_in_for_router(to_one: bool) -> None:
     def counts(tensor):  # [experts], or rows that are sent to each rank and received from it
         nonlocal rows
         n = tensor.shape[-1]
-        each = [rows * (i == 0) if to_one else (rows + i) // n for i in range(n)]
-        received = [rows] * n if to_one else each
+        if to_one:
+            each = [rows, *[0] * (n - 1)]
+            received = [rows] * n
+        else:
+            each = [(rows + i) // n for i in range(n)]
+            received = each
         rows = sum(received) if tensor.ndim == 2 else rows  # for the experts of this rank
         return [each, received] if tensor.ndim == 2 else each
 

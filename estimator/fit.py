@@ -1,6 +1,30 @@
 """Find the largest batch that fits in few trials: memory is about linear in the batch."""
 
-from collections.abc import Generator
+import contextlib
+from collections.abc import Callable, Generator
+from functools import partial
+
+from estimator import tables, techniques
+from estimator.techniques import Prediction, Setup
+
+
+def search(args, chosen: list[Setup], predict: Callable, at_once: int) -> list[Prediction]:
+    """The prediction for the largest batch of each setup that fits; of batch 0 if none does."""
+    found = [Prediction(setup, 0) for setup in chosen]
+    searches = [trials(tables.room_of(args)) for _ in chosen]
+    wanted = {i: next(search) for i, search in enumerate(searches)}
+    while wanted:
+        tasks = [partial(predict, chosen[i], chosen[i].unit * n) for i, n in wanted.items()]
+        predictions = zip(wanted, techniques.side_by_side(tasks, at_once), strict=True)
+        wanted = {}
+        for i, prediction in predictions:
+            failed = prediction.mistake
+            if failed or tables.fits(args, prediction):
+                found[i] = prediction
+            if not failed:
+                with contextlib.suppress(StopIteration):  # it is found
+                    wanted[i] = searches[i].send(prediction.peak)
+    return found
 
 
 def trials(memory: float) -> Generator[int, float, int]:

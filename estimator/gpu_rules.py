@@ -161,7 +161,8 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=
               enable_gqa=False):  # fmt: skip
     """Choose the first kernel that supports the inputs, by the order and the rules of PyTorch's
     ``sdp_utils.cpp`` for GPUs of compute capability 8.0 or more."""
-    width, is_half = q.shape[-1], q.dtype in HALF
+    width = q.shape[-1]
+    is_half = q.dtype in HALF
     same = q.ndim == 4 and q.dtype == k.dtype == v.dtype and width == k.shape[-1]
     if same and is_half and attn_mask is None and v.shape[-1] == width <= 256:
         padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (q, k, v)]

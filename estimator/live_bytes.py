@@ -28,7 +28,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, block: int = 512):
         super().__init__()
-        self.block, self.kind, self.counts = block, "parameters", True
+        self.block = block
+        self.kind = "parameters"
+        self.counts = True
         self.kinds: list[str] = []  # of each storage, by its number
         self.streams: list[int] = []  # likewise, of a GPU: FSDP communicates on its own
         self.changes: list[tuple[int, int]] = []  # number of a storage, and change in bytes
@@ -89,7 +91,9 @@ class LiveBytes(TorchDispatchMode):
         begins = [begin for begin, _ in self.phases]
         for begin, end in itertools.pairwise([*begins, len(self.changes)]):
             limits += [(begin + end) // 2, end]
-        now, total, found = collections.Counter(), 0, [(0, {})]
+        now = collections.Counter()
+        total = 0
+        found = [(0, {})]  # the highest total of each half, and its kinds
         for index, (number, size) in enumerate(self.changes):
             while len(found) < len(limits) and index >= limits[len(found) - 1]:
                 found.append((total, dict(now)))
@@ -101,7 +105,8 @@ class LiveBytes(TorchDispatchMode):
             if index >= self.begin - 1 and total > found[-1][0]:
                 found[-1] = total, dict(now)
         found += [(0, {})] * (len(limits) - len(found))
-        return [{kind: most.get(kind, 0) for kind in self.KINDS} for _, most in found]
+        none = dict.fromkeys(self.KINDS, 0)
+        return [none | most for _, most in found]
 
     # -------------------------------------------------------------------------- as a mode
 

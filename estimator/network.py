@@ -59,9 +59,11 @@ def measured_links(path: Path) -> dict[str, Link]:
     """The latency per hop of each measured collective, and its bandwidth."""
     try:
         found = json.loads(path.read_text())
-        n, links = found["ranks"], {}
+        n = found["ranks"]
+        links = {}
         for name, operation in found["operations"].items():
-            if (kind := name.replace("_", "")) in SHARES or (kind := name) in SHARES:
+            kind = name if name in SHARES else name.replace("_", "")
+            if kind in SHARES:
                 hops = SHARES[kind] * (n - 1)
                 links[kind] = Link(operation["latency"] / hops, operation["bandwidth"])
         links["reduce"] = links["scatter"] = links["broadcast"]
@@ -75,7 +77,9 @@ def measured_links(path: Path) -> dict[str, Link]:
 
 def seconds(message: Message, links: dict[str, Link]) -> float:
     """The time of one message, if nothing else is sent."""
-    n, link, rounds = message.ranks, links[message.kind], SHARES[message.kind]
+    n = message.ranks
+    link = links[message.kind]
+    rounds = SHARES[message.kind]
     if message.kind == "send":
         return link.latency + message.size / link.bandwidth
     if n == 1:
@@ -91,9 +95,10 @@ def between(few: list[Message], many: list[Message], n: int) -> list[Message]:
     """The messages of ``n`` ranks, from those of fewer and of more ranks: the same, but for the
     rows that pad a tensor to a multiple of the ranks, which grow about linearly; or one message for
     each rank, with a part of the same bytes."""
-    found, kinds = [], dict.fromkeys((m.kind, m.phase) for m in few)
-    for kind in kinds:
-        a, b = ([m for m in some if (m.kind, m.phase) == kind] for some in (few, many))
+    found = []
+    for kind, phase in dict.fromkeys((m.kind, m.phase) for m in few):
+        a = [m for m in few if m.kind == kind and m.phase == phase]
+        b = [m for m in many if m.kind == kind and m.phase == phase]
         part = (n - a[0].ranks) / (b[0].ranks - a[0].ranks)
         pairs = zip(a, b, strict=False)
         sizes = [one.size + part * (other.size - one.size) for one, other in pairs]

@@ -19,8 +19,9 @@ from jobs import contract, own
 from jobs.classifiers import LISTS, blocks_of
 from jobs.contract import Contract, batched, to_floating
 
-ROOT, PYTHON = Path(__file__).resolve().parents[1], Path(inspect.__file__).parent
-ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "remote")
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = Path(inspect.__file__).parent
+ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "parallel", "remote")
 NOT_OWN = [Path(torch.__file__).parent, *(ROOT / room for room in ROOMS)]
 
 
@@ -51,7 +52,10 @@ class OwnModel:
     jobs/own.py does it: the module takes a whole batch, and returns its losses."""
 
     def __init__(self, make: Callable, given: str, recomputes: bool = False):
-        self.make, self.given, self.batch, self.recomputes = make, given, None, recomputes
+        self.make = make
+        self.given = given
+        self.batch = None
+        self.recomputes = recomputes
 
     def build(self, images: Tensor) -> nn.Module:
         """Call the function, and adapt what it returns. Only for an example of a batch it needs the
@@ -118,7 +122,8 @@ def largest_list(module: nn.Module) -> list[nn.Module]:
 
 def without_data(module: nn.Module) -> nn.Module:
     """Let fake tensors replace what the function read from files. Tied ones stay tied."""
-    fakes, options = {}, {"recurse": False, "remove_duplicate": False}
+    fakes = {}
+    options = {"recurse": False, "remove_duplicate": False}
     for part in module.modules():
         for name, old in [*part.named_parameters(**options), *part.named_buffers(**options)]:
             new = torch.empty(old.shape, dtype=old.dtype)
@@ -139,9 +144,10 @@ def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 def is_own(filename: str) -> bool:
     """Whether a file is the user's: not this project's, PyTorch's or Python's."""
-    given, path = sys.modules.get("own_module"), Path(filename)
+    given = sys.modules.get("own_module")
     if given and filename == given.__file__:
         return True
+    path = Path(filename)
     if filename.startswith("<") or path.parent == ROOT:
         return False
     is_pythons = path.is_relative_to(PYTHON) and "site-packages" not in path.parts

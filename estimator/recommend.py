@@ -14,21 +14,22 @@ from functools import partial
 
 from estimator import network, techniques
 from estimator.own_model import OwnModel
-from estimator.techniques import Prediction, Technique
+from estimator.techniques import Prediction, Setup
 from harness.cli import fail
-from libraries.pipelining import default_microbatches
+from parallel.pipelining import default_microbatches
 from techniques import Decoder, by_dimension, decoder
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
-ENOUGH, SECONDS = 5, 45  # stop after this many combinations, or this much time
+ENOUGH = 5  # stop after this many combinations that fit
+SECONDS = 45  # or after this time
 ROWS = "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero", "FSDP --dtype bfloat16"
 ROWS += "HSDP --shard 8 --dtype bfloat16", "FSDP_offload --dtype bfloat16"  # of an own model
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Way(Technique):
+class Way(Setup):
     """A combination: dimensions and flags of pytorch_ND_parallel.py."""
 
     replicate: int = 1
@@ -66,8 +67,10 @@ class Way(Technique):
     def launch(self, flags: Sequence[str], batch_size: int) -> str:
         """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
-        several = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
-        nodes, each = several if machines > 1 else "", self.ranks // machines
+        each = self.ranks // machines
+        nodes = ""
+        if machines > 1:
+            nodes = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
         words = [*flags, "--batch-size", str(batch_size), *self.words()]
         return f"torchrun {nodes}--nproc_per_node={each} {self.command[0]} {' '.join(words)}"
 
@@ -80,8 +83,9 @@ class RowWay(Way):
         return list(self.command[1:])
 
     def describe(self) -> str:
-        again = ", activation checkpointing of the largest nn.ModuleList"
-        return self.name + again * (self.ac == "full")
+        if self.ac == "full":
+            return f"{self.name}, activation checkpointing of the largest nn.ModuleList"
+        return self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,24 +117,29 @@ class Job:
     @functools.cached_property
     def decoder(self) -> Decoder:
         """The sizes for theory."""
-        size, numbers = self.size, (self.vocabulary, self.context, self.batch_size)
-        mlp, tied = size.mlp_matrices * size.width * size.mlp_width, getattr(size, "tie", False)
-        more = {"kv": size.kv_heads / size.heads, "mlp": mlp, "llama": size.mlp_matrices == 3}
-        heads = size.heads * size.head_width / size.width
-        return decoder(size.layers, size.width, *numbers, heads=heads, tied=tied, **more)
+        size = self.size
+        options = {
+            "heads": size.heads * size.head_width / size.width,
+            "kv": size.kv_heads / size.heads,
+            "mlp": size.mlp_matrices * size.width * size.mlp_width,
+            "llama": size.mlp_matrices == 3,
+            "tied": getattr(size, "tie", False),
+        }
+        numbers = self.vocabulary, self.context, self.batch_size
+        return decoder(size.layers, size.width, *numbers, **options)
 
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
     """All combinations that the script accepts."""
     divisors = divisors_of(gpus)
+    machines = max(1, gpus // MACHINE)
     for tp, pp, cp in itertools.product(divisors, repeat=3):
         if gpus % (tp * pp * cp) or tp > MACHINE or job.size.kv_heads % tp:
             continue
         if pp > job.size.layers or job.context % (tp * (2 * cp if cp > 1 else 1)):
             continue
-        rest = gpus // tp // pp // cp
-        shares, machines = rest, max(1, gpus // MACHINE)
-        for replicate in (n for n in divisors if rest % n == 0 and machines % n == 0):
+        shares = gpus // tp // pp // cp  # of the batch
+        for replicate in (n for n in divisors if shares % n == 0 and machines % n == 0):
             for accumulate in divisors_of(job.batch_size // shares):
                 at_once, left = divmod(job.batch_size, shares * accumulate)
                 microbatches = default_microbatches("1f1b", at_once, pp) if pp > 1 else 1
@@ -139,7 +148,7 @@ def ways_of(job: Job, gpus: int) -> Iterator[Way]:
                 for ac, offload in itertools.product(("none", "selective", "full"), (False, True)):
                     way = Way(
                         "ND_parallel", ("pytorch_ND_parallel.py",), ranks=gpus, steps=1,
-                        replicate=replicate, shard=rest // replicate, tp=tp, pp=pp, cp=cp, ac=ac,
+                        replicate=replicate, shard=shares // replicate, tp=tp, pp=pp, cp=cp, ac=ac,
                         accumulate=accumulate, offload=offload, microbatches=microbatches,
                         on_host=techniques.ALL_ON_HOST if offload else techniques.ON_HOST,
                     )  # fmt: skip
@@ -174,9 +183,10 @@ def messages(job: Job, way: Way) -> list[tuple[float, int, bool]]:
 
 def kept_at_least(job: Job, way: Way) -> float:
     """Lower bound of the bytes on a GPU."""
-    size, local = job.size, job.parameters / way.tp / way.pp
+    size = job.size
+    local = job.parameters / way.tp / way.pp
     shards = way.shard * way.cp
-    kept = STATE[job.optimizer] * local / shards * (not way.offload)
+    kept = 0.0 if way.offload else STATE[job.optimizer] * local / shards
     if way.pp > 1 and shards > 1:
         kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
     parts = way.accumulate * way.microbatches
@@ -184,7 +194,8 @@ def kept_at_least(job: Job, way: Way) -> float:
     kv = size.head_width * size.kv_heads
     inner = (size.mlp_matrices - 1) * size.mlp_width  # before the last matrix
     # Of attention and MLP: gathered inputs, or outputs to reduce. Alone, every second is recomputed
-    whole = 2 * size.width * (way.ac == "none" or (way.ac == "selective" and way.tp > 1))
+    saves_whole = way.ac == "none" or (way.ac == "selective" and way.tp > 1)
+    whole = 2 * size.width if saves_whole else 0
     split = {
         "full": size.width,
         "selective": 3 * size.width + kv + (0 if size.experts else size.mlp_width),
@@ -212,9 +223,11 @@ def cost_of(job: Job, way: Way, link: dict, mfu: float = 0.0) -> tuple[float, fl
     for size, among, overlaps in messages(job, way):
         one = network.link_of("nvlink4") if way.ranks > MACHINE >= among else link
         sent[overlaps] += size / one["allreduce"].bandwidth
-    copied = 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
     waiting = sent[False] + max(0.0, sent[True] - compute)
-    return again + idle + waiting + copied * way.offload, sum(sent.values())
+    overhead = again + idle + waiting
+    if way.offload:
+        overhead += 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
+    return overhead, sum(sent.values())
 
 
 def speed_of(job: Job, way: Way, link: dict) -> list[float]:
@@ -229,22 +242,30 @@ def speed_of(job: Job, way: Way, link: dict) -> list[float]:
 # ------------------------------------------------------------------------------------ predicted
 
 
-def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
-    """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest."""
+def recommend(
+    job: Job, gpus: int, room: int, link: dict, at_once: int, enough: int = ENOUGH
+) -> list[Prediction]:
+    """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest.
+    Predicts until ``enough`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways.sort(key=lambda way: (cost_of(job, way, link), way.words()))
-    deadline, good, others = time.monotonic() + SECONDS, [], []
+    deadline = time.monotonic() + SECONDS
+    good = []
+    others = []
 
     def try_out(chosen: list[Way]) -> None:
         for found in predict(job, chosen, at_once):
-            (good if found.kinds and found.peak <= room else others).append(found)
+            fits = found.kinds and found.peak <= room
+            (good if fits else others).append(found)
 
-    while ways and len(good) < ENOUGH and time.monotonic() < deadline:
-        done, first = {one.technique.kind for one in good}, {}
+    while ways and len(good) < enough and time.monotonic() < deadline:
+        done = {one.technique.kind for one in good}
+        first = {}
         for way in ways:
             if way.kind not in done:
                 first.setdefault(way.kind, way)
-        if not (chosen := list(first.values())[:at_once]):
+        chosen = list(first.values())[:at_once]
+        if not chosen:
             break
         ways = [way for way in ways if way not in chosen]
         try_out(chosen)
@@ -253,7 +274,8 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
     if not good and not others:
         try_out([smallest(job, gpus)])
     good.sort(key=lambda one: cost_of(job, one.technique, link))
-    return good[:ENOUGH] or sorted((o for o in others if o.kinds), key=lambda one: one.peak)[:1]
+    others = [one for one in others if one.kinds]
+    return good[:enough] or sorted(others, key=lambda one: one.peak)[:1]
 
 
 def recommend_rows(
@@ -284,7 +306,8 @@ def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: in
     found = [way for way in ways if over * kept_at_least(job, way) <= room]
     if not found:
         return sorted(ways, key=lambda way: kept_at_least(job, way))[:n]
-    return [*found[:n], *(way for way in found[n:] if way.offload)][: 2 * n]
+    offloaded = [way for way in found[n:] if way.offload]
+    return found[:n] + offloaded[:n]
 
 
 def smallest(job: Job, gpus: int) -> Way:

@@ -57,7 +57,8 @@ def message_of(func, args, phase: str = "") -> Message | None:
     kind = next((kind for kind in SHARES if kind.replace("_", "") in name), None)
     if not kind:
         raise NotImplementedError(f"{func}: unknown collective; add what a rank sends")
-    ranks, functional = group_of(func, args).size(), func.namespace == "_c10d_functional"
+    ranks = group_of(func, args).size()
+    functional = func.namespace == "_c10d_functional"
     if kind == "send":
         return Message(kind, size_of(args[0]), 1, phase)
     second = kind in ("alltoall", "reduce_scatter") and not functional  # after the output

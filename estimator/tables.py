@@ -3,6 +3,7 @@
 import json
 import math
 import textwrap
+from collections.abc import Iterator
 
 from harness.cli import fail
 from jobs.choice import FAMILIES
@@ -62,13 +63,11 @@ def print_table(args, flags: list[str], predictions) -> list:
     print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step;")
     print(f"{optimizer_of(flags)}, in float32 where neither the row nor a flag has a --dtype\n")
     rows = [cells_of(args, found) for found in shown]
-    titles = [
-        title
-        for title in ("peak", *COLUMNS, "host", "sent", "fits")
-        if title == "peak" or {row.get(title, "") for row in rows} - {"", "0"}
-    ]
-    widths = {title: max(5 + (title == "sent"), len(title)) for title in titles}
+    others = [title for title in (*COLUMNS, "host", "sent", "fits") if is_needed(title, rows)]
+    widths = {title: max(5, len(title)) for title in ("peak", *others)}
     widths["peak"] = max(5, *(len(row.get("peak", "")) for row in rows))
+    if "sent" in widths:
+        widths["sent"] = 6
     width = max(NAME, *(len(found.technique.name) for found in shown))
     print("".ljust(width), "GPUs", *(title.rjust(width) for title, width in widths.items()))
     for found, row in zip(shown, rows, strict=True):
@@ -77,6 +76,11 @@ def print_table(args, flags: list[str], predictions) -> list:
         print(name, *(cells or [found.mistake]))
     print_notes(shown)
     return shown
+
+
+def is_needed(title: str, rows: list[dict[str, str]]) -> bool:
+    """Whether a column has more than zeros and empty cells."""
+    return any(row.get(title, "") not in ("", "0") for row in rows)
 
 
 def optimizer_of(flags: list[str]) -> str:
@@ -94,7 +98,8 @@ def print_notes(shown: list) -> None:
     if any(found.most for found in shown):
         print("\nEP: if all experts get equally many tokens, and if one rank's get all of them.")
     ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
-    if ddp and (size := size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"])) != "0":
+    size = size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"]) if ddp else "0"
+    if size != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
         print("\nDDP's rows have gradient_as_bucket_view=True: a plain DDP(model) holds its "
               f"gradients\ntwice, which is {size} more.")  # fmt: skip
@@ -108,15 +113,23 @@ def cells_of(args, found) -> dict[str, str]:
     """The cells of a row, by title; none if the technique reported an error."""
     if found.mistake:
         return {}
-    sizes = {"peak": found.peak}
-    sizes |= {title: sum(found.kinds[k] for k in kinds) for title, kinds in COLUMNS.items()}
-    cells = {title: size_of(size) for title, size in sizes.items()}
+    cells = {"peak": size_of(found.peak)}
+    cells |= {title: size_of(size) for title, size in by_column(found).items()}
     cells |= {"host": size_of(found.host), "sent": f"{found.sent / 1e6:,.0f}"}
-    cells |= {"peak": f"{cells['peak']}-{size_of(found.most)}"} if found.most else {}
+    if found.most:
+        cells["peak"] += f"-{size_of(found.most)}"
     if args.memory:
         surely = "yes" if found.most <= room_of(args) else "maybe"
         cells["fits"] = surely if fits(args, found) else "no"
     return cells
+
+
+def by_column(found) -> dict[str, int]:
+    """Bytes at the peak of a prediction, by the title of a column."""
+    sizes = {}
+    for title, kinds in COLUMNS.items():
+        sizes[title] = sum(found.kinds[kind] for kind in kinds)
+    return sizes
 
 
 def size_of(size: int) -> str:
@@ -141,16 +154,10 @@ def print_ways(args, flags: list[str], found: list, mfu, speeds: list[list[float
     print(f"peaks are predictions per GPU{at}")
     for number, one in enumerate(found, 1):
         way = one.technique
-        parts = {name: sum(one.kinds[kind] for kind in kinds) for name, kinds in COLUMNS.items()}
+        parts = by_column(one)
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
-        again = {"full": "all of", "selective": "every second matmul of"}.get(way.ac)
-        idle = (way.pp - 1) / way.microbatches
-        costs = [f"sends {one.sent / 1e9:,.{0 if one.sent > 1e11 else 1}f} GB per step"]
-        costs += [f"recomputes {again} forward"] if again else []
-        costs += [f"keeps {in_words(one.host)} per GPU in CPU memory"] if one.host else []
-        costs += [f"idle for {idle:.0%} of its compute time"] if idle else []
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
-        print(f"   {', '.join(costs)}")
+        print(f"   {', '.join(costs_of(one))}")
         if mfu:
             print("   {:,.0f} to {:,.0f} tokens/s per GPU".format(*speeds[number - 1]))
         print(f"   {way.launch(words_of(args, flags), args.batch_size)}")
@@ -158,6 +165,21 @@ def print_ways(args, flags: list[str], found: list, mfu, speeds: list[list[float
         print("\nactivation checkpointing, in the function of --module:")
         print("for block in model.LAYERS:")
         print("    block.forward = partial(checkpoint, block.forward, use_reentrant=False)")
+
+
+def costs_of(found) -> Iterator[str]:
+    """What a combination sends, recomputes, copies and waits for, in words."""
+    way = found.technique
+    digits = 0 if found.sent > 1e11 else 1
+    yield f"sends {found.sent / 1e9:,.{digits}f} GB per step"
+    if way.ac == "full":
+        yield "recomputes all of forward"
+    if way.ac == "selective":
+        yield "recomputes every second matmul of forward"
+    if found.host:
+        yield f"keeps {in_words(found.host)} per GPU in CPU memory"
+    if way.pp > 1:
+        yield f"idle for {(way.pp - 1) / way.microbatches:.0%} of its compute time"
 
 
 def in_words(size: int) -> str:
@@ -170,33 +192,36 @@ def print_fit(args, flags: list[str], predictions) -> list:
     print(f"{describe(args, flags)}, {where}: the largest global batch\n")
     print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
     for found in shown:
-        name, gpus = found.technique.name, gpus_of(found.technique)
-        batch, peak = found.batch_size or "none", f"{found.peak / GIB:.2f}"
-        figures = f"  {found.mistake}" if found.mistake else f"{batch:>12}{peak:>12}"
-        print(f"{name:{NAME}}{gpus:>6}{figures}")
+        figures = f"{found.batch_size or 'none':>12}{found.peak / GIB:>12.2f}"
+        if found.mistake:
+            figures = f"  {found.mistake}"
+        print(f"{found.technique.name:{NAME}}{gpus_of(found.technique):>6}{figures}")
     return shown
 
 
 def print_json(args, flags: list[str], predictions) -> list:
     """Print JSON, with all sizes in bytes."""
     shown = list(predictions)
-    rows = [
-        {
-            "technique": found.technique.name, "batch_size": found.batch_size,
-            "kinds": found.kinds, "inputs": found.inputs, "mistake": found.mistake,
-            "peak": found.peak, "host": found.host, "sent": found.sent,
-            "sent_in": {
-                name: sum(message.sent for message in found.messages if message.phase == kind)
-                for name, kind in PHASES.items()
-            },
-            "command": [*found.technique.command, *words_of(args, flags)],
-            "gpus": gpus_of(found.technique),
-        } | ({"fits": fits(args, found)} if args.memory else {})
-        | ({"most": found.most} if found.most else {})
-        for found in shown
-    ]  # fmt: skip
-    print(json.dumps(rows, indent=2))
+    print(json.dumps([json_of(args, flags, found) for found in shown], indent=2))
     return shown
+
+
+def json_of(args, flags: list[str], found) -> dict:
+    sent_in = {}
+    for name, kind in PHASES.items():
+        sent_in[name] = sum(one.sent for one in found.messages if one.phase == kind)
+    row = {
+        "technique": found.technique.name, "batch_size": found.batch_size,
+        "kinds": found.kinds, "inputs": found.inputs, "mistake": found.mistake,
+        "peak": found.peak, "host": found.host, "sent": found.sent, "sent_in": sent_in,
+        "command": [*found.technique.command, *words_of(args, flags)],
+        "gpus": gpus_of(found.technique),
+    }  # fmt: skip
+    if args.memory:
+        row["fits"] = fits(args, found)
+    if found.most:
+        row["most"] = found.most
+    return row
 
 
 def say_what_fits(args, predictions: list) -> None:
@@ -253,6 +278,8 @@ def waits_by_ranks(shares: dict) -> dict[str, dict]:
     """The lines of a plot of these shares, for :mod:`report.draw`."""
     lines = {}
     for name, row in shares.items():
-        least, most = ([100 * share for share in each] for each in zip(*row.values(), strict=True))
-        lines[name] = {"-": (tuple(row), most), "--": (tuple(row), least)}
+        ranks = tuple(row)
+        least = [100 * low for low, _ in row.values()]
+        most = [100 * high for _, high in row.values()]
+        lines[name] = {"-": (ranks, most), "--": (ranks, least)}
     return lines

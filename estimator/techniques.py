@@ -23,8 +23,7 @@ from estimator import trial
 from estimator.live_bytes import highest
 from estimator.own_model import own_traceback, place_of
 from estimator.sent import Message
-from techniques import TECHNIQUES, Case, technique
-from techniques import Technique as Row
+from techniques import TECHNIQUES, Case, Technique, technique
 
 ON_HOST = ("offloaded",)  # kinds of memory on the CPU; with offload of FSDP:
 ALL_ON_HOST = ("parameters", "gradients", "optimizer", "update", *ON_HOST)
@@ -37,8 +36,8 @@ ADVICE = {  # by a part of an error's message
 
 
 @dataclasses.dataclass(frozen=True)
-class Technique:
-    """A row of the table."""
+class Setup:
+    """A technique on so many GPUs, as a row of the table predicts it."""
 
     name: str  # in the tables
     command: tuple[str, ...]  # the script and its flags
@@ -58,7 +57,7 @@ class Technique:
 
 def techniques_for(
     gpus: int, is_gpt: bool = False, has_experts=False, flags: Sequence[str] = ()
-) -> list[Technique]:
+) -> list[Setup]:
     """The techniques for a number of GPUs, of those that the root's list has estimated; some need
     a GPT, and bring experts if it has none. ``flags`` of the user replace theirs, also in the name
     of a row."""
@@ -77,7 +76,7 @@ def is_for(case: Case, gpus: int) -> bool:
     return "alone" in case.traits if gpus == 1 else gpus > row and gpus % row == 0
 
 
-def name_of(row: Row, case: Case, own: Sequence[str] = ()) -> str:
+def name_of(row: Technique, case: Case, own: Sequence[str] = ()) -> str:
     """The name in the tables, with the values of the user's flags, which are the last ones: of a
     configuration of DeepSpeed, only the name of the file."""
     flags = case.flags
@@ -93,7 +92,7 @@ def values_of(flags: Sequence[str]) -> dict[str, str]:
     return {flag: value for flag, value in pairs if flag[:2] == "--" != value[:2]}
 
 
-def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Technique:
+def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Setup:
     """The technique with this name in the tables; ``own``: the user's flags."""
     script, *flags = name.split()
     if script == "DeepSpeed":
@@ -101,12 +100,13 @@ def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Technique:
     given = values_of([*flags, *own])
     launched = "one_process" not in technique(script).traits
     kind = script.removesuffix("_by_hand").lower()
-    split = {
-        k: int(given.get(f"--{k}", gpus if kind == k else 1)) for k in ("tp", "pp", "cp", "ep")
-    }
+    split = {}  # numbers of ranks of tensor, pipeline, context and expert parallelism
+    for dimension in ("tp", "pp", "cp", "ep"):
+        usual = gpus if kind == dimension else 1
+        split[dimension] = int(given.get(f"--{dimension}", usual))
     shares = gpus // split["tp"] // split["cp"] if launched or script == "DP" else 1
     shares //= split["pp"] if script == "ND_parallel" else 1
-    return Technique(
+    return Setup(
         name,
         (f"pytorch_{script}.py", *flags),
         ranks=gpus if launched else 0,
@@ -122,7 +122,7 @@ def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Technique:
 class Prediction:
     """The memory and communication of the GPU with the highest peak."""
 
-    technique: Technique
+    technique: Setup
     batch_size: int
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
     peaks: Sequence[dict[str, int]] = ()  # of each part of the step: see :meth:`LiveBytes.peaks`
@@ -144,18 +144,18 @@ class Prediction:
 
 
 def predict(
-    technique: Technique, batch_size: int, flags: Iterable[str], classes, own, layers=None
+    setup: Setup, batch_size: int, flags: Iterable[str], classes, own, layers=None
 ) -> Prediction:
     """Predict in this process, which cannot be used for anything else afterwards. For
     ``classes``, ``own`` and ``layers`` see :func:`trial.run_script`."""
-    found, complaint = partial(Prediction, technique, batch_size), io.StringIO()
-    share, one = batch_size // technique.gpus, {"rank": technique.rank, "steps": technique.steps}
-    one |= {"to_one": technique.to_one, "layers": layers}
-    words = [*technique.command, *flags, "--batch-size", str(share)]
+    found = partial(Prediction, setup, batch_size)
+    complaint = io.StringIO()
+    words = [*setup.command, *flags, "--batch-size", str(batch_size // setup.gpus)]
+    options = {"rank": setup.rank, "steps": setup.steps, "to_one": setup.to_one, "layers": layers}
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                run = trial.run_script(words, technique.ranks, classes, own, **one)
+                run = trial.run_script(words, setup.ranks, classes, own, **options)
     except trial.NEEDS_NUMBERS as error:
         return found(mistake=f"{place_of(error)}{trial.why_numbers(error)}")
     except SystemExit:
@@ -166,11 +166,11 @@ def predict(
         said = " ".join(f"{type(error).__name__}: {error}".split())[: 200 - len(advice)] + advice
         return found(mistake=place_of(error) + said, error=own_traceback(error))
     live, inputs = run
-    peaks = live.peaks(technique.on_host)
+    peaks = live.peaks(setup.on_host)
     kinds = dict(highest(peaks))
     # nn.DataParallel's first GPU holds the whole batch and scatters it.
-    kinds["input"] *= technique.gpus
-    on_gpu = set(live.KINDS) - set(technique.on_host)
+    kinds["input"] *= setup.gpus
+    on_gpu = set(live.KINDS) - set(setup.on_host)
     host = live.peak((*on_gpu, "update"))  # the CPU's optimizer is fused
     return found(kinds, peaks, live.messages, inputs, host=sum(host.values()))
 
@@ -188,11 +188,11 @@ def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
     """Add the difference of two models to the smaller one, ``times`` times."""
     if small.mistake or large.mistake:
         return large if large.mistake else small
-    peaks = [
-        {kind: few[kind] + times * (more[kind] - few[kind]) for kind in few}
-        for few, more in zip(small.peaks, large.peaks, strict=True)
-    ]
-    few, many = sum_messages(small.messages), sum_messages(large.messages)
+    peaks = []
+    for few, many in zip(small.peaks, large.peaks, strict=True):
+        peaks.append({kind: few[kind] + times * (many[kind] - few[kind]) for kind in few})
+    few = sum_messages(small.messages)
+    many = sum_messages(large.messages)
     messages = [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
     host = small.host + times * (large.host - small.host)
     found = {"kinds": highest(peaks), "peaks": peaks, "messages": messages, "host": host}
@@ -218,42 +218,48 @@ def stages_of(layers: int, stages: int) -> dict[int, int]:
 
 
 def predict_all(
-    chosen: Iterable[Technique], predict: Callable, batch_size: int, layers: int, at_once: int
+    chosen: Iterable[Setup], predict: Callable, batch_size: int, layers: int, at_once: int
 ) -> Iterator[Prediction]:
-    """Predict each technique; a decoder with many ``layers`` from two smaller ones, a pipeline from
+    """Predict each setup; a decoder with many ``layers`` from two smaller ones, a pipeline from
     some of its stages."""
-    tasks = [tasks_of(technique, predict, batch_size, layers) for technique in chosen]
+    tasks = [tasks_of(setup, predict, batch_size, layers) for setup in chosen]
     found = side_by_side([task for some in tasks for task, _ in some], at_once)
     for some in tasks:
         yield combine([(next(found), times) for _, times in some])
 
 
 def tasks_of(
-    technique: Technique, predict: Callable, batch_size: int, layers: int
+    setup: Setup, predict: Callable, batch_size: int, layers: int
 ) -> list[tuple[Callable, int]]:
     """The predictions for :func:`combine`: of each stage one, or two with some of its blocks."""
     found = []
-    stages, routes = stages_of(layers, technique.pp).items(), (False, True)[: technique.ep]
-    for (stage, blocks), to_one in itertools.product(stages, routes):
-        rank = stage * technique.ranks // technique.pp + (technique.cp - 1) * technique.tp
-        one = dataclasses.replace(technique, rank=rank, to_one=to_one)
+    stages = stages_of(layers, setup.pp)
+    routes = [False, True] if setup.ep > 1 else [False]  # tokens to all experts, or to one rank's
+    for (stage, blocks), to_one in itertools.product(stages.items(), routes):
+        rank = stage * setup.ranks // setup.pp + (setup.cp - 1) * setup.tp
+        one = dataclasses.replace(setup, rank=rank, to_one=to_one)
         task = partial(predict, one, batch_size)
         # DeepSpeed prefetches blocks up to a fixed number of parameters.
-        counts, times = few_blocks(blocks) if "DeepSpeed" not in technique.name else ([], 0)
-        for n in counts or [None]:
-            found.append((partial(task, layers=n and n * technique.pp), times))
+        counts, times = few_blocks(blocks) if "DeepSpeed" not in setup.name else ([], 0)
+        if not counts:
+            found.append((task, times))
+        for n in counts:
+            found.append((partial(task, layers=n * setup.pp), times))
     return found
 
 
 def combine(found: list[tuple[Prediction, int]]) -> Prediction:
     """The memory of the stage with the highest peak, the messages of the one that sends most."""
-    stages = [], []  # with balanced experts; with all tokens at one rank's
-    for one, some in itertools.groupby(found, lambda one: one[0].technique):
+    balanced = []  # each stage, if all experts get equally many tokens
+    to_one = []  # if all tokens are routed to the experts of one rank
+    for setup, some in itertools.groupby(found, lambda one: one[0].technique):
         (small, times), *larger = some
-        stages[one.to_one].append(extrapolate(small, larger[0][0], times) if larger else small)
-    fullest = max(stages[0], key=lambda one: (bool(one.mistake), one.peak))
-    busiest, most = max(stages[0], key=lambda one: one.sent), [one.peak for one in stages[1]]
-    return dataclasses.replace(fullest, messages=busiest.messages, most=max(most, default=0))
+        stage = extrapolate(small, larger[0][0], times) if larger else small
+        (to_one if setup.to_one else balanced).append(stage)
+    fullest = max(balanced, key=lambda one: (bool(one.mistake), one.peak))
+    busiest = max(balanced, key=lambda one: one.sent)
+    most = max((one.peak for one in to_one), default=0)
+    return dataclasses.replace(fullest, messages=busiest.messages, most=most)
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
@@ -263,7 +269,9 @@ def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
     with FakeTensorMode(), torch.no_grad():  # imports many modules, here instead of in each process
         torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
     context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch
-    waiting, running, done = enumerate(tasks), {}, {}
+    waiting = enumerate(tasks)
+    running = {}  # by the end of its pipe: the number of a task, and its process
+    done = {}  # results, by the number of the task
 
     def work(task, pipe):
         gc.freeze()  # a collection would copy the memory of the parent

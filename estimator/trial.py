@@ -18,12 +18,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import harness.world
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel
+from harness.data import TaskData
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +40,11 @@ def why_numbers(error: Exception) -> str:
     if isinstance(error, fake_tensor.UnsupportedOperatorException):
         return f"{error.func} has no rule for fake tensors; call another operation there"
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
-        what, use = "the shape of a result depends on", "use a fixed shape (torch.where with zeros)"
+        what = "the shape of a result depends on"
+        use = "use a fixed shape (torch.where with zeros)"
     else:
-        what, use = "the model branches on", "use torch.where or torch.cond"
+        what = "the model branches on"
+        use = "use torch.where or torch.cond"
     what = f"{what} the values of a tensor ({error.func}), which fake tensors do not have"
     return f"{what}; {use}, or return a model or a batch without this step"
 
@@ -56,17 +59,24 @@ class Job:
     of images and, if the script allows it, of the model's weights."""
 
     def __init__(self, classes: int | None, own: OwnModel | None, order):
-        self.n_classes, self.own, self.order, self.density = classes, own, order, 1.0
+        self.n_classes = classes
+        self.own = own
+        self.order = order
+        self.density = 1.0
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
         from jobs import choice
 
-        self.args, self.is_gpt = args, choice.is_decoder(args.model)
-        reviews = args.context is not None and not self.is_gpt
-        # Shakespeare's characters; good and bad; CIFAR-10's
-        n = self.n_classes or (65 if self.is_gpt else 2 if reviews else 10)
-        if self.is_gpt and not self.n_classes:
-            n = choice.size_of(args).vocabulary or n
+        self.args = args
+        self.is_gpt = choice.is_decoder(args.model)
+        if self.n_classes:
+            n = self.n_classes
+        elif self.is_gpt:
+            n = choice.size_of(args).vocabulary or 65  # Shakespeare's characters
+        elif args.context is not None:
+            n = 2  # good and bad reviews
+        else:
+            n = 10  # CIFAR-10's
         self.classes = [chr(33 + i) for i in range(n)]
         return self, self
 
@@ -99,8 +109,8 @@ class Job:
         rows = torch.zeros(n, *self.args.row, dtype=torch.int64)
         return rows, torch.zeros(shape, dtype=torch.int64)
 
-    def weight(self, labels: Tensor) -> float:
-        return 1.0
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.mean() if self.own else TaskData.loss(self, logits, labels)
 
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
@@ -116,7 +126,8 @@ class Job:
 
 class Loader:
     def __init__(self, args, job: Job, batch_size: int, sampler=None, drop_last: bool = False):
-        self.dataset, self.batch_size = job, batch_size
+        self.dataset = job
+        self.batch_size = batch_size
         self.batch_sampler = SimpleNamespace(sampler=sampler)
 
     def __iter__(self) -> Iterator[int]:
@@ -138,9 +149,11 @@ class ShortRun:
     report = None  # is looked up, but the evaluation does not end
 
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
-        self.args, self.step, self.held = args, 0, {}
+        self.args = args
+        self.step = 0
+        self.held = {}
 
-    def resume(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
+    def resume_or_exit(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
         gc.collect()  # frees the blocks of other stages
         self.optimizer = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
         groups = [*optimizer.param_groups, *self.optimizer.param_groups]
@@ -156,10 +169,10 @@ class ShortRun:
             optimizer.zero_grad()
 
     def load_engine(self, engine) -> dict:
-        """:meth:`resume` for DeepSpeed, which has its own buffers."""
+        """:meth:`resume_or_exit` for DeepSpeed, which has its own buffers."""
         from libraries import deepspeed_engine
 
-        self.resume(engine.module, engine.basic_optimizer)
+        self.resume_or_exit(engine.module, engine.basic_optimizer)
         self.held = deepspeed_engine.track_tensors(self, engine)
         return self.held
 
@@ -167,7 +180,8 @@ class ShortRun:
         for name, tensors in self.held.items():
             self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
-        self.before, self.live.kind = self.live.kind, "update"
+        self.before = self.live.kind
+        self.live.kind = "update"
         if self.before == "temporary":  # a hook updates in backward
             self.live.name_phase("backward and optimizer")
         else:  # what follows backward, such as clipping, belongs to the optimizer
@@ -235,10 +249,11 @@ def run_script(
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
-    job, live = Job(classes, own, order), LiveBytes(block)
-    common.Run, ShortRun.live, ShortRun.total_steps = ShortRun, live, steps
-    common.make_datasets, common.make_loader = job.make_datasets, Loader
-    common.make_model = job.make_model
+    job = Job(classes, own, order)
+    live = LiveBytes(block)
+    ShortRun.live = live
+    ShortRun.total_steps = steps
+    stand_in_for_training(common, job)
     nn.Module.to_empty = lambda module, **_: module
     common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
     deepspeed_engine.resume = ShortRun.load_engine
@@ -256,6 +271,14 @@ def run_script(
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
     del live.messages[ShortRun.sent :]  # those of the evaluation
     return live, job.describe()
+
+
+def stand_in_for_training(common, job: Job) -> None:
+    """Let a script that imports ``common`` train the job in a short run."""
+    common.Run = ShortRun
+    common.make_datasets = job.make_datasets
+    common.make_loader = Loader
+    common.make_model = job.make_model
 
 
 def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
@@ -283,7 +306,8 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
     make = saved_tensors_hooks.__init__  # what they make of activations is on the CPU
 
     def backward(*args, **kwargs):
-        before, live.kind = live.kind, "temporary"
+        before = live.kind
+        live.kind = "temporary"
         live.name_phase("forward")
         live.begin_phase()
         call_backward(*args, **kwargs)
@@ -293,14 +317,24 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
 
     def make_hooks(hooks, pack, unpack):
         def pack_on_cpu(tensor):
-            before, live.kind = live.kind, "offloaded"
-            packed, live.kind = pack(tensor), before
+            before = live.kind
+            live.kind = "offloaded"
+            packed = pack(tensor)
+            live.kind = before
             return packed
 
-        ours = type(hooks) is saved_tensors_hooks  # not those of torch.utils.checkpoint
-        make(hooks, pack_on_cpu if ours else pack, unpack)
+        def copy_back(packed):
+            return unpack(packed).clone()  # on one device, save_on_cpu's unpack copies nothing
 
-    torch.autograd.backward, saved_tensors_hooks.__init__ = backward, make_hooks
+        if type(hooks) is save_on_cpu:
+            make(hooks, pack_on_cpu, copy_back)
+        elif type(hooks) is saved_tensors_hooks:
+            make(hooks, pack_on_cpu, unpack)
+        else:  # those of torch.utils.checkpoint keep tensors on the GPU
+            make(hooks, pack, unpack)
+
+    torch.autograd.backward = backward
+    saved_tensors_hooks.__init__ = make_hooks
     fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     numberless = contextlib.nullcontext() if ranks is None else fake
     with numberless, live, contextlib.suppress(Finished):

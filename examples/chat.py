@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FOLDER, DATA, LENGTH = "model", "chat.jsonl", 2048  # tokens of a row
+FOLDER = "model"  # of the Hub
+DATA = "chat.jsonl"
+LENGTH = 2048  # tokens of a row
 PACKED = True  # several conversations in a row, if the model keeps them apart by their positions
 OUT = "runs/chat"  # checkpoints, and the best weights
 STEPS = 300  # of the whole run
@@ -100,7 +102,8 @@ def parse(line, template):
     words = {*re.findall(r"\w+", template)}
     if unused := sorted(options.keys() - words):
         raise ValueError(f"the chat template does not use {unused[0]} of chat_template_kwargs")
-    messages, learned = [], []
+    messages = []
+    learned = []
     for i, message in enumerate(written):
         try:
             messages.append(clean(message, words))
@@ -187,7 +190,8 @@ def tokenize(text, answers, tokenizer):  # tokens, and labels that are -100 outs
 
 
 def pack(documents):  # into rows; positions restart, so no document attends to another one
-    rows, padding = [], [(0, i, -100) for i in range(LENGTH)]
+    rows = []
+    padding = [(0, i, -100) for i in range(LENGTH)]
     for tokens, labels in documents:
         document = [*zip(tokens[:-1], range(LENGTH), labels[1:], strict=False)]  # cut to LENGTH
         if not rows or not PACKED or len(rows[-1]) + len(document) > LENGTH:
@@ -198,7 +202,9 @@ def pack(documents):  # into rows; positions restart, so no document attends to 
 
 
 def make_data():  # for training, and every 20th conversation for evaluation
-    tokenizer, found, skipped = AutoTokenizer.from_pretrained(FOLDER), [], 0
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    found = []
+    skipped = 0
     for number, line in enumerate(open(DATA, "rb"), 1):
         if not line.strip():
             continue
@@ -207,8 +213,10 @@ def make_data():  # for training, and every 20th conversation for evaluation
         except (ValueError, TypeError, NotImplementedError, TemplateError) as error:
             raise SystemExit(f"{DATA}, line {number}: {error}; correct or remove it") from error
         learned = [each for each in documents if max(each[1][1 : LENGTH + 1], default=-100) >= 0]
-        found += [learned] if learned else []
-        skipped += not learned
+        if learned:
+            found.append(learned)
+        else:
+            skipped += 1
     if os.environ.get("RANK", "0") == "0":
         print(f"{len(found)} conversations; {skipped} without an answer in {LENGTH} tokens skipped")
     if not found:
@@ -261,8 +269,11 @@ def check_packing(model, rows, device):  # recurrent layers, and some masks, ign
             ends.pop()
         if len(ends) > 1:  # of the first row with several documents
             found = logits_of(model.eval(), row)[:, : ends[-1][1]]
-            parts = [{name: row[name][:, a:b] for name in row} for a, b in ends]
-            expected = torch.cat([logits_of(model, part) for part in parts], 1)
+            alone = []
+            for a, b in ends:
+                document = {name: tensor[:, a:b] for name, tensor in row.items()}
+                alone.append(logits_of(model, document))
+            expected = torch.cat(alone, 1)
             why = "the documents of a row see each other in this model: set PACKED = False"
             return check(found, expected, next(model.parameters()).dtype, why)
 

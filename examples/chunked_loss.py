@@ -63,8 +63,7 @@ def logits_of(model, batch):
 def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
     inputs = logits_of(model, batch)  # the head returns its inputs
     labels = batch["labels"]
-    parts = inputs.flatten(0, -2).chunk(CHUNKS), labels.flatten().chunk(CHUNKS)
-    chunks = zip(*parts, strict=True)
+    chunks = zip(inputs.flatten(0, -2).chunk(CHUNKS), labels.flatten().chunk(CHUNKS), strict=True)
     # FSDP has gathered the head, which is in no layer, and keeps it so until backward ends
     losses = [recomputed(loss_of_chunk)(head_of(model), *chunk) for chunk in chunks]
     return torch.stack([sum(losses), (labels >= 0).sum()])
@@ -252,7 +251,9 @@ def main():
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank gathers the layers, also one without a row
-                found += loss_of(model, batch) * bool(part)
+                sums = loss_of(model, batch)
+            if part:
+                found += sums
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
         loss = (total[0] / total[1]).item()

@@ -27,7 +27,9 @@ TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 
 def rotate(x, positions):  # rotary position embedding of [batch, heads, time, 16]
     angles = positions[..., None] / 100 ** (torch.arange(8, device=x.device) / 8)
-    (a, b), (cos, sin) = x.chunk(2, -1), (angles.cos()[:, None], angles.sin()[:, None])
+    cos = angles.cos()[:, None]
+    sin = angles.sin()[:, None]
+    a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
@@ -36,10 +38,13 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
-        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
+        self.q_proj = nn.Linear(64, 64)
+        self.k_proj = nn.Linear(64, 32)
+        self.v_proj = nn.Linear(64, 32)
+        self.o_proj = nn.Linear(64, 64)
         self.mlp = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
-        self.dropout, self.norm = nn.Dropout(0.1), nn.RMSNorm(64)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.RMSNorm(64)
 
     def forward(self, x, positions):
         y = self.norm(x)
@@ -53,7 +58,8 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed_tokens, self.lm_head = nn.Embedding(64, 64), nn.Linear(64, 64)
+        self.embed_tokens = nn.Embedding(64, 64)
+        self.lm_head = nn.Linear(64, 64)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, input_ids, position_ids=None):
@@ -112,13 +118,15 @@ class Exchange(torch.autograd.Function):  # splits one dimension over the ranks,
 
 
 def attend(q, k, v, window=None, **options):  # causal, of [batch, heads, this rank's time, width]
-    world, heads = dist.get_world_size(), q.shape[1]
+    world = dist.get_world_size()
+    heads = q.shape[1]
     if heads % world:
         raise SystemExit(f"{heads} attention heads cannot be divided among {world} ranks")
     if k.shape[1] % world:  # too few heads of keys and values
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     q, k, v = (Exchange.apply(x, 1, 2) for x in (q, k, v))  # all the time, of 1/N of the heads
-    mask, time = None, torch.arange(q.shape[2], device=q.device)
+    time = torch.arange(q.shape[2], device=q.device)
+    mask = None
     if window and window < len(time):
         ago = time[:, None] - time
         mask = (ago >= 0) & (ago < window)
@@ -133,11 +141,14 @@ def replace_attention(model):  # of each layer, by attend()
 
 
 def shard(batch, device):  # this rank's positions of every row; padded to a multiple of the ranks
-    (rows, time), world = batch["input_ids"].shape, dist.get_world_size()
-    pad = partial(F.pad, pad=(0, -time % world))
-    batch = {name: pad(x, value=-100 * (name == "labels")) for name, x in batch.items()}
-    batch["position_ids"] = torch.arange(time + -time % world).expand(rows, -1)
-    return {name: x.chunk(world, 1)[dist.get_rank()].to(device) for name, x in batch.items()}
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    rows, time = batch["input_ids"].shape
+    missing = -time % world
+    padded = {name: F.pad(tensor, (0, missing)) for name, tensor in batch.items()}
+    padded["labels"] = F.pad(batch["labels"], (0, missing), value=-100)
+    padded["position_ids"] = torch.arange(time + missing).expand(rows, -1)
+    return {name: tensor.chunk(world, 1)[rank].to(device) for name, tensor in padded.items()}
 
 
 def check(found, expected, dtype, why):  # once, before the first step: is it the same model?

@@ -51,7 +51,9 @@ class Experts(nn.Module):  # with stacked weights, as in transformers
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.gate, self.experts = nn.RMSNorm(64), nn.Linear(64, 4), Experts()
+        self.norm = nn.RMSNorm(64)
+        self.gate = nn.Linear(64, 4)
+        self.experts = Experts()
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -107,21 +109,26 @@ class Exchange(torch.autograd.Function):  # all-to-all of rows, of given numbers
 
 
 def forward(experts, x, index, weights):  # in place of the experts' own
-    gate_up, down = experts.gate_up_proj.to_local(), experts.down_proj.to_local()  # this rank's
-    count, world = len(down), dist.get_world_size()
+    gate_up = experts.gate_up_proj.to_local()  # of this rank's experts
+    down = experts.down_proj.to_local()
+    count = len(down)
+    world = dist.get_world_size()
     order = index.flatten().argsort(stable=True)  # by expert, and so by rank
+    token = order // index.shape[1]  # of each row
     sizes = index.flatten().bincount(minlength=count * world)
     theirs = torch.empty_like(sizes)
     dist.all_to_all_single(theirs, sizes)  # how many rows each rank has for each of our experts
-    outgoing, incoming = (n.view(world, count).sum(1).tolist() for n in (sizes, theirs))
-    rows = Exchange.apply(x[order // index.shape[1]], outgoing, incoming)
+    outgoing = sizes.view(world, count).sum(1).tolist()  # rows for each rank
+    incoming = theirs.view(world, count).sum(1).tolist()
+    rows = Exchange.apply(x[token], outgoing, incoming)
     expert = torch.arange(count, device=x.device).repeat(world).repeat_interleave(theirs)
     found = torch.zeros_like(rows)
     for i in range(count):
-        gate, up = F.linear(rows[expert == i], gate_up[i]).chunk(2, -1)
-        found[expert == i] = F.linear(experts.act_fn(gate) * up, down[i])
+        chosen = expert == i
+        gate, up = F.linear(rows[chosen], gate_up[i]).chunk(2, -1)
+        found[chosen] = F.linear(experts.act_fn(gate) * up, down[i])
     found = Exchange.apply(found, incoming, outgoing) * weights.flatten()[order, None]
-    return torch.zeros_like(x).index_add(0, order // index.shape[1], found.to(x.dtype))
+    return torch.zeros_like(x).index_add(0, token, found.to(x.dtype))
 
 
 def shard(model, mesh):  # the experts; all other modules stay whole
@@ -139,13 +146,16 @@ def shard(model, mesh):  # the experts; all other modules stay whole
 
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
-    groups = [[p for p in group if p.grad is not None] for group in groups]
-    groups = [group for group in groups if group]
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
-    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    norms = []
     for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return norm
+        gradients = [p.grad for p in group if p.grad is not None]
+        if gradients:
+            norm = nn.utils.get_total_norm(gradients)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, total)
+    return total
 
 
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
@@ -268,7 +278,9 @@ def main():
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank has experts, also one without a row
-                found += loss_of(model, batch) * bool(part)
+                sums = loss_of(model, batch)
+            if part:
+                found += sums
         dist.all_reduce(found)
         loss = (total[0] / total[1]).item()
         value = (found[0] / found[1]).item()  # the same on every rank

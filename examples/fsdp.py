@@ -210,7 +210,9 @@ def main():
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank gathers the layers, also one without a row
-                found += loss_of(model, batch) * bool(part)
+                sums = loss_of(model, batch)
+            if part:
+                found += sums
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
         loss = (total[0] / total[1]).item()

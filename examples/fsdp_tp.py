@@ -48,12 +48,18 @@ class Layer(nn.Module):  # with the names of transformers
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
-        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
-        self.q_norm, self.k_norm = nn.RMSNorm(16), nn.RMSNorm(16)
-        self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
-        self.down_proj, self.dropout = nn.Linear(128, 64), nn.Dropout(0.1)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.q_proj = nn.Linear(64, 64)
+        self.k_proj = nn.Linear(64, 32)
+        self.v_proj = nn.Linear(64, 32)
+        self.o_proj = nn.Linear(64, 64)
+        self.q_norm = nn.RMSNorm(16)
+        self.k_norm = nn.RMSNorm(16)
+        self.gate_proj = nn.Linear(64, 128)
+        self.up_proj = nn.Linear(64, 128)
+        self.down_proj = nn.Linear(128, 64)
+        self.dropout = nn.Dropout(0.1)
+        self.input_layernorm = nn.RMSNorm(64)
+        self.post_attention_layernorm = nn.RMSNorm(64)
 
     def forward(self, x):
         y = self.input_layernorm(x)
@@ -176,13 +182,16 @@ def shard(model, mesh):  # embedding, norms and head stay whole
 
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, on either mesh
-    groups = [[p for p in group if p.grad is not None] for group in groups]
-    groups = [group for group in groups if group]
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
-    norm = torch.stack([norm.full_tensor() for norm in norms]).norm()
+    norms = []
     for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return norm
+        gradients = [p.grad for p in group if p.grad is not None]
+        if gradients:
+            norm = nn.utils.get_total_norm(gradients)
+            norms.append(norm.full_tensor())
+    total = torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, total)
+    return total
 
 
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
@@ -233,7 +242,10 @@ def main():
         raise SystemExit(f"{world} ranks are not divisible by TP = {TP}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # 2 sums
     mesh = init_device_mesh(device.type, (world // TP, TP), mesh_dim_names=("dp", "tp"))
-    dp, dps = mesh["dp"].get_local_rank(), world // TP  # ranks with the same dp have the same rows
+    dp = mesh["dp"].get_local_rank()  # ranks with the same dp have the same rows
+    dps = world // TP
+    dp_group = mesh["dp"].get_group()
+    tp_group = mesh["tp"].get_group()
     folder = find_checkpoint(rank, world)
     train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < dps:
@@ -269,10 +281,11 @@ def main():
     dist.broadcast(expected, 0)
     check(found, expected, dtype, why)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
-    groups = [[p for p in model.parameters() if p.device_mesh.ndim == n] for n in (2, 1)]
+    sharded = [p for p in model.parameters() if p.device_mesh.ndim == 2]  # over "tp", too
+    whole = [p for p in model.parameters() if p.device_mesh.ndim == 1]
     per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
     per_head = [p for p in per_head if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], LR, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
@@ -301,13 +314,11 @@ def main():
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         sums = loss_of(model, batch)
         total = sums.detach().clone()
-        dist.all_reduce(
-            total, group=mesh["dp"].get_group()
-        )  # ranks may have different numbers of labels
+        dist.all_reduce(total, group=dp_group)  # ranks may have different numbers of labels
         (sums[0] * dps / total[1]).backward()  # FSDP divides by dps
         for p in per_head:
-            dist.all_reduce(p.grad.to_local(), group=mesh["tp"].get_group())
-        norm = clip_grad_norm(groups, 1.0)
+            dist.all_reduce(p.grad.to_local(), group=tp_group)
+        norm = clip_grad_norm([sharded, whole], 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY and step < STEPS:
@@ -320,8 +331,10 @@ def main():
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank gathers the layers, also one without a row
-                found += loss_of(model, batch) * bool(part)
-        dist.all_reduce(found, group=mesh["dp"].get_group())
+                sums = loss_of(model, batch)
+            if part:
+                found += sums
+        dist.all_reduce(found, group=dp_group)
         dist.broadcast(found, 0)  # to the last bit: ranks decide by it what they do next
         loss = (total[0] / total[1]).item()
         value = (found[0] / found[1]).item()  # the same on every rank

@@ -31,7 +31,9 @@ WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
-RANK, ALPHA, TARGETS = 8, 16, ["0"]  # names of layers, or their ends: ["q_proj", "v_proj"]
+RANK = 8  # of the adapters
+ALPHA = 16  # their output is multiplied by ALPHA / RANK
+TARGETS = ["0"]  # names of layers, or their ends: ["q_proj", "v_proj"]
 WHOLE = []  # of modules that are trained whole, as a new head: ["classifier"]
 FROZEN = torch.bfloat16  # no step changes frozen weights, so none is lost by rounding
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
@@ -215,9 +217,7 @@ def main():
     start = 0
     best = math.inf
     if folder:
-        sd.get_optimizer_state_dict(
-            model, optimizer, options=only
-        )  # an empty step: all have a state
+        sd.get_optimizer_state_dict(model, optimizer, options=only)  # an empty step: states for all
         drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer, options=only)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
@@ -256,7 +256,9 @@ def main():
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank gathers the layers, also one without a row
-                found += loss_of(model, batch) * bool(part)
+                sums = loss_of(model, batch)
+            if part:
+                found += sums
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
         loss = (total[0] / total[1]).item()

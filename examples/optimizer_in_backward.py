@@ -218,7 +218,9 @@ def main():
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():  # every rank gathers the layers, also one without a row
-                found += loss_of(model, batch) * bool(part)
+                sums = loss_of(model, batch)
+            if part:
+                found += sums
         dist.all_reduce(found)
         dist.all_reduce(squares)
         norm = squares.sqrt()  # known only now: too late to clip by it

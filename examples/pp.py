@@ -36,12 +36,18 @@ class Layer(nn.Module):  # with the names of transformers
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
-        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
-        self.q_norm, self.k_norm = nn.RMSNorm(16), nn.RMSNorm(16)
-        self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
-        self.down_proj, self.dropout = nn.Linear(128, 64), nn.Dropout(0.1)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.q_proj = nn.Linear(64, 64)
+        self.k_proj = nn.Linear(64, 32)
+        self.v_proj = nn.Linear(64, 32)
+        self.o_proj = nn.Linear(64, 64)
+        self.q_norm = nn.RMSNorm(16)
+        self.k_norm = nn.RMSNorm(16)
+        self.gate_proj = nn.Linear(64, 128)
+        self.up_proj = nn.Linear(64, 128)
+        self.down_proj = nn.Linear(128, 64)
+        self.dropout = nn.Dropout(0.1)
+        self.input_layernorm = nn.RMSNorm(64)
+        self.post_attention_layernorm = nn.RMSNorm(64)
 
     def forward(self, x):
         y = self.input_layernorm(x)
@@ -98,14 +104,16 @@ class Elsewhere(nn.Module):  # in the place of a module that another rank has
 class Stage(nn.Module):
     def __init__(self, model, rank, world):
         super().__init__()
-        self.model, count = model, len(model.model.layers)
+        self.model = model
+        count = len(model.model.layers)
         for i in range(count):
             if i * world // count != rank:
                 model.model.layers[i] = Elsewhere()  # later layers keep their names
         if rank > 0:
             model.model.embed_tokens = Elsewhere()
         if rank < world - 1:
-            model.model.norm, model.lm_head = Elsewhere(), Elsewhere()
+            model.model.norm = Elsewhere()
+            model.lm_head = Elsewhere()
 
     def forward(self, x):
         return forward(self.model, x)
@@ -128,8 +136,10 @@ def make_stage(model, rank, world, device, length):
         hidden = torch.empty(*ids.shape, embedding.embedding_dim, **options)
         logits = torch.empty(*ids.shape, head.out_features, **options)
     stage = Stage(model, rank, world).to(device)
-    ends = hidden if rank else ids, logits if rank == world - 1 else hidden
-    return partial(PipelineStage, stage, rank, world, device, *ends)  # called for a schedule
+    inputs = ids if rank == 0 else hidden
+    outputs = logits if rank == world - 1 else hidden
+    # It is called for each schedule
+    return partial(PipelineStage, stage, rank, world, device, inputs, outputs)
 
 
 def full(batch, device):  # empty rows fill a batch: all have the same shape
@@ -219,10 +229,11 @@ def main():
         return logits.sum()
 
     schedule = Schedule1F1B(new_stage(), MICRO, keep_first)
-    sample = full(sample, device)
     with torch.no_grad():
         model.eval()
-        schedule.eval(*[sample[0]] * (rank == 0), target=sample[1], return_outputs=False)
+        ids, labels = full(sample, device)
+        inputs = [ids] if rank == 0 else []
+        schedule.eval(*inputs, target=labels, return_outputs=False)
     if rank == world - 1:
         found = firsts[0]
     firsts.clear()
@@ -237,9 +248,7 @@ def main():
     start = 0
     best = math.inf
     if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
-        sd.get_optimizer_state_dict(
-            model, optimizer, options=FLAT
-        )  # an empty step: all have a state
+        sd.get_optimizer_state_dict(model, optimizer, options=FLAT)  # an empty step: states for all
         drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
         saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
@@ -261,7 +270,8 @@ def main():
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         ids, labels = full(batch, device)
         rows = len(batch["labels"])
-        schedule.step(*[ids] * (rank == 0), target=labels, return_outputs=False)
+        inputs = [ids] if rank == 0 else []  # all other stages receive theirs
+        schedule.step(*inputs, target=labels, return_outputs=False)
         total = total_of(sums, device)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for gradient in gradients:
@@ -281,8 +291,9 @@ def main():
         for batch in eval_loader:
             ids, labels = full(batch, device)
             rows = len(batch["labels"])
+            inputs = [ids] if rank == 0 else []
             with torch.no_grad():
-                schedule.eval(*[ids] * (rank == 0), target=labels, return_outputs=False)
+                schedule.eval(*inputs, target=labels, return_outputs=False)
             found = found + total_of(sums, device)
         loss = (total[0] / total[1]).item()
         value = (found[0] / found[1]).item()  # the same on every rank

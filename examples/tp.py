@@ -40,12 +40,18 @@ class Layer(nn.Module):  # with the names of transformers
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 32)
-        self.v_proj, self.o_proj = nn.Linear(64, 32), nn.Linear(64, 64)
-        self.q_norm, self.k_norm = nn.RMSNorm(16), nn.RMSNorm(16)
-        self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
-        self.down_proj, self.dropout = nn.Linear(128, 64), nn.Dropout(0.1)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.q_proj = nn.Linear(64, 64)
+        self.k_proj = nn.Linear(64, 32)
+        self.v_proj = nn.Linear(64, 32)
+        self.o_proj = nn.Linear(64, 64)
+        self.q_norm = nn.RMSNorm(16)
+        self.k_norm = nn.RMSNorm(16)
+        self.gate_proj = nn.Linear(64, 128)
+        self.up_proj = nn.Linear(64, 128)
+        self.down_proj = nn.Linear(128, 64)
+        self.dropout = nn.Dropout(0.1)
+        self.input_layernorm = nn.RMSNorm(64)
+        self.post_attention_layernorm = nn.RMSNorm(64)
 
     def forward(self, x):
         y = self.input_layernorm(x)
@@ -121,13 +127,16 @@ def shard(model, mesh):  # embedding, norms and head stay whole
 
 
 def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
-    groups = [[p for p in group if p.grad is not None] for group in groups]
-    groups = [group for group in groups if group]
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
-    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    norms = []
     for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return norm
+        gradients = [p.grad for p in group if p.grad is not None]
+        if gradients:
+            norm = nn.utils.get_total_norm(gradients)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, total)
+    return total
 
 
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient

@@ -134,8 +134,9 @@ def main():
             if is_best:
                 export(model.module, model.module.state_dict())
         model.save_checkpoint(OUT, f"step-{step:08}", {"step": step, "best": best})  # every rank
-        for old in sorted(glob.glob(f"{OUT}/step-*"))[:-2] if rank == 0 else []:
-            shutil.rmtree(old)
+        if rank == 0:
+            for old in sorted(glob.glob(f"{OUT}/step-*"))[:-2]:
+                shutil.rmtree(old)
 
 
 main()

@@ -13,7 +13,7 @@ def describe(kind: str, sizes, dtype) -> str:
 
 
 def names(ranks) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def diagnose(answers: dict[int, dict | str]) -> list[str]:
@@ -42,7 +42,8 @@ def find_difference(table: dict, of_group: dict) -> list[str]:
     for (group, number), calls in table.items():
         kinds = defaultdict(list)
         for rank, call in sorted(calls.items()):
-            kinds[call["what"] if call["kind"] in SAME_SIZE else call["kind"]].append(rank)
+            kind = call["what"] if call["kind"] in SAME_SIZE else call["kind"]
+            kinds[kind].append(rank)
         if len(kinds) > 1:
             of = {names(ranks): calls[ranks[0]] for ranks in kinds.values()}
             said = ", ".join(f"{call['what']} on {ranks}" for ranks, call in of.items())
@@ -92,7 +93,8 @@ def find_absence(table, groups, of_group, accounts, answers) -> list[str]:
 
 def places(answers: dict) -> list[str]:
     """One line per source line, with the ranks that are there; then those that do not answer."""
-    at, silent = defaultdict(list), []
+    at = defaultdict(list)
+    silent = []
     for rank, found in answers.items():
         if isinstance(found, str):
             silent.append(f"rank {rank}: {found}")
@@ -101,6 +103,7 @@ def places(answers: dict) -> list[str]:
             at[found["place"], note, found["waits"]].append(rank)
     lines = []
     for (place, note, waiting), ranks in at.items():
-        verb = ("waits" if waiting else "is") if len(ranks) == 1 else "wait" if waiting else "are"
+        singular, plural = ("waits", "wait") if waiting else ("is", "are")
+        verb = singular if len(ranks) == 1 else plural
         lines.append(f"{names(ranks)}{note} {verb} at {place}")
     return lines + silent

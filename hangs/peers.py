@@ -29,9 +29,11 @@ def serve(one_machine: bool, answers: dict[str, Callable]) -> tuple:
         with socket.create_connection((master, os.environ["MASTER_PORT"]), ANSWER) as link:
             own = host = link.getsockname()[0]
         if ipaddress.ip_address(own).is_loopback:  # of the master, which others know by its name
-            own, host = "", master
+            own = ""  # all interfaces
+            host = master
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    listener, key = socket.create_server((own, 0), family=family, backlog=1024), secrets.token_hex()
+    listener = socket.create_server((own, 0), family=family, backlog=1024)
+    key = secrets.token_hex()
 
     def answer() -> None:
         while True:

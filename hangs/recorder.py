@@ -65,7 +65,8 @@ def account_of(
     # Groups of other ranks may have the same name.
     key = {name: f"{name} of {g['ranks']}" for name, g in recorded["pg_config"].items()}
     groups = {key[name]: json.loads(g["ranks"]) for name, g in recorded["pg_config"].items()}
-    calls, number_of = [], Counter()
+    calls = []
+    number_of = Counter()
     for entry in reversed(recorded["entries"]):
         name = entry["process_group"][0]
         number_of[name] += 1
@@ -119,11 +120,14 @@ def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
     if not waits and "torch/distributed" not in frames[0][0].f_code.co_filename:
         return None  # it is computing
     for frame, _ in frames:
-        kind, given = frame.f_code.co_name, frame.f_locals
+        kind = frame.f_code.co_name
+        given = frame.f_locals
         if kind in ("send", "recv") and "tensor" in given:
             end = "dst" if kind == "send" else "src"
-            group, peer = given["group"] or dist.group.WORLD, given[end]
-            peer = dist.get_global_rank(group, given[f"group_{end}"]) if peer is None else peer
+            peer = given[end]
+            if peer is None:
+                group = given["group"] or dist.group.WORLD
+                peer = dist.get_global_rank(group, given[f"group_{end}"])
             return message(kind, given["tensor"].shape, given["tensor"].dtype, peer)
         lists = [value for value in given.values() if isinstance(value, list)]
         ops = [op for op in sum(lists, []) if isinstance(op, dist.P2POp)]

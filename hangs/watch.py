@@ -29,7 +29,8 @@ from hangs.recorder import account_of, locate, read_file, read_recorder, set_tim
 
 WORDS = ("Timed out", "timed out", "Application timeout", "Connection closed", "Connection reset")
 WORDS += ("Broken pipe",)  # in errors of gloo, NCCL and the store: another rank is late or gone
-PREFIX, REPORT = "rank_", "report.txt"  # file names; PyTorch's own tool expects the first
+PREFIX = "rank_"  # of the files with records, as PyTorch's own tool expects it
+REPORT = "report.txt"
 LINGER = 2  # seconds that a rank has to end by itself, once the diagnosis is printed
 
 
@@ -37,11 +38,20 @@ class Watch:
     """Collects and reports what every rank of a hanging run is doing; see :func:`prepare`."""
 
     def __init__(self, script: Path, folder: Path, rank: int, one_machine: bool):
-        self.script, self.folder, self.rank, self.one_machine = script, folder, rank, one_machine
-        self.process, self.began, self.peers = os.getpid(), time.time(), []
-        self.account, self.raised, self.describing = None, [], threading.RLock()
-        self.stopped_at, self.continued = None, 0.0  # what locate() returns, and when
-        self.claimed, self.over = threading.Lock(), threading.Event()
+        self.script = script
+        self.folder = folder
+        self.rank = rank
+        self.one_machine = one_machine
+        self.process = os.getpid()
+        self.began = time.time()
+        self.peers = []  # addresses of all ranks
+        self.account = None  # what describe() returned first
+        self.raised = []  # frames of the error of a collective
+        self.describing = threading.RLock()
+        self.stopped_at = None  # where a signal had stopped this process, from locate()
+        self.continued = 0.0  # when it went on
+        self.claimed = threading.Lock()  # by the rank that reports
+        self.over = threading.Event()  # the diagnosis is printed
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
         if torch.cuda.is_available():  # NCCL's watchdog writes there, and makes no folder
@@ -83,7 +93,8 @@ class Watch:
             print(f"the last run hung: {self.write_report(accounts)}", flush=True)
 
     def after_exception(self, kind, error, trace) -> None:
-        frames, cause = list(traceback.walk_tb(trace)), error
+        frames = list(traceback.walk_tb(trace))
+        cause = error
         while cause and not any(words in str(cause) for words in WORDS):
             cause = cause.__cause__ or cause.__context__  # a pipeline's schedule wraps it
             frames += traceback.walk_tb(cause.__traceback__) if cause else []
@@ -140,7 +151,8 @@ class Watch:
                 path = self.folder / f"{PREFIX}{self.rank}"
                 path.write_bytes(pickle.dumps(record, protocol=2))  # read_file() knows no other
             if stopped := time.time() - self.continued < ANSWER:
-                at, until = self.stopped_at, self.continued * 1e9
+                at = self.stopped_at
+                until = self.continued * 1e9
                 record["entries"] = [e for e in record["entries"] if e["time_created_ns"] < until]
             else:
                 main = sys._current_frames()[threading.main_thread().ident]

@@ -43,17 +43,23 @@ class StepClock:
     """
 
     def __init__(self, devices: list[torch.device], data_bytes: int = 0, look=None):
-        self.devices, self.on_gpu = devices, devices[0].type == "cuda"
-        self.data_gib, self.peak_memory = data_bytes / 2**30, {}  # GiB by kind
+        self.devices = devices
+        self.on_gpu = devices[0].type == "cuda"
+        self.data_gib = data_bytes / 2**30
+        self.peak_memory = {}  # GiB by kind
         self.marks = None  # of the current step; None between epochs
         self.unread = collections.deque()  # marks of earlier steps, and whether they are spoilt
         self.seconds = []  # of each step of this process
         self.steps = collections.deque(maxlen=KEPT)  # number, seconds and waits by phase
         self.before = []  # settled steps of earlier processes, from the snapshot
-        self.epoch_seconds, self.paused, self.spoilt = 0.0, False, False
-        self.look, self.looking = look, False
+        self.epoch_seconds = 0.0
+        self.paused = False  # what follows is not training
+        self.spoilt = False  # the current step contains a pause
+        self.look = look
+        self.looking = False
         self.after_data = "rest"  # the phase that begins when the batch is on the device
-        self.traced, self.range = False, contextlib.ExitStack()  # phases are ranges in a trace
+        self.traced = False  # phases are ranges in a trace
+        self.range = contextlib.ExitStack()
         self.spans = []  # start and end of this process's epochs, in Unix time
         self.wall_before = 0.0  # seconds of earlier processes, up to the snapshot
         self.queue = None  # a file that says how long the thread was queueing for a core
@@ -75,7 +81,8 @@ class StepClock:
 
     def start(self) -> None:
         """Start to measure an epoch: the next step begins now."""
-        self.spans.append([time.time()] * 2)
+        now = time.time()
+        self.spans.append([now, now])
         self.paused = True
         self.start_step()
 
@@ -84,7 +91,8 @@ class StepClock:
             self.paused = False
             for device in self.devices:
                 reset_peak_memory(device)
-        self.marks, self.spoilt = [], False
+        self.marks = []
+        self.spoilt = False
         self.mark("data")
 
     def begin_step(self, left: int) -> None:
@@ -111,7 +119,8 @@ class StepClock:
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.devices[0]))
             return event, 0.0
-        now, queued = time.perf_counter(), 0.0
+        now = time.perf_counter()
+        queued = 0.0
         if self.queue is not None:
             queued = int(os.pread(self.queue, 64, 0).split()[1]) / 1e9
         return now, now - time.thread_time() - queued
@@ -161,7 +170,8 @@ class StepClock:
     def read_step(self, marks: list[tuple], spoilt: bool) -> None:
         if self.on_gpu:
             marks[-1][1].synchronize()
-        seconds, waits = collections.Counter(), collections.Counter()
+        seconds = collections.Counter()
+        waits = collections.Counter()
         for (phase, begin, before), (_, end, after) in itertools.pairwise(marks):
             waited = max(0.0, after - before) if phase != "data" else 0.0
             seconds[phase] += seconds_between(begin, end) - waited
@@ -190,7 +200,8 @@ class StepClock:
         return {"steps": self.settled(), "epoch": self.epoch_seconds, "wall": self.wall_clock()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.before, self.epoch_seconds = state["steps"], state["epoch"]
+        self.before = state["steps"]
+        self.epoch_seconds = state["epoch"]
         self.wall_before = state["wall"]
 
 
@@ -198,9 +209,11 @@ def break_down(clock: StepClock) -> dict:
     """The breakdown for ``result.json``, in milliseconds. All ranks call it."""
     own = [step for step in clock.steps if step[0] > clock.warmup]
     everyone = gather_objects((own, clock.look and clock.look.found))
-    traces, hidden = [trace for _, trace in everyone], None
+    traces = [trace for _, trace in everyone]
+    hidden = None
     if all(traces):
-        under, besides = (sum(t[key] for t in traces) for key in ("overlapped_ms", "exposed_ms"))
+        under = sum(trace["overlapped_ms"] for trace in traces)
+        besides = sum(trace["exposed_ms"] for trace in traces)
         hidden = under / (under + besides) if under + besides else None
     return {
         "steps": len(everyone[0][0]),
@@ -213,14 +226,19 @@ def break_down(clock: StepClock) -> dict:
 
 def describe_rank(steps: list[tuple], trace: dict | None, on_gpu: bool) -> dict:
     """The phases of a rank. On a GPU they include waiting; only a trace shows how much of it."""
-    kinds = [kind for kind in PHASES if any(kind in seconds for _, seconds, _ in steps)]
-    phases = {kind: spread([seconds[kind] for _, seconds, _ in steps]) for kind in kinds}
+    seen = set().union(*(seconds for _, seconds, _ in steps))
+    phases = {}
+    for kind in PHASES:
+        if kind in seen:
+            phases[kind] = spread([seconds[kind] for _, seconds, _ in steps])
     if on_gpu:
         exposed = trace and trace["exposed_ms"]
         waiting = trace and {"p50": exposed, "p95": None, "mean": exposed}
         return phases | {"waiting": waiting, "waiting_in": None}
     waits = [waited for _, _, waited in steps]
-    waiting_in = {kind: spread([w[kind] for w in waits])["p50"] for kind in kinds[1:]}
+    waiting_in = {}
+    for kind in list(phases)[1:]:  # all but the data
+        waiting_in[kind] = spread([waited[kind] for waited in waits])["p50"]
     waiting = spread([sum(waited.values()) for waited in waits])
     return phases | {"waiting": waiting, "waiting_in": waiting_in}
 
@@ -238,8 +256,8 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
     if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
         return None
     slowest = int(np.median(own, axis=1).argmax())
-    mine, others = own[slowest], np.median(np.delete(own, slowest, axis=0), axis=0)
-    late = mine - others
+    mine = own[slowest]
+    late = mine - np.median(np.delete(own, slowest, axis=0), axis=0)  # than the others
     if np.percentile(late, 25) <= 0 or np.median(late) < LATE * np.median(mine):
         return None
     return {"rank": slowest, "late_ms": spread(late)["p50"]}
@@ -247,12 +265,14 @@ def find_straggler(ranks: list[list[tuple]]) -> dict | None:
 
 def describe_step(result: dict) -> str:
     """The line at the end of a run: mean step time, share of each phase, and a straggler."""
-    found, shares = result["breakdown"], {}
+    found = result["breakdown"]
+    took = result["step_ms"]
+    shares = {}
     for rank in found["ranks"]:
         for kind in (*PHASES[:4], "waiting", *PHASES[4:]):
             if rank.get(kind) and (kind != "waiting" or rank["waiting_in"]):
                 shares[kind] = shares.get(kind, 0.0) + rank[kind]["mean"]
-    whole, took = sum(shares.values()) or 1.0, result["step_ms"]
+    whole = sum(shares.values()) or 1.0
     names = {"mean": "mean", "p95": "95% within"}
     far = [key for key in names if not math.isclose(took[key], took["p50"], rel_tol=0.1)]
     more = ", ".join(f"{names[key]} {took[key]:,.0f} ms" for key in far)

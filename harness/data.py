@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
@@ -21,6 +22,7 @@ class TaskData(Dataset):
     tensors: tuple[str, ...] = ()  # names of the attributes that hold the data
     workers = 0  # default of --workers
     bytes_on_gpu = 0  # of all data sets of this process
+    density = 1.0  # of the global batch: the share of positions that have a label
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """A batch for the loader: the indices of its samples, ``[batch]``."""
@@ -45,9 +47,16 @@ class TaskData(Dataset):
         ``dtype``; ``share``: which part of the global batch this is, and the number of parts."""
         return self.prepare_evaluation(batch, device, dtype)
 
-    def weight(self, labels: Tensor) -> Tensor | float:
-        """What the mean loss of these labels counts, among those of ranks and micro-batches."""
-        return 1.0  # samples have equally many labels
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy of a batch, a scalar. The mean of these losses over ranks and over
+        equally large micro-batches is the mean over all labels of the global batch.
+
+        Args:
+            logits: ``[batch, classes]`` of images, ``[batch, context, vocabulary]`` of text.
+            labels: ``[batch]`` or ``[batch, context]``; -100 where there is none.
+        """
+        total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        return total / labels.numel() / self.density
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
         """An evaluation batch on its device, without augmentation."""

@@ -29,15 +29,18 @@ def count_flops(args, data, model: nn.Module, device: torch.device) -> float | N
         with torch.device("cpu" if own else "meta"):
             counted = model if own else args.task.models.make_model(args, data.classes)
             inputs = data.example(1).to(device if own else "meta")
-        counter, eager = FlopCounterMode(display=False), torch.compiler.set_stance("force_eager")
-        # FlopCounterMode knows the fused kernels of GPUs, but not that of CPUs.
-        kernels = [SDPBackend.MATH] + FUSED * (device.type == "cuda")
+        counter = FlopCounterMode(display=False)
+        eager = torch.compiler.set_stance("force_eager")
+        kernels = [SDPBackend.MATH]
+        if device.type == "cuda":  # FlopCounterMode does not know the fused kernel of CPUs
+            kernels += FUSED
         with torch.no_grad(), eager, sdpa_kernel(kernels), counter:
             counted.eval()(inputs)
     except Exception:  # any of the user's, or an operation that the meta device lacks
         return None
     by_kind = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
-    total, products = sum(by_kind.values()), sum(by_kind.get(f"aten.{n}", 0) for n in WEIGHTS)
+    total = sum(by_kind.values())
+    products = sum(by_kind.get(f"aten.{name}", 0) for name in WEIGHTS)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     frozen = sum(n for n, trained in sizes if not trained) / max(1, sum(n for n, _ in sizes))
     return 3 * total - frozen * products

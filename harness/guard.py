@@ -14,8 +14,10 @@ from harness.measure import launch_command, local, optimizer_tensors
 from harness.world import gather_objects, print0
 
 MAX_SKIPPED = 25  # consecutive steps, in any mode; with float16, to skip a few is normal
-WEIGHT, OUTPUT = "the weight", "the model's output"
-LOSS, GRADIENT = "the gradient of the loss", "the gradient of"
+WEIGHT = "the weight"
+OUTPUT = "the model's output"
+LOSS = "the gradient of the loss"
+GRADIENT = "the gradient of"
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
@@ -36,8 +38,10 @@ class Guard:
     skip steps; a library that skips steps by itself calls :meth:`library_stepped` instead."""
 
     def __init__(self, run, model: nn.Module, optimizer, scaler=None):
-        self.mode, self.state = run.args.on_nan, run.state
-        self.model, self.optimizer = model, optimizer
+        self.mode = run.args.on_nan
+        self.state = run.state
+        self.model = model
+        self.optimizer = optimizer
         self.newest_snapshot = run.store.newest
         self.exact = self.mode in ("stop", "skip")
         self.good_step = self.fetched = run.state.step  # with finite weights; of the last loss
@@ -46,7 +50,9 @@ class Guard:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.scale = self.scaler and scaler.get_scale()
         self.overflow_is_normal = bool(self.scaler)
-        self.outputs, self.good_buffers, self.taken = [], [], []
+        self.outputs = []  # of the model in this step, and their gradients: name and tensor
+        self.good_buffers = []  # before this step
+        self.taken = []  # parameters and their gradients, in a skipped step
         if self.exact:
             self.keep_buffers()
             model.register_forward_hook(self.remember_output)
@@ -77,11 +83,13 @@ class Guard:
         self.good_step = self.state.step
 
     def stop_watching(self, what: str, after: int) -> NoReturn:
-        command, go_on = launch_command(), "no snapshot was written before"
+        command = launch_command()
+        go_on = "no snapshot was written before"
         if snapshot := self.newest_snapshot():
             command += f" --resume {shlex.quote(str(snapshot))}"
             go_on = f"the last good snapshot is {snapshot}"
-        first, last = after + 1, self.state.step
+        first = after + 1
+        last = self.state.step
         where = f"in step {last}" if first >= last else f"between steps {first} and {last}"
         find = f"To find the first step: {command} --on-nan stop"
         use = find if self.mode == "watch" else "Use a lower --lr"

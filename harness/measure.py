@@ -116,4 +116,4 @@ def git_commit() -> str | None:
         differs = subprocess.call([*git, "diff", "--quiet", "HEAD", "--", ".", *written])
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + "-dirty" * bool(differs)
+    return f"{commit}-dirty" if differs else commit

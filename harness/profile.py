@@ -25,7 +25,8 @@ class Look:
 
     def __init__(self, lasts: int, **options):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's own messages
-        self.lasts, self.profiler = lasts, profile(**options)
+        self.lasts = lasts
+        self.profiler = profile(**options)
         self.found = None  # result of trace_rows.sum_up()
 
     def start(self) -> None:
@@ -47,7 +48,8 @@ class Tracer(Look):
     def __init__(self, steps: int, folder: Path):
         when = schedule(wait=0, warmup=1, active=steps, repeat=1)
         super().__init__(steps + 2, schedule=when, record_shapes=True)  # which give the bytes
-        self.steps, self.ended = steps, 0
+        self.steps = steps
+        self.ended = 0
         self.path = folder / f"rank{world().rank}.pt.trace.json.gz"
 
     def tick(self, clock) -> None:

@@ -45,7 +45,8 @@ class RunState:
     @property
     def snapshot_name(self) -> str:
         """The name of a snapshot of this step."""
-        return f"step-{self.step:08}" + "-evaluated" * (self.evaluated == self.step)
+        name = f"step-{self.step:08}"
+        return f"{name}-evaluated" if self.evaluated == self.step else name
 
     def name_best(self) -> str:
         """The name of the snapshot of the best evaluation."""
@@ -55,7 +56,8 @@ class RunState:
         """Store, and return, the metrics of :func:`common.evaluate` and of the training before."""
         self.eval_samples = metrics["samples"]
         figures = (self.step, train_loss, metrics["loss"], metrics["accuracy"], seconds)
-        for name, value in (found := dict(zip(METRICS, figures, strict=True))).items():
+        found = dict(zip(METRICS, figures, strict=True))
+        for name, value in found.items():
             self.history[name].append(value)
         return found
 
@@ -85,8 +87,9 @@ class RunState:
 
     def state_dict(self) -> dict:
         """The state for a snapshot, with every rank's random state. All ranks call it."""
-        device, seed = self.loss_sum.device, torch.initial_seed()
-        own = {"loss_sum": self.loss_sum.item(), "samples": self.samples, "seed": seed}
+        device = self.loss_sum.device
+        own = {"loss_sum": self.loss_sum.item(), "samples": self.samples}
+        own["seed"] = torch.initial_seed()
         own["rng"] = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             own["rng"]["cuda"] = torch.cuda.get_rng_state(device)
@@ -98,7 +101,8 @@ class RunState:
         which are the same among ranks of tensor parallelism, dropout starts from the seeds, and
         rank 0 gets the sums of all ranks. The history keeps only evaluations that are due, as
         --max-steps may have cut an epoch short. All ranks call it."""
-        ranks, device = state["ranks"], self.loss_sum.device
+        ranks = state["ranks"]
+        device = self.loss_sum.device
         for name in state.keys() - {"ranks"}:
             setattr(self, name, state[name])
         if [rank["seed"] for rank in ranks] == gather_objects(torch.initial_seed()):
@@ -108,8 +112,11 @@ class RunState:
                 torch.cuda.set_rng_state(own["rng"]["cuda"], device)
         else:
             print0("dropout starts from --seed: the snapshot is of other ranks, or another mesh")
-            own = {name: sum(r[name] for r in ranks if world().rank == 0) for name in OF_A_RANK}
-        self.loss_sum, self.samples = self.loss_sum + own["loss_sum"], own["samples"]
+            counted = ranks if world().rank == 0 else []
+            own = {"loss_sum": sum(rank["loss_sum"] for rank in counted)}
+            own["samples"] = sum(rank["samples"] for rank in counted)
+        self.loss_sum = self.loss_sum + own["loss_sum"]
+        self.samples = own["samples"]
         due = list(map(is_due, self.history["eval_step"]))
         self.history = {n: list(itertools.compress(v, due)) for n, v in self.history.items()}
 
@@ -119,7 +126,8 @@ class Display:
     of earlier runs after the first step are purged."""
 
     def __init__(self, folder: Path, unit: str, first_step: int):
-        self.unit, self.writer = unit, None
+        self.unit = unit
+        self.writer = None
         if world().rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
 

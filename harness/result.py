@@ -54,7 +54,9 @@ def gather_figures(clock: StepClock, model, optimizer, held: dict[str, Iterable[
 
 def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.Module) -> dict:
     """The description of the run for result.json, on rank 0."""
-    device, seconds = clock.devices[0], clock.settled()
+    device = clock.devices[0]
+    seconds = clock.settled()
+    rates = data.rates(args.batch_size / statistics.median(seconds))
     parameters = str(next(model.parameters()).dtype).removeprefix("torch.")
     precision = parameters if args.dtype == "float32" else args.dtype
     identity = values_of(args, "identity")
@@ -79,7 +81,7 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
         "seconds_total": clock.wall_clock(),
         "seconds_train": sum(state.history["seconds"]),
         "trained_between": clock.spans,
-        **(rates := data.rates(args.batch_size / statistics.median(seconds))),
+        **rates,
         "rate": list(rates)[-1],
         "first_step_seconds": clock.seconds[0] if clock.seconds else None,
         "step_ms": spread(seconds),
@@ -93,7 +95,8 @@ def describe(args, data: TaskData, state: RunState, clock: StepClock, model: nn.
 def describe_end(result: dict) -> str:
     """The last line that a run prints."""
     memory = [f"{gib:.2f} GiB {kind}" for kind, gib in result["peak_memory_gib"].items() if gib]
-    rate, took = result["rate"], result["step_ms"]
+    rate = result["rate"]
+    took = result["step_ms"]
     speed = f"median {result[rate]:,.0f} {rate.removesuffix('_per_second')}/s"
     if not math.isclose(took["mean"], took["p50"], rel_tol=0.1):
         speed += f" ({result[rate] * took['p50'] / took['mean']:,.0f} by the mean step)"

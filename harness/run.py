@@ -82,11 +82,16 @@ class Resumable:
         """Whether the run ends after this step: with its last step, or because it was asked to."""
         return bool(self.stop.agreed) or self.step == self.total_steps
 
-    def resume(self, model, optimizer, scheduler, read=None, engine=None, **others) -> None:
+    def resume_or_exit(self, model, optimizer, scheduler, read=None, engine=None, **others) -> None:
         """Resume from the snapshot that ``--resume`` selects, of any technique and number of ranks,
-        or start from scratch. All ranks call this. ``read`` gets a snapshot's folder and the
-        content of ``state.pt``, and returns whether it has read model and optimizer, as ``write``
-        of :meth:`save` wrote them. ``others`` also have a state, by name."""
+        or start from scratch; exit if its run has ended. All ranks call this.
+
+        Args:
+            read: gets a snapshot's folder and the content of ``state.pt``, and returns whether it
+                has read model and optimizer, as ``write`` of :meth:`save_then_exit_if_asked` wrote
+                them.
+            others: objects that also have a state, by name.
+        """
 
         def load(folder, snapshot: dict) -> None:
             if not (read and read(folder, snapshot)):
@@ -145,7 +150,9 @@ class Resumable:
             self.clock.pause()
         return due
 
-    def save(self, model: nn.Module | None, optimizer, scheduler, write=None, **others) -> None:
+    def save_then_exit_if_asked(
+        self, model: nn.Module | None, optimizer, scheduler, write=None, **others
+    ) -> None:
         """Write a snapshot for ``--resume``; then end the run if it was asked to stop. All ranks
         call this, and each writes its part of the model and of the optimizer's state. ``write``
         writes further files into the folder that it is given; or all of it, and the model is
@@ -159,7 +166,7 @@ class Resumable:
         saved, failure = self.store.save(self.state.snapshot_name, parts, writers)
         if failure:
             self.report_failure(failure)
-        self.stop_if_asked(saved)
+        self.exit_if_asked(saved)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -187,7 +194,7 @@ class Resumable:
         about["source"] = getattr(self.args, "source", None)
         return self.store.about | about | {n: p and p.state_dict() for n, p in parts.items()}
 
-    def stop_if_asked(self, saved: str | None) -> None:
+    def exit_if_asked(self, saved: str | None) -> None:
         """End the run if a signal asked it to stop; ``saved`` is the snapshot to resume from."""
         self.display.flush()
         if signum := self.stop.agreed:
@@ -203,14 +210,15 @@ class Run(Resumable):
 
     def epochs_left(self) -> Iterator[int]:
         """The number of each epoch that is not done; with ``--eval-every`` once for each of its
-        parts. At the end, the model gets the weights of the best evaluation, with this flag."""
+        parts."""
         while not self.is_done:
             yield self.epoch
-        if self.args.eval_every:
-            self.load_best()
 
-    def load_best(self) -> None:
-        """Give the model the weights of the best evaluation, from its snapshot."""
+    def load_best_weights(self) -> None:
+        """With ``--eval-every``: give the model the weights of the best evaluation, from its
+        snapshot. All ranks call it."""
+        if not self.args.eval_every:
+            return
         step, loss = self.state.best
         found = f"best evaluation: step {step}, loss {loss:.4f}"
         if step < self.step:
@@ -275,7 +283,9 @@ class Run(Resumable):
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(metrics["loss"])
         inside = self.step % self.steps_per_epoch and self.step < self.total_steps
-        title = f"epoch {self.epoch + 1}/{self.epochs}" + f", step {self.step}" * bool(inside)
+        title = f"epoch {self.epoch + 1}/{self.epochs}"
+        if inside:
+            title += f", step {self.step}"
         found = self.state.add_evaluation(mean, metrics, self.clock.epoch_seconds)
         self.display.evaluation(title, **found)
         if self.divides(self.step):  # not cut short by --max-steps

@@ -40,9 +40,11 @@ def spelled(name: str) -> str:
 def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps: str):
     """Add the flags of a subject as a group of the parser, and return the group. The help shows
     them, if ``shown``, with ``helps`` instead of the help texts of these fields."""
-    group, defaults = parser.add_argument_group(subject.TITLE), subject()
+    group = parser.add_argument_group(subject.TITLE)
+    defaults = subject()
     for field in flags_of(subject):
-        names, options = field.metadata["names"], dict(field.metadata["options"])
+        names = field.metadata["names"]
+        options = dict(field.metadata["options"])
         options["help"] = helps.get(field.name, options["help"]) if shown else argparse.SUPPRESS
         options["default"] = getattr(defaults, field.name)
         group.add_argument(*names, spelled(field.name), **options)
@@ -52,7 +54,8 @@ def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps
 def read_flags(parser: ArgumentParser, kind: type[Kind], words: list[str] | None = None) -> Kind:
     """Parse a command line (``None``: that of this process) into a frozen object of ``kind``, a
     class of settings, which also has the flags that the script added to the parser."""
-    values, fields = vars(parser.parse_args(words)), []
+    values = vars(parser.parse_args(words))
+    fields = []  # of the script's own flags
     declared = {field.name for field in flags_of(kind)}
     for name in (name for name in values if name not in declared):
         options = {"action": "store_true"} if parser.get_default(name) is False else {}
@@ -78,7 +81,8 @@ def as_words(settings: Any) -> list[str]:
     """The flags that repeat this run from its start, with all defaults."""
     words = []
     for field in flags_of(settings):
-        value, options = getattr(settings, field.name), field.metadata["options"]
+        value = getattr(settings, field.name)
+        options = field.metadata["options"]
         is_switch = options.get("action") == "store_true"
         is_set = bool(value) if is_switch else value is not None
         was_given = value in options.get("choices", [value])  # or a script's own

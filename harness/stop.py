@@ -21,7 +21,8 @@ class StopRequest:
         self.signum = 0  # that this process received
         self.agreed = 0  # that all ranks know
         self.pending = None  # the vote in progress
-        self.next_vote, self.voted = 1, (0, time.perf_counter())  # steps, and time of the last
+        self.next_vote = 1  # the step of the next vote
+        self.voted = 0, time.perf_counter()  # step and time of the last one
 
     def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():  # not in a notebook's thread
@@ -39,15 +40,18 @@ class StopRequest:
     def vote(self, step: int) -> None:
         """Read the vote of an earlier step, if any, and start another if it is time."""
         if self.pending:
-            (votes, wait), self.pending = self.pending, None
+            votes, wait = self.pending
+            self.pending = None
             wait()
             signum, pace = votes.numpy()
             self.agreed = self.agreed or int(signum)
             self.next_vote = self.voted[0] + max(1, int(VOTE_EVERY / pace))
         if world().size > 1 and step >= self.next_vote:
-            (last, then), now = self.voted, time.perf_counter()
+            last, then = self.voted
+            now = time.perf_counter()
             pace = (now - then) / max(1, step - last)  # seconds of a step
-            self.voted, self.next_vote = (step, now), step + 2  # unless this vote changes it
+            self.voted = step, now
+            self.next_vote = step + 2  # unless this vote changes it
             self.pending = self.reduce([float(self.signum), max(pace, 1e-6)])
 
     @staticmethod

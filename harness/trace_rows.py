@@ -34,7 +34,8 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
         # An operation on a DTensor may contain a wait for communication.
         waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
     compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]
-    both = [row(rank, "overlap", *found) for found in spans(compute, within=[e for e, *_ in sent])]
+    transfers = [event for event, _, _ in sent]
+    both = [row(rank, "overlap", *found) for found in spans(compute, within=transfers)]
     rows = [row(rank, "phases", e["ts"], e["dur"], e["name"]) for e in phases] + compute + both
     rows += [row(rank, "communication", e["ts"], e["dur"], name, bytes=n) for e, name, n in sent]
     names = [("process_name", 0, {"name": f"rank {rank}"})]
@@ -55,7 +56,8 @@ def spans(events: list[dict], within: list[dict] | None = None, without=()) -> l
     others = without if within is None else within
     edges = [(e["ts"], 0, 1) for e in events] + [(e["ts"] + e["dur"], 0, -1) for e in events]
     edges += [(e["ts"], 1, 1) for e in others] + [(e["ts"] + e["dur"], 1, -1) for e in others]
-    on, found = [0, 0], []
+    on = [0, 0]  # how many of the events, and of the others, are active
+    found = []
     for (here, whose, step), (there, _, _) in itertools.pairwise(sorted(edges)):
         on[whose] += step
         if on[0] and bool(on[1]) == (within is not None) and here < there:
@@ -67,11 +69,14 @@ def spans(events: list[dict], within: list[dict] | None = None, without=()) -> l
 def sum_up(rows: list[dict], steps: int) -> dict:
     """The summary of the traced steps for result.json: milliseconds of communication per step that
     overlap with compute, and that do not; and the number and bytes of collectives of each kind."""
-    of = {kind: [e for e in rows if e.get("cat") == kind] for kind in ROWS}
-    sums = {kind: sum(dur for _, dur in spans(of[kind])) / 1e3 / steps for kind in ROWS}
+    sums = {}
+    for kind in ("communication", "overlap"):
+        active = spans([event for event in rows if event.get("cat") == kind])
+        sums[kind] = sum(duration for _, duration in active) / 1e3 / steps
     calls = collections.defaultdict(list)
-    for event in of["communication"]:
-        calls[event["name"]].append(event["args"]["bytes"])
+    for event in rows:
+        if event.get("cat") == "communication":
+            calls[event["name"]].append(event["args"]["bytes"])
     return {
         "overlapped_ms": sums["overlap"],
         "exposed_ms": sums["communication"] - sums["overlap"],
@@ -99,7 +104,8 @@ def describe_gloo(events: list[dict]) -> Iterator[tuple[dict, str, int]]:
     bytes, from the dispatcher's call: gloo runs a reduce_scatter as an all_reduce. Calls and events
     are in the same order; at the start of the trace one may be missing."""
     events = sorted((e for e in events if "barrier" not in e["name"]), key=lambda e: e["ts"])
-    own, calls = ([e for e in events if e["name"].startswith(x)] for x in ("gloo:", "c10d::"))
+    own = [e for e in events if e["name"].startswith("gloo:")]
+    calls = [e for e in events if e["name"].startswith("c10d::")]
     for event, call in zip(own, calls if len(calls) == len(own) else own, strict=True):
         kind = (event["args"].get("Input type") or [""])[0]
         shapes = event["args"].get("Input Dims", []) + call["args"].get("Input Dims", [])

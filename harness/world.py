@@ -50,8 +50,9 @@ def world() -> World:
     """The ranks of this run, by the variables that every launcher sets; read on first use."""
     names = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     rank, local_rank, restarts = (int(os.environ.get(name, 0)) for name in names)
-    size, local_size = int(os.environ.get("WORLD_SIZE", 1)), count_local_ranks(os.environ)
-    return World(rank, local_rank, size, local_size or size, "LOCAL_RANK" in os.environ, restarts)
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_size = count_local_ranks(os.environ) or size
+    return World(rank, local_rank, size, local_size, "LOCAL_RANK" in os.environ, restarts)
 
 
 def this_script() -> str:
@@ -120,7 +121,10 @@ def gather_objects(value) -> list:
 def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """The maximum of each number over all ranks, on every rank. All ranks call it."""
     everyone = gather_objects(values)
-    return {name: max(theirs[name] for theirs in everyone) for name in values}
+    highest = {}
+    for name in values:
+        highest[name] = max(theirs[name] for theirs in everyone)
+    return highest
 
 
 class Failed(Exception):
@@ -209,7 +213,8 @@ def die_with_launcher() -> None:
     Otherwise the ranks would continue, or wait for each other, without supervision."""
     if not world().launched or sys.platform != "linux":
         return
-    launcher, set_parent_death_signal = parent(), 1  # PR_SET_PDEATHSIG of prctl(2)
+    launcher = parent()
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     orphan = os.getppid() != launcher  # the launcher died before this call
     if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # or before PyTorch was imported

@@ -1,1 +1,1 @@
-"""The parts of model_inference.py: load a trained model, run it, export it, measure it."""
+"""The parts of model_inference.py: load a trained model, run it, export it."""

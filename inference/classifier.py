@@ -1,16 +1,19 @@
-"""A trained model with its normalization: uint8 images in, float32 logits out."""
+"""A trained classifier of images: uint8 images in, float32 logits out; export to ONNX."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from inference import export
+from inference.images import batches, load_split
+from inference.runtimes import Runner
 from inference.trained import Trained
 from jobs.classifiers import check_model_name, load_weights, make_model
 from jobs.images import MEAN, STD
 from libraries.weights import load
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
 
 
 class Classifier(nn.Module):
@@ -20,15 +23,14 @@ class Classifier(nn.Module):
     file need not know how the model was trained.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.dtype = model.to(dtype), dtype
-        for name, values in (("pixel_mean", MEAN), ("pixel_std", STD)):
-            self.register_buffer(name, 255 * torch.tensor(values)[:, None, None])
+        self.model = model
+        self.register_buffer("pixel_mean", 255 * torch.tensor(MEAN)[:, None, None])
+        self.register_buffer("pixel_std", 255 * torch.tensor(STD)[:, None, None])
 
     def forward(self, images: Tensor) -> Tensor:
-        images = (images.to(self.pixel_mean.dtype) - self.pixel_mean) / self.pixel_std
-        return self.model(images.to(self.dtype)).float()
+        return self.model((images.float() - self.pixel_mean) / self.pixel_std)
 
 
 def complete(args: Trained) -> Trained:
@@ -39,9 +41,27 @@ def complete(args: Trained) -> Trained:
     return replace(args, classes=[f"unnamed class {i}" for i in range(len(bias))])
 
 
-def load_classifier(args: Trained, precision: str) -> Classifier:
+def load_model(args: Trained) -> Classifier:
     """``--weights``, loaded strictly, in evaluation mode on the CPU."""
     check_model_name(args.model)
     new = replace(args, batch_size=2, weights="none")  # of the forward that checks it
-    load_weights(args, model := make_model(new, args.classes), new_head=False)
-    return Classifier(model, DTYPES[precision]).eval()
+    model = make_model(new, args.classes)
+    load_weights(args, model, new_head=False)
+    return Classifier(model).eval()
+
+
+def measure(args: Trained, runner: Runner) -> dict[str, float]:
+    """Accuracy on the test split that training used, and its number of images."""
+    images = load_split(args)
+    correct = 0
+    for pixels, labels in batches(images, args.batch_size, args.image_size, "test"):
+        correct += (runner(pixels).argmax(1) == labels).sum().item()
+    return {"accuracy": correct / len(images), "samples": len(images)}
+
+
+def write_onnx(args: Trained) -> None:
+    """Export for any batch size, and compare on noise."""
+    shapes = [(n, 3, args.image_size, args.image_size) for n in (3, 1, 16)]
+    noise = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in shapes]
+    shape = {"images": {0: torch.export.Dim("batch")}}
+    export.write(args, load_model(args), noise, shape, INPUT)

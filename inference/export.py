@@ -1,38 +1,28 @@
-"""Write a trained model as one ONNX file, a classifier in fp32, fp16 or int8, and compare it with
-PyTorch; inference/language.py uses the same for a GPT."""
+"""Write a model as one ONNX file, and compare its logits with those of PyTorch."""
 
 import contextlib
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from harness.cli import fail
-from inference.classifier import load_classifier
-from inference.images import batches, load_split
 from inference.runtimes import OnnxRunner, Runner, TorchRunner, make_session
 from inference.trained import Trained, make_metadata
-from jobs.images import Images
 
-INPUT = "uint8 [batch, 3, side, side]: RGB, 0 to 255. Normalization is part of the graph."
-CALIBRATION_IMAGES = 200
 MOST = 2e9  # bytes of weights: a file is a message of protobuf, which has less than 2 GiB
 
 
-def save(
-    model: nn.Module, example: Tensor, shape: dict[str, dict], path: Path, metadata: dict[str, str],
-    convert: Callable[[Path], None] = lambda path: None,
-) -> None:  # fmt: skip
-    """Export a model with one input, add the metadata, check.
+def write(
+    args: Trained, model: nn.Module, examples: list[Tensor], shape: dict[str, dict], what: str
+) -> None:
+    """Export a model with one input, compare the result with it, and write ``--export``.
 
     Args:
+        examples: inputs of several sizes, to compare; the first one is traced.
         shape: dynamic dimensions of the input, by its name in the model's forward.
-        convert: changes the file to another precision.
+        what: description of the input.
     """
     import onnx
 
@@ -44,100 +34,40 @@ def save(
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # from PyTorch's own code during tracing
         program = torch.onnx.export(
-            model, (example,), dynamo=True, verbose=False, input_names=list(shape),
+            model, (examples[0],), dynamo=True, verbose=False, input_names=list(shape),
             output_names=["logits"], dynamic_shapes=shape,
         )  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-        # Above 1.5 GB torch writes a second file for the weights, whatever it is told.
-        whole = Path(folder, "model.onnx")
-        program.save(whole, external_data=False)
-        convert(whole)
-        exported = onnx.load(whole)
-    onnx.helper.set_model_props(exported, metadata)
+    # program.save() would write a second file for weights above 1.5 GB, whatever it is told.
+    exported = program.model_proto
+    onnx.helper.set_model_props(exported, make_metadata(args, what))
     onnx.checker.check_model(exported, full_check=True)
-    onnx.save(exported, path)
+    print(f"{args.export}: {args.model}, {what}")
+    compare(args, model, exported.SerializeToString(), examples)
+    onnx.save(exported, args.export)
+    print(f"done: {args.export.stat().st_size / 2**20:.1f} MiB")
 
 
-def open_both(args: Trained, model: nn.Module, path: Path) -> tuple[TorchRunner, OnnxRunner]:
-    """The model in PyTorch and the file in ONNX Runtime, both without TF32, which rounds to ten
-    bits."""
-    session = make_session(path, args.provider, use_tf32=False)
-    return TorchRunner(model, args.device, use_tf32=False), OnnxRunner(session, args.device)
+def compare(args: Trained, model: nn.Module, exported: bytes, inputs: list[Tensor]) -> None:
+    """Compare the logits in ONNX Runtime with those of the model in PyTorch.
 
-
-def differ(in_torch: Runner, in_onnx: Runner, inputs: Iterable[Tensor]) -> float:
-    """The largest difference of the logits, relative to the largest logit of an input."""
-    pairs = [(in_torch(x), in_onnx(x)) for x in inputs]
-    return torch.stack([(a - b).abs().max() / a.abs().max() for a, b in pairs]).max().item()
-
-
-# ------------------------------------------------------------------------------------ a classifier
-
-
-def write_onnx(args: Trained, precision: str, path: Path) -> None:
-    """Export in fp32, fp16 or int8.
-
-    fp16: converted by ONNX Runtime's own tool. int8: post-training static quantization of weights
-    (per channel) and activations, calibrated on at most :data:`CALIBRATION_IMAGES` training images.
+    Raises:
+        RuntimeError: one differs by more than 1e-4 of the largest logit of its input.
     """
-    convert = {"fp32": lambda path: None, "fp16": halve, "int8": partial(quantize, args)}[precision]
-    images = torch.zeros(2, 3, args.image_size, args.image_size, dtype=torch.uint8)
-    shape = {"images": {0: torch.export.Dim("batch")}}
-    metadata = make_metadata(args, precision, INPUT)
-    save(load_classifier(args, "fp32"), images, shape, path, metadata, convert)
-
-
-def halve(path: Path) -> None:
-    """Convert to fp16 in place, except input and output."""
-    import onnx
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    onnx.save(convert_float_to_float16(onnx.load(path), keep_io_types=True), path)
-
-
-def quantize(args: Trained, path: Path) -> None:
-    """Quantize to int8 in place, in ONNX's QDQ format."""
-    from onnxruntime import quantization
-
-    images = load_split(args, "train", CALIBRATION_IMAGES)
-    images = batches(images, 1, args.image_size, "calibrating")
-
-    class Reader(quantization.CalibrationDataReader):
-        def get_next(self):
-            pixels, _ = next(images, (None, None))
-            return None if pixels is None else {"images": pixels.numpy()}
-
-    quantization.shape_inference.quant_pre_process(path, path, skip_symbolic_shape=True)
-    quantization.quantize_static(  # uint8 activations and int8 weights: what CPUs multiply fastest
-        path, path, Reader(), per_channel=True, activation_type=quantization.QuantType.QUInt8
-    )
-
-
-def compare(args: Trained, precision: str, path: Path) -> None:
-    """Compare the file in ONNX Runtime with the model in PyTorch, in fp32.
-
-    In fp32 logits must be within 1e-4 of the largest, at batches of 1, 3 and 16, and 99.9% of the
-    predictions the same. For other precisions, the difference is printed. Without a test split, the
-    images are noise.
-    """
-    runners = open_both(args, load_classifier(args, "fp32"), path)
-    same, correct = 0, torch.zeros(2)
-    if args.dataset == "auto":  # the dataset is not known
-        noise = torch.randint(0, 256, (64, 3, args.image_size, args.image_size), dtype=torch.uint8)
-        images = Images(noise, torch.zeros(64), args.classes, args.image_size)
-    else:
-        images = load_split(args, "eval")
-    firsts = (next(batches(images, n, args.image_size, "comparing"))[0] for n in (1, 3, 16))
-    difference = differ(*runners, firsts)
-    for pixels, labels in batches(images, args.batch_size, args.image_size, "comparing"):
-        theirs, ours = (runner(pixels).argmax(1) for runner in runners)
-        same += (ours == theirs).sum().item()
-        correct += torch.stack([(theirs == labels).sum(), (ours == labels).sum()])
-    line = f"compared on {len(images):,} images with PyTorch in fp32: "
-    line += f"logits within {difference:.1e}, {same / len(images):.2%} the same class"
-    if args.dataset != "auto":
-        in_torch, in_onnx = (correct / len(images)).tolist()
-        line += f", accuracy {in_torch:.2%} -> {in_onnx:.2%}"
-    print(line)
-    if precision == "fp32" and not (difference <= 1e-4 and same >= 0.999 * len(images)):
+    if args.device == "cuda":  # in neither TF32, which rounds the factors of products to ten bits
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    in_torch = TorchRunner(model, args.device)
+    in_onnx = OnnxRunner(make_session(exported, args.device, use_tf32=False))
+    difference = largest_difference(in_torch, in_onnx, inputs)
+    print(f"compared with PyTorch: logits within {difference:.1e}")
+    if not difference <= 1e-4:  # or NaN
         raise RuntimeError("the exported model does not compute the same")
+
+
+def largest_difference(in_torch: Runner, in_onnx: Runner, inputs: list[Tensor]) -> float:
+    """Of the logits, relative to the largest logit of an input; NaN if any is."""
+    differences = []
+    for x in inputs:
+        expected = in_torch(x)
+        differences.append((expected - in_onnx(x)).abs().max() / expected.abs().max())
+    return torch.stack(differences).max().item()

@@ -1,7 +1,6 @@
-"""Images for a trained model: files, or a split of the dataset that it was trained on."""
+"""Images for a trained model: files, or the test split of the dataset that it was trained on."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,17 +41,14 @@ def read_image(path: Path, side: int) -> Tensor:
     return resize(jobs.images.read_image(path, min(side, short_side))[None], side)
 
 
-def load_split(args: Trained, split: str, most: int | None = None) -> Images:
-    """The ``eval`` or ``train`` split, as training loaded it, or at most the first images of the
-    latter. Its classes are matched by name with those of the weights."""
-    make = {"cifar10": cifar10, "synthetic": synthetic}
-    if args.dataset == "folder":
-        images = folder(args, split, most)
-    elif args.dataset in make:
-        images = make[args.dataset](replace(args, train_samples=most), split)
-    else:
+def load_split(args: Trained) -> Images:
+    """The test split, as training loaded it; its classes are matched by name with the model's."""
+    make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}
+    if args.dataset not in make:
         fail("--dataset is needed: the weights do not say which one they were trained on")
-    theirs, ours = images.classes, args.classes
+    images = make[args.dataset](args, "eval")
+    theirs = images.classes
+    ours = args.classes
     if len(theirs) == len(ours) and ours[0].startswith("unnamed"):
         return images
     if unknown := sorted(set(theirs) - set(ours)):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,12 @@ from tqdm import tqdm
 from harness.cli import fail
 from inference import export
 from inference.runtimes import Runner, TorchRunner
-from inference.trained import Trained, make_metadata
+from inference.trained import Trained
 from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
 from libraries import hub
-from libraries.attention_kernels import repeat
 from libraries.weights import is_snapshot, load
+from parallel.attention_kernels import repeat
 
 INPUT = "int64 [batch, time]: tokens, the numbers of the characters in classes"
 
@@ -41,12 +40,9 @@ def complete(args: Trained) -> Trained:
     return replace(args, context=args.context or size_of(args).context, dropout=0.0)
 
 
-def load_gpt(args: Trained) -> Decoder:
+def load_model(args: Trained) -> Decoder:
     """``--weights``, in evaluation mode on the CPU."""
     return make_model(args, args.classes).eval()
-
-
-# ------------------------------------------------------------------------------------ text, tokens
 
 
 def to_tokens(args: Trained, text: str) -> Tensor:
@@ -57,11 +53,9 @@ def to_tokens(args: Trained, text: str) -> Tensor:
         tokenizer = hub.load_tokenizer(args.weights)
         return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     numbers = {character: number for number, character in enumerate(args.classes)}
-    unknown = sorted(set(text) - numbers.keys())
-    if unknown:
-        known = "".join(character for character in args.classes if character.isprintable())
-        unknown = " ".join(map(repr, unknown))
-        fail(f"--prompt: unknown characters {unknown}; the model knows {known.strip()}")
+    if unknown := " ".join(repr(c) for c in sorted(set(text) - numbers.keys())):
+        known = "".join(filter(str.isprintable, args.classes)).strip()
+        fail(f"--prompt: unknown characters {unknown}; the model knows {known}")
     return torch.tensor([[numbers[character] for character in text]])
 
 
@@ -70,9 +64,6 @@ def to_text(args: Trained, tokens: list[int]) -> str:
         return hub.load_tokenizer(args.weights).decode(tokens)
     text = "".join(args.classes[token] for token in tokens)
     return text.encode("latin-1").decode(errors="replace") if args.tokenizer == "bytes" else text
-
-
-# ------------------------------------------------------------------------------------------ sample
 
 
 class KeyValueCache:
@@ -94,15 +85,16 @@ class CachedRunner:
     """Returns logits of the last token, ``[1, vocabulary]``, as tokens are added one by one."""
 
     def __init__(self, runner: TorchRunner):
-        self.runner, self.seen = runner, 0
+        self.runner = runner
+        self.seen = 0  # number of tokens in the cache
         for block in runner.model.blocks:
             block.attention.attend = KeyValueCache()
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
-        new, begin = tokens[:, self.seen :], self.seen
+        new = tokens[:, self.seen :]
+        positions = torch.arange(self.seen, tokens.shape[1], device=self.runner.device)
         self.seen = tokens.shape[1]
-        positions = torch.arange(begin, self.seen, device=self.runner.device)
         return self.runner.model(new.to(self.runner.device), positions)[:, -1].cpu()
 
     def remove(self) -> None:
@@ -140,9 +132,6 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator) -> Te
     return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
 
 
-# -------------------------------------------------------------------------------------- test split
-
-
 def measure(args: Trained, runner: Runner) -> dict[str, float]:
     """Loss (mean cross-entropy), perplexity and accuracy over the test split, each position
     once."""
@@ -155,7 +144,8 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
     numbers = torch.arange(len(text)).split(args.batch_size)
     for batch in tqdm(numbers, "test", leave=False, disable=None):
         tokens, labels = text.prepare_evaluation((batch,), "cpu")
-        logits, labels = runner(tokens).double().flatten(0, 1), labels.flatten()
+        logits = runner(tokens).double().flatten(0, 1)
+        labels = labels.flatten()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).sum().item()
         n += (labels >= 0).sum().item()
@@ -163,30 +153,13 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(loss), "accuracy": correct / n, "tokens": n}
 
 
-# ------------------------------------------------------------------------------------------ export
-
-
-def write_onnx(args: Trained, path: Path) -> None:
-    """Export in fp32 for any batch size and length up to the context."""
+def write_onnx(args: Trained) -> None:
+    """Export for any batch size and length up to the context, and compare on random tokens."""
     if size_of(args).experts:
-        fail(f"--weights {args.weights}: ONNX has no mixture of experts; use --runtime torch")
-    tokens, dim = torch.zeros(2, args.context, dtype=torch.int64), torch.export.Dim
-    shape = {"tokens": {0: dim("batch"), 1: dim("time", max=args.context)}}
-    unpacked = replace(args, packed=None)  # it takes one document, or window, per row
-    export.save(load_gpt(args), tokens, shape, path, make_metadata(unpacked, "fp32", INPUT))
-
-
-def compare(args: Trained, path: Path) -> None:
-    """Compare the file in ONNX Runtime with the model in PyTorch: logits must be within 1e-4 of the
-    largest at several batch sizes and lengths."""
-    runners = export.open_both(args, load_gpt(args), path)
-    shapes = [(1, 1), (3, args.context), (16, max(1, args.context // 2))]
-    tokens = (torch.randint(len(args.classes), shape) for shape in shapes)
-    difference = export.differ(*runners, tokens)
-    line = f"compared with PyTorch: logits within {difference:.1e}"
-    if args.dataset != "auto" and not args.packed:
-        loss, other = (measure(args, runner)["loss"] for runner in runners)
-        line += f", loss {loss:.4f} -> {other:.4f}"
-    print(line)
-    if not difference <= 1e-4:  # or NaN
-        raise RuntimeError("the exported model does not compute the same")
+        fail(f"--weights {args.weights}: ONNX has no mixture of experts; use them in PyTorch")
+    shapes = [(3, args.context), (1, 1), (16, max(1, args.context // 2))]
+    tokens = [torch.randint(len(args.classes), shape) for shape in shapes]
+    time = torch.export.Dim("time", max=args.context)
+    shape = {"tokens": {0: torch.export.Dim("batch"), 1: time}}
+    one_document = replace(args, packed=None)  # it takes one document, or window, per row
+    export.write(one_document, load_model(args), tokens, shape, INPUT)

@@ -23,13 +23,12 @@ class Trained(Settings):
 
     Attributes:
         classes: names of the classes, or tokens of the vocabulary; ``None``: not known yet.
-        provider: execution provider of ONNX Runtime.
+        most: number of classes to print, or of tokens to sample from.
         session: of ONNX Runtime, for a file of it.
     """
 
     classes: list[str] | None = None
-    most: int | None = None  # classes to print, or tokens to sample from
-    provider: str | None = None
+    most: int | None = None
     session: Any = None
 
     @property
@@ -41,19 +40,20 @@ class Trained(Settings):
         return is_decoder(self.model)
 
 
-def make_metadata(args: Trained, precision: str, what: str) -> dict[str, str]:
+def make_metadata(args: Trained, what: str) -> dict[str, str]:
     """Metadata for an ONNX file, to use and test it without ``result.json``.
 
     Args:
         what: description of the input.
     """
-    values = {name: getattr(args, name) for name in NAMES if getattr(args, name)}
     words = ["--seed", str(args.seed)]
-    for name, value in values.items():
-        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    sizes = {name: str(values[name]) for name in ("image_size", "context") if name in values}
-    about = {"classes": json.dumps(args.classes), "input": what, "settings": shlex.join(words)}
-    return about | {"precision": precision} | sizes
+    for name in NAMES:
+        value = getattr(args, name)
+        if value:
+            words.append(f"--{name.replace('_', '-')}")
+        if value and value is not True:
+            words.append(str(value))
+    return {"classes": json.dumps(args.classes), "input": what, "settings": shlex.join(words)}
 
 
 def as_trained(args: Trained) -> Trained:
@@ -77,7 +77,8 @@ def read_result(args: Trained) -> tuple[str, list[str] | None]:
     """Settings and classes of the run that wrote ``model.pt``, from ``result.json`` next to it; or
     of a snapshot; or of a folder in the format of huggingface.co."""
     if weights.is_snapshot(args.weights):
-        if "settings" not in (state := weights.read_state(args.weights)):
+        state = weights.read_state(args.weights)
+        if "settings" not in state:
             fail(f"--weights {args.weights}: an older snapshot; resume its run, and use model.pt")
         words = shlex.join([*state["settings"], "--dataset", state["identity"]["dataset"]])
         return words.removesuffix(" --dataset own"), state["identity"]["classes"]

@@ -73,7 +73,8 @@ def parse(line, template):
     words = {*re.findall(r"\w+", template)}
     if unused := sorted(options.keys() - words):
         raise ValueError(f"the chat template does not use {unused[0]} of chat_template_kwargs")
-    messages, learned = [], []
+    messages = []
+    learned = []
     for i, message in enumerate(written):
         try:
             messages.append(clean(message, words))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.cli import fail
 from jobs.experts import MixtureOfExperts
-from libraries.attention_kernels import attend_to, repeat, see_documents, shares_heads
+from parallel.attention_kernels import attend_to, repeat, see_documents, shares_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils import _pytree as pytree
@@ -73,8 +72,7 @@ def contract_of(given: str, seed: int) -> Contract:
 # ------------------------------------------------------------------------------------------- data
 class Batch(OrderedDict):
     """What the module gets: ``inputs``, the user's batch; ``samples``, the global batch size; and
-    ``labels``, int64 ``[n]``, the number of its labels, for each sample of this part. It also
-    stands for the labels: ``F.cross_entropy`` of the losses and a batch is their mean.
+    ``labels``, int64 ``[n]``, the number of its labels, for each sample of this part.
 
     An OrderedDict, because DataParallel scatters it, FSDP casts its floating-point tensors, and
     libraries move it."""
@@ -89,18 +87,11 @@ class Batch(OrderedDict):
     def to(self, device) -> "Batch":
         return Batch(pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(self)))
 
-    def flatten(self) -> "Batch":
-        return self
-
     def some(self, index) -> "Batch":
         return Batch(some(dict(self), len(self), index))
 
     def tensor_split(self, parts: int) -> list["Batch"]:
         return [self.some(index) for index in torch.arange(len(self)).tensor_split(parts)]
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return args[0].mean() if function is F.cross_entropy else NotImplemented
 
 
 def some(tree: Any, n: int, index) -> Any:
@@ -140,6 +131,10 @@ class OwnData(TaskData):
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, Tensor]:
         return self[indices], torch.tensor(indices)
+
+    def loss(self, logits: Tensor, labels: Batch) -> Tensor:
+        """The module returns losses, not logits."""
+        return logits.mean()
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Batch, Batch]:
         """All tensors on the device, floating point in the default dtype."""

@@ -87,7 +87,6 @@ class Text(TaskData):
     """
 
     unit, units, tensors = "win", "windows", ("tokens",)
-    density = 1.0  # share of positions with a label, in the global batch
     about = ""  # how documents were packed, to print
 
     def __init__(self, tokens: Tensor, vocabulary: list[str], context: int):
@@ -164,7 +163,7 @@ class Documents(Text):
         return int(self.counts.sum())
 
     def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
-        """See :meth:`prepare_evaluation`. Also counts the global batch's labels for the weight."""
+        """See :meth:`prepare_evaluation`. Also counts the global batch's labels, for the loss."""
         [index], (rank, of) = batch, share
         n = len(index) * of
         order = in_order(len(self), seed + epoch)[step * n : (step + 1) * n]
@@ -172,11 +171,6 @@ class Documents(Text):
             raise RuntimeError("the sampler has another order of rows")
         self.density = self.counts[order].mean() / self.context
         return self.prepare_evaluation(batch, device)
-
-    def weight(self, labels: Tensor) -> Tensor:
-        """The share of positions with a label, relative to that of the global batch, a scalar: a
-        mean over few labels counts less."""
-        return (labels >= 0).to(torch.get_default_dtype()).mean() / self.density
 
     def prepare_evaluation(self, batch, device, dtype=None) -> tuple[Tensor, Tensor]:
         """Labels int64 ``[n, context]``, -100 where there is none, and tokens of the same shape, -1

@@ -1,1 +1,1 @@
-"""Adapters for libraries, for the scripts that use them: DeepSpeed, Accelerate, pipelines."""
+"""Adapters for libraries: DeepSpeed, Accelerate, PEFT, and the files of the Hugging Face Hub."""

@@ -116,7 +116,7 @@ def resume(run, engine) -> dict:
     clear_padding(engine)
     ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
-    run.resume(engine.module, engine.basic_optimizer, ours, read=read, engine=engine)
+    run.resume_or_exit(engine.module, engine.basic_optimizer, ours, read=read, engine=engine)
     watch_steps(run, engine)
     return track_tensors(run, engine)
 
@@ -174,7 +174,7 @@ def save(run, engine) -> None:
         if world().rank == 0:
             (folder / "latest").write_text("zero")  # for zero_to_fp32.py
 
-    run.save(None, None, engine.lr_scheduler, write=write)
+    run.save_then_exit_if_asked(None, None, engine.lr_scheduler, write=write)
 
 
 # ---------------------------------------------------------------------------------------- tensors

@@ -11,10 +11,13 @@ from remote.storage import answer_within
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:
     """Download files, unless ``is_there()``, if ``url`` answers within 5 s. All ranks call it; one
     per machine downloads. Returns on every rank why it failed, ``None`` if all find the files."""
-    why, first = "", is_first_here()
-    if first and not is_there() and not (why := why_unreachable(url)):
+    why = ""
+    first = is_first_here()
+    if first and not is_there():
+        why = why_unreachable(url)
         try:
-            download()
+            if not why:
+                download()
         except Exception as error:  # network errors, or a damaged file
             why = str(error)
     # Only downloading ranks report: others may see incomplete files.

@@ -66,7 +66,8 @@ def folder_of(weights: Path | str) -> Path:
 @functools.cache
 def download(name: str) -> Path:
     """A folder with a model's files, downloaded or cached. The library's locks make ranks wait."""
-    library, offline = import_optional("huggingface_hub"), why_offline()
+    library = import_optional("huggingface_hub")
+    offline = why_offline()
     options = {"allow_patterns": ["*.json", "*.safetensors", *BESIDE]}
     options["ignore_patterns"] = ["consolidated*", "*/*.safetensors"]  # the weights once more
     try:
@@ -119,8 +120,10 @@ def parse_config(config: dict) -> dict:
             raise ValueError(f"its {name} is {own}, and only {value} is supported")
     if config.get("quantization_config"):
         raise ValueError("its weights are quantized, which is not supported")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    context, window = config["max_position_embeddings"], window_of(config)
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
+    context = config["max_position_embeddings"]
+    window = window_of(config)
     mlp_width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
     size = {
         "kind": kind, "layers": config["num_hidden_layers"], "heads": heads, "width": width,
@@ -140,17 +143,24 @@ def parse_config(config: dict) -> dict:
 
 def window_of(config: dict) -> int:
     """The tokens to which a token attends in layers with a sliding window; 0 if there are none."""
-    kind, layers = config["model_type"], config["num_hidden_layers"]
-    slide = config.get("use_sliding_window", False) if kind.startswith("qwen") else kind != "llama"
-    if kind in ("qwen2", "qwen3"):  # in some layers
-        n = max(0, layers - config.get("max_window_layers", 28))
-        slide &= "sliding_attention" in (config.get("layer_types") or n * ["sliding_attention"])
-    return config.get("sliding_window", 0 if kind == "mixtral" else 4096) or 0 if slide else 0
+    kind = config["model_type"]
+    if kind == "llama" or (kind.startswith("qwen") and not config.get("use_sliding_window")):
+        return 0
+    if kind in ("qwen2", "qwen3"):  # layers from max_window_layers on have one, or those listed
+        first = config.get("max_window_layers", 28)
+        slides = config["num_hidden_layers"] > first
+        if config.get("layer_types"):
+            slides = "sliding_attention" in config["layer_types"]
+        if not slides:
+            return 0
+    usual = 0 if kind == "mixtral" else 4096  # of transformers, where config.json does not say
+    return config.get("sliding_window", usual) or 0
 
 
 def scaling_of(rope: dict, config: dict) -> tuple[tuple[str, str | float], ...]:
     """The items of ``rope_scaling``, complete; empty if frequencies are not scaled."""
-    kind, context = rope.get("rope_type") or rope.get("type"), config["max_position_embeddings"]
+    kind = rope.get("rope_type") or rope.get("type")
+    context = config["max_position_embeddings"]
     if kind in ("default", None):
         return ()
     if kind not in ("linear", "llama3", "yarn"):
@@ -191,7 +201,8 @@ def make_config(size, context: int, vocabulary: int, tie: bool) -> dict:
 
 def their_names(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors by their names on huggingface.co, where each expert has its own."""
-    names, found = NAMES | (MIXTRAL if kind == "mixtral" else EXPERT), {}
+    names = NAMES | (MIXTRAL if kind == "mixtral" else EXPERT)
+    found = {}
     for name, tensor in tensors.items():
         number, module = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name).groups()
         before = f"model.layers.{number}." if number else ""
@@ -216,7 +227,8 @@ def unstack(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
         strided = {} if layout.is_shard() else {"split_factor": layout.split_factor}  # FSDP, TP
         return type(layout)(2 - layout.dim, **strided)
 
-    layouts, [own] = [transpose(p) for p in stack.placements], stack.__create_chunk_list__()
+    layouts = [transpose(layout) for layout in stack.placements]
+    [own] = stack.__create_chunk_list__()
     shape = stack.shape[2], stack.shape[1]
     for expert, matrix in enumerate(stack.to_local(), own.offsets[0]):
         options = {"run_check": False, "shape": shape, "stride": (shape[1], 1)}
@@ -263,7 +275,8 @@ def read_weights(
     with reader_of(folder, names or weight_files(folder, flag), flag) as reader:
         with one_line_errors(folder, flag):
             found = reader.read_metadata().state_dict_metadata
-        token, head = tensors.get(f"{NAMES['token']}.weight"), f"{NAMES['head']}.weight"
+        token = tensors.get(f"{NAMES['token']}.weight")
+        head = f"{NAMES['head']}.weight"
         if twin := tie and token is not None and head in found:
             tensors = tensors | {head: torch.empty_like(token)}
         for name, tensor in tensors.items():

@@ -29,7 +29,9 @@ from libraries.hub import read_weights, their_names
 from libraries.weights import one_line_errors
 from remote.storage import local_folder
 
-FOLDER, CONFIG, FILE = "adapter", "adapter_config.json", "adapter_model.safetensors"
+FOLDER = "adapter"
+CONFIG = "adapter_config.json"
+FILE = "adapter_model.safetensors"
 USUAL = {"rank": 8, "alpha": 16.0, "targets": "query,value"}
 PLAIN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "modules_to_save": None}
 PLAIN |= {"use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
@@ -61,7 +63,8 @@ def complete(args):
         return fill(args, **USUAL)
     if (Path(args.adapter) / FOLDER).is_dir():
         args = replace(args, adapter=str(Path(args.adapter) / FOLDER))
-    folder, given = Path(args.adapter), f"--adapter {args.adapter}"
+    folder = Path(args.adapter)
+    given = f"--adapter {args.adapter}"
     if folder.resolve() == (local_folder(args.output_dir) / FOLDER).resolve():
         fail(f"{given} would be overwritten; give another --output-dir")
     try:
@@ -76,7 +79,8 @@ def complete(args):
         if (config[name] or None) != (PLAIN.get(name) or None):
             fail(f"{given}: its {name} is {config[name]}, which is not supported here")
     for name in USUAL:
-        own, theirs = getattr(args, name), found.get(name)
+        own = getattr(args, name)
+        theirs = found.get(name)
         if own not in (None, theirs):
             fail(f"--{name} {own}: the adapter in {folder} has {theirs or 'its own'}; leave it out")
     return fill(args, **found)
@@ -99,7 +103,8 @@ def find_layers(args, model: nn.Module) -> dict[str, nn.Linear]:
     own = f"--module {args.module}" if args.module else f"--model {args.model}"
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         fail(f"{own}: BatchNorm's statistics would change, and no adapter has them; use GroupNorm")
-    linears, found = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}, {}
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    found = {}
     if args.adapter:
         layers = {name: layer for name, layer, _ in entries(args, linears)}
         with one_line_errors(args.adapter, "--adapter", "give a folder of peft"):
@@ -135,8 +140,8 @@ def init(args, layers: dict[str, nn.Linear]) -> None:
         seed = zlib.crc32(f"{name}.lora_A".encode(), args.seed)  # of 32 bits: see decoder.draw()
         random = torch.Generator().manual_seed(seed)
         drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), math.sqrt(5), generator=random)
-        drawn, layout = drawn.to(a.device), (a.device_mesh, a.placements)
-        a.copy_(distribute_tensor(drawn, *layout, src_data_rank=None))
+        drawn = drawn.to(a.device)
+        a.copy_(distribute_tensor(drawn, a.device_mesh, a.placements, src_data_rank=None))
         layer.lora_B.weight.zero_()
 
 
@@ -145,7 +150,9 @@ class Base:
     snapshot has one number about them, so that no run resumes it with others."""
 
     def __init__(self, args, model: nn.Module):
-        self.args, self.model, self.included = args, model, False
+        self.args = args
+        self.model = model
+        self.included = False
         model.register_state_dict_post_hook(lambda _, state, *about: self.leave_out(state))
         model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 

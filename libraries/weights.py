@@ -15,7 +15,8 @@ from harness.cli import fail, fetch_input
 from harness.snapshots import FORMAT, find_damage, list_snapshots
 from harness.state import TENSORS, load_file
 from harness.world import gather_objects, print0, world
-from libraries import deepspeed_engine, local_sgd
+from libraries import deepspeed_engine
+from parallel import local_sgd
 
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
 ADAPTERS = "adapters: load them and their base with peft, or train with --merge"  # of LoRA
@@ -68,7 +69,8 @@ def unwrap(state: dict, place: Path | str) -> dict[str, Tensor]:
     done = []
     for name in INSIDE:
         if isinstance(state.get(name), dict):
-            state, done = state[name], [*done, f"its entry {name}"]
+            state = state[name]
+            done.append(f"its entry {name}")
     if state and all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
         done.append("names without module.")

@@ -71,7 +71,7 @@ class TimedRun(trial.ShortRun):
 
     seconds: list[float] = []
 
-    def resume(self, model: torch.nn.Module, optimizer, scheduler=None, **others) -> None:
+    def resume_or_exit(self, model: torch.nn.Module, optimizer, scheduler=None, **others) -> None:
         pass
 
     def batches(self, loader: trial.Loader, epoch: int, dtype: torch.dtype | None = None):

@@ -9,20 +9,21 @@ import re
 import warnings
 from pathlib import Path
 
-import numpy as np
-
 from report.blocks import size_name
-from report.palette import COLLECTIVES, INKS, MEMORY, PAGES, PHASES, text_on
+from report.palette import COLLECTIVES, MEMORY, PHASES, text_on, theme_style
 from report.results import WORDS
 from report.traces import Bar, Rank, joined, read_traces
 
-INK, PAGE = "#010203", "#fdfeff"  # of pictures.mplstyle: stand for the reader's colours
+INK = "#010203"  # stands in pictures.mplstyle for the ink of the page's theme
+PAGE = "#fdfeff"  # and for its background
 LANGUAGES = {"": {}, ".zh-CN": WORDS["pictures"]}  # by the end of a picture's name
-IDLE, OVERLAP = "outline: no compute", "underlined: overlaps with compute"
-THEMES = "<style>svg{{{}}}@media(prefers-color-scheme:dark){{svg{{{}}}}}</style><defs>"
-THEMES = THEMES.format(*(f"--ink:{INKS[name]};--page:{PAGES[name]}" for name in INKS))
+IDLE = "outline: no compute"
+OVERLAP = "underlined: overlaps with compute"
 OTHER = PHASES["rest"]  # the colour of what palette.json does not name
-NAMES, PHASE, LANES = 0.24, 0.3, 0.34  # heights of rows; from rank to rank it is 1
+# The heights of the rows of a timeline, in which a rank has a height of 1:
+NAMES = 0.24
+PHASE = 0.3
+LANES = 0.34
 
 
 def plots(results: dict[str, dict]) -> dict[str, dict]:
@@ -88,7 +89,7 @@ def digest_of(path: Path) -> str | None:
 
 
 def draw(path: Path, data: dict) -> None:
-    """Draw what the functions above return. A picture without a theme takes the reader's."""
+    """Draw what the functions above return, in the colours of the page that shows it."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -105,11 +106,11 @@ def draw(path: Path, data: dict) -> None:
             draw_bars(axes, data, data["words"])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has its own fonts
-            axes.figure.savefig(file, format="svg", metadata=metadata, transparent="theme" in data)
+            axes.figure.savefig(file, format="svg", metadata=metadata)
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", file.getvalue())  # hundredths of a point
     text = re.sub(r" \n(?=[LMz])", "", text)  # a line for each path
-    text = text.replace(INK, INKS.get(data.get("theme"), "var(--ink)"))
-    path.write_text(text.replace(PAGE, "var(--page)").replace("<defs>", THEMES, 1))
+    text = text.replace(INK, "var(--ink)").replace(PAGE, "var(--page)")
+    path.write_text(text.replace("<defs>", f"{theme_style()}<defs>", 1))
 
 
 def draw_lines(axes, data: dict) -> None:
@@ -134,15 +135,17 @@ def draw_bars(axes, data: dict, words: dict) -> None:
     """Stacked bars with their numbers, without axes, and a ``line`` at a limit."""
     values = data["values"]
     names = [words.get(name, name) for name in values]
+    kinds = list(next(iter(values.values())))
     axes.figure.set_size_inches(4.5, 0.28 * len(values) + 1.2)
     sums = [sum(parts.values()) for parts in values.values()]
-    left = np.zeros(len(values))
-    for kind in next(iter(values.values())):
-        sizes, colour = [parts[kind] for parts in values.values()], MEMORY[kind]
+    left = [0.0] * len(values)
+    for kind in kinds:
+        sizes = [parts[kind] for parts in values.values()]
+        colour = MEMORY[kind]
         bars = axes.barh(names, sizes, 0.7, left, color=colour, label=words.get(kind, kind))
         inside = [f"{size:.0f}" if size > 0.09 * max(sums) else "" for size in sizes]
         axes.bar_label(bars, inside, label_type="center", color=text_on(colour), fontsize=9)
-        left += sizes
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
     for y, size in enumerate(sums):  # in a column, where the line crosses none
         axes.text(1.13 * max(sums), y, f"{size:.0f}", ha="right", va="center", weight="bold")
     axes.axvline(data["line"], color=INK, ls="--", lw=1, zorder=0, label=data["limit"])
@@ -155,37 +158,49 @@ def draw_bars(axes, data: dict, words: dict) -> None:
 
 
 def draw_timeline(axes, ranks: list[Rank], words: dict[str, str]) -> None:
-    """Ranks below each other: phases, filled where the rank computes; and below them communication,
-    underlined where it overlaps with compute."""
-    from matplotlib.patches import Patch
-
-    longest = max(bar.end for rank in ranks for bars in rank.values() for bar in bars)
+    """Ranks below each other; ``words``: translations of the names."""
+    all_bars = [bar for rank in ranks for bars in rank.values() for bar in bars]
+    longest = max(bar.end for bar in all_bars)
     axes.figure.set_size_inches(5, 0.85 * len(ranks) + 0.5)
     axes.figure.subplots_adjust(left=0, right=1, bottom=0, top=1)
     axes.set(xlim=(0, longest), ylim=(len(ranks), 0), xlabel="ms")
-
-    def fill(bars: list[Bar], y: float, height: float, colour: str, **style) -> None:
-        spans = [(bar.begin, bar.end - bar.begin) for bar in bars]
-        axes.broken_barh(spans, (y, height), facecolor=colour, **{"linewidth": 0, **style})
-
     for i, rank in enumerate(ranks):
-        for bar in rank["phases"]:
-            colour = PHASES.get(bar.name, OTHER)
-            fill(cut(rank["compute"], bar, longest), i + NAMES, PHASE, colour)
-            fill([bar], i + NAMES, PHASE, "none", edgecolor=colour, linewidth=1)
-            write(axes, bar, i + NAMES / 2, longest, [words.get(bar.name, bar.name)], 10)
-        lanes = in_lanes(rank["communication"])
-        height = LANES / (1 + max(lanes, default=0))
-        for bar, lane in zip(rank["communication"], lanes, strict=True):
-            y, colour = i + NAMES + PHASE + 0.04 + lane * height, COLLECTIVES.get(bar.name, OTHER)
-            fill([bar], y, 0.8 * height, colour)
-            fill(cut(rank["overlap"], bar, longest), y + 0.85 * height, 0.12 * height, INK)
-            if height > LANES / 3:
-                size = [] if bar.bytes is None else [f"{bar.name} {size_name(bar.bytes)}"]
-                names = [*size, bar.name]
-                write(axes, bar, y + 0.4 * height, longest, names, 8, color=text_on(colour))
+        draw_phases(axes, rank, i + NAMES, longest, words)
+        draw_communication(axes, rank, i + NAMES + PHASE + 0.04, longest)
     labels = [f"rank {i}" for i in range(len(ranks))]
     axes.set_yticks([i + NAMES + PHASE / 2 for i in range(len(ranks))], labels)
+    draw_key(axes, ranks, words)
+
+
+def draw_phases(axes, rank: Rank, y: float, longest: float, words: dict[str, str]) -> None:
+    """The phases of a rank with their names, filled where the rank computes."""
+    for bar in rank["phases"]:
+        colour = PHASES.get(bar.name, OTHER)
+        fill(axes, cut(rank["compute"], bar, longest), y, PHASE, colour)
+        fill(axes, [bar], y, PHASE, "none", edgecolor=colour, linewidth=1)
+        write(axes, bar, y - NAMES / 2, longest, [words.get(bar.name, bar.name)], 10)
+
+
+def draw_communication(axes, rank: Rank, y: float, longest: float) -> None:
+    """The communication of a rank with its bytes, underlined where it overlaps with compute."""
+    bars = rank["communication"]
+    lanes = in_lanes(bars)
+    height = LANES / (1 + max(lanes, default=0))
+    for bar, lane in zip(bars, lanes, strict=True):
+        colour = COLLECTIVES.get(bar.name, OTHER)
+        top = y + lane * height
+        fill(axes, [bar], top, 0.8 * height, colour)
+        fill(axes, cut(rank["overlap"], bar, longest), top + 0.85 * height, 0.12 * height, INK)
+        if height > LANES / 3:
+            names = [bar.name]
+            if bar.bytes is not None:
+                names.insert(0, f"{bar.name} {size_name(bar.bytes)}")
+            write(axes, bar, top + 0.4 * height, longest, names, 8, color=text_on(colour))
+
+
+def draw_key(axes, ranks: list[Rank], words: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
     phases = {bar.name for rank in ranks for bar in rank["phases"]}
     sent = sorted({bar.name for rank in ranks for bar in rank["communication"]})
     styles = {name: {"facecolor": colour} for name, colour in PHASES.items() if name in phases}
@@ -196,12 +211,20 @@ def draw_timeline(axes, ranks: list[Rank], words: dict[str, str]) -> None:
     axes.legend(handles=handles, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
+def fill(axes, bars: list[Bar], y: float, height: float, colour: str, **style) -> None:
+    spans = [(bar.begin, bar.end - bar.begin) for bar in bars]
+    axes.broken_barh(spans, (y, height), facecolor=colour, **{"linewidth": 0, **style})
+
+
 def in_lanes(bars: list[Bar]) -> list[int]:
     """The lane of each bar: simultaneous ones are below each other."""
-    lanes, ends = [], []  # of each bar; of each lane, when its last bar ends
+    lanes = []
+    ends = []  # of each lane: when its last bar ends
     for bar in bars:
-        lanes.append(next((i for i, end in enumerate(ends) if end <= bar.begin), len(ends)))
-        ends[lanes[-1] : lanes[-1] + 1] = [bar.end]
+        free = [lane for lane, end in enumerate(ends) if end <= bar.begin]
+        lane = free[0] if free else len(ends)
+        ends[lane : lane + 1] = [bar.end]
+        lanes.append(lane)
     return lanes
 
 
@@ -212,8 +235,13 @@ def cut(spans: list[Bar], bar: Bar, longest: float) -> list[Bar]:
 
 
 def write(axes, bar: Bar, y: float, longest: float, names: list[str], size: int, **style) -> None:
-    """The first of these names that fits into a bar."""
-    room = 540 / size * (bar.end - bar.begin) / longest  # letters; of Chinese, half as many
-    fitting = (name for name in names if sum(2 - c.isascii() for c in name) < room)
+    """Write the first of these names that fits into a bar."""
+    room = 540 / size * (bar.end - bar.begin) / longest  # in letters
+    fitting = (name for name in names if letters(name) < room)
     style |= {"ha": "center", "va": "center_baseline", "fontsize": size}
     axes.text((bar.begin + bar.end) / 2, y, next(fitting, ""), **style)
+
+
+def letters(name: str) -> int:
+    """The width of a name in Latin letters: a Chinese character is as wide as two."""
+    return sum(1 if letter.isascii() else 2 for letter in name)

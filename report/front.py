@@ -5,7 +5,7 @@ from pathlib import Path
 
 from report.blocks import TABLES, draw, footer, machine_line
 from report.diffs import example_of, fenced
-from report.draw import INKS, LANGUAGES
+from report.draw import LANGUAGES
 from report.recorded import outputs
 from report.results import WORDS, load, name_of
 from report.suites import measured_where, table_of
@@ -49,8 +49,8 @@ def llama_table(root: Path, results: dict) -> str:
 
 
 def pictures(results: dict) -> dict[str, dict]:
-    """The README's picture for light and dark pages in both languages: GiB of one GPU by technique
-    and kind, and the memory of an H100."""
+    """The README's picture in both languages: GiB of one GPU by technique and kind, and the memory
+    of an H100."""
     values = {}
     for name, one in results["front"]["outputs"].items():
         kinds = one["output"][0]["kinds"]
@@ -60,9 +60,13 @@ def pictures(results: dict) -> dict[str, dict]:
     found = {}
     for language, words in LANGUAGES.items():
         words = words and words | WORDS["front"]
-        data = {"values": values, "line": MEMORY, "words": words}
-        data |= {"title": words.get(TITLE, TITLE), "limit": words.get(LIMIT, LIMIT)}
-        found |= {f"memory-{theme}{language}": data | {"theme": theme} for theme in INKS}
+        found[f"memory{language}"] = {
+            "values": values,
+            "line": MEMORY,
+            "words": words,
+            "title": words.get(TITLE, TITLE),
+            "limit": words.get(LIMIT, LIMIT),
+        }
     return found
 
 

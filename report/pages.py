@@ -35,7 +35,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     plots = draw.plots(results)
     drawn = {root / "results" / f"{name}.svg": data for name, data in plots.items()}
     pictures = front.pictures(results) | draw.timelines(root)
-    drawn |= {root / "docs" / f"{name}.svg": data for name, data in pictures.items()}
+    drawn |= {root / "docs" / "images" / f"{name}.svg": data for name, data in pictures.items()}
     drawn = {p: data for p, data in drawn.items() if draw.digest_of(p) != draw.digest(data)}
     blocks = make_blocks(root, results)
     changed = {root / "mkdocs.yml": fill_navigation(root)}
@@ -135,12 +135,11 @@ def course_table(root: Path, chinese: bool) -> str:
 
 
 def schematics(root: Path) -> dict[str, str]:
-    """The picture of each technique, on light and on dark pages."""
-    names = [p.name[10:-10] for p in (root / "docs").glob("schematic-*-light.svg")]
+    """The picture of each technique that has one."""
+    paths = (root / "docs" / "images").glob("schematic-*.svg")
+    names = [path.stem.removeprefix("schematic-") for path in paths if ".zh-CN" not in path.name]
     return {
-        f"schematic-{name}": "<picture>\n"
-        f'  <source media="(prefers-color-scheme: dark)" srcset="../schematic-{name}-dark.svg">\n'
-        f'  <img src="../schematic-{name}-light.svg" alt="Schematic: {name}">\n</picture>'
+        f"schematic-{name}": f"![Schematic: {name}](../images/schematic-{name}.svg)"
         for name in names
     }
 

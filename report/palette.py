@@ -4,8 +4,23 @@ import json
 from pathlib import Path
 
 PALETTE = json.loads(Path(__file__).with_name("palette.json").read_text())
-INKS, PAGES, PANELS = (PALETTE[name] for name in ("inks", "pages", "panels"))  # by theme
-MEMORY, PHASES, COLLECTIVES = (PALETTE[name] for name in ("memory", "phases", "collectives"))
+THEMES = PALETTE["themes"]  # of light and of dark pages: ink, page, panel
+MEMORY = PALETTE["memory"]
+PHASES = PALETTE["phases"]
+COLLECTIVES = PALETTE["collectives"]
+
+
+def theme_style() -> str:
+    """The style of an SVG with the variables ``--ink``, ``--page`` and ``--panel``. A browser shows
+    it in the theme of the page that has it (an older one: of the system), so each picture paints
+    its own background, on which its text is legible either way."""
+    light = variables(THEMES["light"])
+    dark = variables(THEMES["dark"])
+    return f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+
+
+def variables(theme: dict[str, str]) -> str:
+    return ";".join(f"--{name}:{colour}" for name, colour in theme.items())
 
 
 def text_on(colour: str) -> str:

@@ -38,14 +38,18 @@ def read_traces(folder: Path) -> list[Rank]:
             raise Unusable(f"{folder} has {len(files)} traces, but none of rank{i}; {again}")
     ranks = [read_rows(files[f"rank{i}"]) for i in range(len(files))]
     first = min(row["ts"] for rows in ranks for row in rows)
+    return [bars_of(rows, first) for rows in ranks]
 
-    def bar(row: dict) -> Bar:
+
+def bars_of(rows: list[dict], first: float) -> Rank:
+    """The bars of a rank; ``first``: the start of the trace in the time of the rows."""
+    bars = {kind: [] for kind in KINDS}
+    for row in rows:
         begin = (row["ts"] - first) / 1e3
-        return Bar(row["name"], begin, begin + row["dur"] / 1e3, row.get("args", {}).get("bytes"))
-
-    return [
-        {kind: [bar(row) for row in rows if row["cat"] == kind] for kind in KINDS} for rows in ranks
-    ]
+        end = begin + row["dur"] / 1e3
+        size = row.get("args", {}).get("bytes")
+        bars[row["cat"]].append(Bar(row["name"], begin, end, size))
+    return bars
 
 
 def read_rows(path: Path) -> list[dict]:

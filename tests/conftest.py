@@ -104,7 +104,7 @@ class Finished(NamedTuple):
     def our_warnings(self):
         """Python's warnings that point at a line of ours."""
         scripts = r"(?:pytorch|accelerate|lightning|transformers)_\w+"
-        rooms = r"(?:harness|hangs|remote|libraries|jobs)/\w+"
+        rooms = r"(?:harness|hangs|remote|parallel|libraries|jobs)/\w+"
         ours = rf"^\S*\b(?:common|{scripts}|{rooms})\.py:\d+: .*$"
         return re.findall(ours, self.stderr, re.MULTILINE)
 
@@ -216,9 +216,18 @@ def cases(names, rows, usual):
     return pytest.mark.parametrize(names, found, ids=["-".join(map(str, row)) for row in rows])
 
 
+def place_of(item):
+    """A worker that has a test of a minute left while the others have none would be waited for. And
+    tests of libraries are side by side, so on one worker: to import them takes as long as a test.
+    """
+    if item.path.stem in LONG:
+        return 0
+    of_a_library = re.search("(?i)deepspeed|ecosystem|accelerate|lightning", item.nodeid)
+    return 1 if of_a_library else 2
+
+
 def pytest_collection_modifyitems(items):
-    """A worker that has a test of a minute left while the others have none would be waited for."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=place_of)
     claims = (ROOT / "tests" / "gpu_claims.txt").read_text()
     for item in items:
         if f" => {item.nodeid}\n" in claims:

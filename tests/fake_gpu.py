@@ -242,7 +242,7 @@ def stand_in_for_ranks(note):
 def stand_in_for_numbers(fake, common, harness):
     """What reads the numbers of a tensor, or where they are."""
     from jobs.experts import MixtureOfExperts
-    from libraries import attention_kernels, pipelining
+    from parallel import attention_kernels, pipelining
 
     evaluate, tolist, make_model = common.evaluate, FakeTensor.tolist, common.make_model
     save, load, swap = torch.save, torch.load, torch.utils.swap_tensors

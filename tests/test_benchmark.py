@@ -135,7 +135,7 @@ def test_render_and_check(checkout):
     assert changes(checkout) == {"results/collectives.svg"}, "python benchmark.py --render"
     pages.render(*pages.find_changes(checkout))
     assert not changes(checkout)
-    (checkout / "docs/schematic-TP-dark.svg").write_text("")
+    (checkout / "docs/images/schematic-TP.svg").write_text("")
     blocks, texts = {"README": "front-gpt", "docs/measuring": "peers"}, {}
     blocks |= {"docs/techniques/FSDP": "FSDP"}
     for name, block in blocks.items():
@@ -147,7 +147,7 @@ def test_render_and_check(checkout):
     said = run(checkout, "--check", code=1).stderr
     assert changes(checkout) == {str(path.relative_to(checkout)) for path in texts}
     assert all(str(path.relative_to(checkout)) in said for path in texts)
-    assert "schematic-TP-dark.svg; run" in said
+    assert "schematic-TP.svg; run" in said
     run(checkout, "--render")
     assert all(path.read_text() == text for path, text in texts.items())
     path = checkout / "results/peers.json"

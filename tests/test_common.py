@@ -17,7 +17,7 @@ from harness import flops, settings, state
 from harness.settings import as_words, read_flags
 from jobs import images
 from jobs.choice import Settings, resolve
-from libraries import mesh
+from parallel import mesh
 
 
 def arguments(*flags, **changes):

@@ -20,7 +20,7 @@ import harness.world
 from harness import clock, result, state
 from harness.data import TaskData
 from jobs import classifiers, images, llama, text
-from libraries import attention_kernels
+from parallel import attention_kernels
 from techniques import IN_A_V, TECHNIQUES
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.

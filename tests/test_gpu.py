@@ -15,8 +15,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from jobs.experts import MixtureOfExperts
 from jobs.gpt import attend
-from libraries import attention_kernels
-from libraries.attention_kernels import repeat
+from parallel import attention_kernels
+from parallel.attention_kernels import repeat
 from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 256 --eval-samples 101 --batch-size 32"
@@ -81,8 +81,6 @@ DEEPSPEED = [
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_offload_config.json",
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_bf16_config.json",
 ]
-INFERENCE = ["--precision fp16", "--precision bf16", "--runtime compile"]
-INFERENCE += [f"--runtime onnxruntime --precision {p}" for p in ("fp32", "fp16", "bf16", "int8")]
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, SYNC, OFFLOAD, *DEEPSPEED])
@@ -122,7 +120,7 @@ OFF_THE_GPU = {  # script, job, the flag that moves it to the CPU, peak of what,
 
 @pytest.mark.parametrize("what", OFF_THE_GPU)
 def test_the_same_weights_with_and_without_it_on_the_gpu(what, tmp_path):
-    """A loader with processes keeps no images there. Of 12 inputs of 1/64 GiB each, three stay."""
+    """A loader with processes keeps no images there. Of 12 inputs of 1/64 GiB each, few do."""
     script, job, flag, kind, least = OFF_THE_GPU[what]
     flags, exact = f"{job} --epochs 2", "--deterministic" in job
     held, more = train(script, 1, flags, tmp_path / "held")
@@ -138,16 +136,18 @@ def test_each_rank_sees_one_gpu(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["devices"] == min(GPUS, 2)
 
 
-@pytest.mark.parametrize("flags", INFERENCE)
-def test_inference(flags, tmp_path):
+@pytest.mark.parametrize("weights", ["model.pt", "model.onnx"])
+def test_inference(weights, tmp_path):
     """Where onnxruntime has CUDA, and finds it."""
     import onnxruntime
 
-    if "onnxruntime" in flags:
-        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            pytest.skip("this onnxruntime is built without CUDA")
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime is built without CUDA")
     _, result = train("pytorch_SingleGPU", 1, f"{RESNET} --epochs 5", tmp_path)
-    command = f"python model_inference.py --weights {tmp_path}/model.pt --input test --json {flags}"
+    infer = f"python model_inference.py --device cuda --weights {tmp_path}"
+    if weights == "model.onnx":
+        succeed(f"{infer} --export {tmp_path}/model.onnx", CUDA_VISIBLE_DEVICES=VISIBLE)
+    command = f"{infer}/{weights} --input test --json"
     answer = json.loads(succeed(command, CUDA_VISIBLE_DEVICES=VISIBLE).stdout)
     assert answer["accuracy"] == pytest.approx(result["eval_accuracy"][-1], abs=0.02)
 

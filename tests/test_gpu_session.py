@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, cases, launch, started, wait_for
+from conftest import ROOT, launch, started, wait_for
 
 from measure import gpu_session
 from techniques import TECHNIQUES
@@ -98,7 +98,8 @@ def test_every_script_is_a_step(session):
     assert "claims" in listed and "resume: ZeRO AdamW" in listed
 
 
-@cases("name", ["SGD", "AdamW"], lambda name: name == "SGD")
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_resume_of_an_optimizer(name, tmp_path):
     """As on a GPU, with the real scripts."""
     words = f"--device cpu --work {tmp_path}/work --out {tmp_path}/out --only".split()

@@ -12,17 +12,19 @@ from conftest import ROOT, name_of, succeed
 from report.pages import BLOCK, list_pages
 from techniques import LESSONS
 
-ROOMS = ["harness", "hangs", "remote", "libraries", "jobs", "report", "inference", "estimator"]
-ROOMS += ["website", "measure"]
+ROOMS = ["harness", "hangs", "remote", "parallel", "libraries", "jobs", "report", "inference"]
+ROOMS += ["estimator", "website", "measure"]
 FILES = sorted([*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))])
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
-TASK = {"common", "jobs", "libraries", "harness", "hangs", "remote"}  # the floors below a lesson
+TASK = {"common", "jobs", "libraries", "parallel", "harness", "hangs", "remote"}  # below a lesson
 PROGRAM = {"report", "techniques"}
-MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapters of libraries
+LESSON = {"common", "libraries", "parallel"}
+MAY_KNOW = {  # of ours, besides the own room; for a lesson: LESSON
     **dict.fromkeys(("techniques", "hangs", "remote"), set()),
     "harness": {"hangs", "remote"},
-    "libraries": {"harness", "hangs", "remote"},
-    "jobs": {"libraries", "harness", "remote"},
+    "parallel": {"harness"},
+    "libraries": {"parallel", "harness", "hangs", "remote"},
+    "jobs": {"libraries", "parallel", "harness", "remote"},
     **dict.fromkeys(("common", "inference"), TASK),
     "report": {"techniques"},
     "estimator": TASK | {"techniques"},
@@ -34,12 +36,19 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson: common, and adapter
     "measure": OURS,  # what it measures
 }
 PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "EP", "activation_checkpointing")}
-MAY_KNOW |= {"pytorch_ND_parallel": {"common", "libraries", *PARTS}}  # which is made of lessons
+MAY_KNOW |= {"pytorch_ND_parallel": {*LESSON, *PARTS}}  # which is made of lessons
 # Lines of code, without docstrings, comments and blank lines. A room may grow by PLAY before its
 # number here has to be discussed in an issue; a room that becomes lighter lowers it.
 PLAY = 1.05
-BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "libraries": 1110, "jobs": 2190}
-BUDGETS |= {"report": 1065, "estimator": 1520, "inference": 615, "website": 535, "measure": 1765}
+BUDGETS = {"harness": 1950, "hangs": 375, "remote": 225, "parallel": 500, "libraries": 690}
+BUDGETS |= {
+    "jobs": 2190,
+    "report": 1065,
+    "estimator": 1520,
+    "inference": 615,
+    "website": 535,
+    "measure": 1765,
+}
 BUDGETS |= {"common.py": 225, "techniques.py": 305, "tests": 9400}
 # Statements that say more than one thing, per 100 lines: they may only become fewer.
 DENSE = {"harness": 2.7, "hangs": 3.2, "libraries": 2.3, "jobs": 3.2, "report": 2.9}
@@ -73,7 +82,7 @@ def has_inside(node, kinds):
 
 def says_more_than_one_thing(node):
     """A tuple of unrelated values assigned to a tuple; a comprehension in a comprehension; a
-    conditional in a conditional; ``:=`` in a call."""
+    conditional in a conditional or as an index; a text times a Boolean; ``:=`` in a call."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
         if not isinstance(node.value, ast.Tuple):
             return False
@@ -86,7 +95,21 @@ def says_more_than_one_thing(node):
     if isinstance(node, ast.Call):
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         return any(isinstance(argument, ast.NamedExpr) for argument in arguments)
+    if isinstance(node, ast.Subscript):  # a choice written as an index
+        return isinstance(node.slice, ast.IfExp) or isinstance(node.value, (ast.Tuple, ast.List))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        sides = node.left, node.right
+        return any(map(is_text, sides)) and any(map(is_condition, sides))
     return False
+
+
+def is_text(node):
+    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+
+
+def is_condition(node):
+    named_bool = isinstance(node, ast.Call) and ast.unparse(node.func) == "bool"
+    return named_bool or isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp))
 
 
 def imported(path):
@@ -103,7 +126,7 @@ def imported(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_arrows_go_down(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert imported(path) - {room} <= MAY_KNOW.get(room, {"common", "libraries"})
+    assert imported(path) - {room} <= MAY_KNOW.get(room, LESSON)
 
 
 def test_no_circle_in_a_room():

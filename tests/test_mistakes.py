@@ -184,7 +184,7 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
 
 @pytest.mark.parametrize("command, words", matrix.REFUSED.values())
 def test_what_the_matrix_calls_refused(command, words, tmp_path, refuse, monkeypatch):
-    monkeypatch.setattr("libraries.mesh.need_compiler", lambda device: None)
+    monkeypatch.setattr("parallel.mesh.need_compiler", lambda device: None)
     script, _, flags = command.partition(" ")
     code, stderr = refuse(script, f"{A_GPT} --output-dir {tmp_path} {flags}", 2)
     check_line(code, stderr, [words])

@@ -108,7 +108,7 @@ import json
 import torch
 import torch.distributed as dist
 from harness.measure import peak_memory_gib, reset_peak_memory
-from libraries.mesh import gather_weights
+from parallel.mesh import gather_weights
 
 dist.init_process_group("gloo")
 rank, cpu, model = dist.get_rank(), torch.device("cpu"), torch.nn.Module()

@@ -12,7 +12,7 @@ from conftest import cases, refused
 from test_text import JOB, settled
 
 from jobs import decoder, text
-from libraries import attention_kernels
+from parallel import attention_kernels
 
 
 def documents_of(dataset):
@@ -65,12 +65,13 @@ def test_the_loss_of_a_batch_is_a_mean_over_its_labels():
     dataset, _ = text.make_datasets(args)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(5 + 2))[24:48]
     _, whole = dataset.prepare((order,), "cpu", 5, 2, 1)
-    assert dataset.weight(whole).item() == pytest.approx(1)
+    logits = torch.randn(*whole.shape, len(dataset.classes))
+    mean = F.cross_entropy(logits.flatten(0, 1), whole.flatten()).item()
+    assert dataset.loss(logits, whole).item() == pytest.approx(mean)
     parts = [dataset.prepare((order[r::2],), "cpu", 5, 2, 1, share=(r, 2))[1] for r in (0, 1)]
-    first, second = [dataset.weight(labels).item() for labels in parts]
-    assert first != second and (first + second) / 2 == pytest.approx(1)
     counts = [(labels >= 0).sum().item() for labels in parts]
-    assert first / second == pytest.approx(counts[0] / counts[1])
+    losses = [dataset.loss(logits[r::2], labels).item() for r, labels in enumerate(parts)]
+    assert counts[0] != counts[1] and sum(losses) / 2 == pytest.approx(mean)
 
 
 def test_no_token_is_lost_in_packing(tmp_path, capsys):

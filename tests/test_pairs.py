@@ -62,7 +62,7 @@ def takes(name, option):
     script = name.split()[0]
     source = (ROOT / f"pytorch_{script}.py").read_text()
     if script == "ND_parallel":
-        source += (ROOT / "libraries/mesh.py").read_text()
+        source += (ROOT / "parallel/mesh.py").read_text()
     return f'"{option.split()[0]}"' in source
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 from conftest import HOOKED, TABLES, cases, launcher, relative_difference, succeed
 
-from libraries.pipelining import SCHEDULES, divide
+from parallel.pipelining import SCHEDULES, divide
 from website.schedules import UNITS, formula, idle_shares, order_of, plan
 
 JOB = "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20"

@@ -84,7 +84,7 @@ def test_a_silent_mistake_has_its_program_and_its_section(chinese):
 
 def test_the_bars_are_whole_peaks():
     found = read_result(ROOT, "front")
-    bars = front.pictures({"front": found})["memory-light"]["values"]
+    bars = front.pictures({"front": found})["memory"]["values"]
     for name, one in found["outputs"].items():
         peak = one["output"][0]["peak"] / 2**30
         assert peak == pytest.approx(sum(bars[name].values()), abs=0.03) and peak > 10
@@ -136,10 +136,10 @@ def test_buckets_are_drawn_in_backward():
 
 
 def test_schematics_draw_what_their_pages_say():
-    """LoRA's factor, without which merging is wrong; offloading leaves the last two on the GPU."""
+    """LoRA's factor, without which merging is wrong; what is offloaded is on the CPU."""
     assert "W x + alpha / rank × B A x" in SCHEMATICS["LoRA"]
     offload = SCHEMATICS["activation_checkpointing"].splitlines()[-1]
-    assert re.findall("CPU|input", offload) == ["CPU", "input", "input"]
+    assert re.findall("CPU|input", offload) == ["CPU", "CPU", "CPU"]
 
 
 PLACES = pages.find_places(ROOT)
@@ -176,7 +176,8 @@ TILES |= {f"Σ{i}": [sum(TILES[letter][i] for letter in "abcd")] for i in range(
 @pytest.mark.parametrize("file", ["collectives.svg", "collectives.zh-CN.svg"])
 def test_each_picture_is_what_the_collective_does(file):
     """As tests/test_collectives.py has found it to be. Tiles have centred labels."""
-    *panels, _ = ElementTree.parse(ROOT / "docs" / file).getroot().findall(f"{SVG}g")  # and a key
+    picture = ElementTree.parse(ROOT / "docs/images" / file).getroot()
+    *panels, _ = picture.findall(f"{SVG}g")  # and a key
     before, after = expected(4)
     del after["asynchronous"]  # an all_reduce
     for (name, has), panel in zip(after.items(), panels, strict=True):
@@ -324,11 +325,14 @@ def contrast(one, other):
 def test_figures_are_legible():
     """Text as WCAG AA demands, on boxes and on pages; boxes on pages of both themes."""
     boxes = re.compile(r'<rect [^>]*fill="(#.{6})"[^>]*/>\n<text [^>]*fill="(#.{6})"')
-    texts = {pair for path in ROOT.glob("docs/*.svg") for pair in boxes.findall(path.read_text())}
+    texts = set()
+    for path in ROOT.glob("docs/images/*.svg"):
+        texts |= {*boxes.findall(path.read_text())}
     fills = {*palette.MEMORY.values(), *palette.PHASES.values(), *palette.COLLECTIVES.values()}
     assert len(texts) > 10
     texts |= {(fill, palette.text_on(fill)) for fill in fills}
-    for theme, page in [*palette.PAGES.items(), *palette.PANELS.items()]:
-        texts.add((page, palette.INKS[theme]))
-        assert min(contrast(fill, page) for fill in fills) >= 3
+    for theme in palette.THEMES.values():
+        for page in (theme["page"], theme["panel"]):
+            texts.add((page, theme["ink"]))
+            assert min(contrast(fill, page) for fill in fills) >= 3
     assert min(contrast(*pair) for pair in texts) >= 4.5

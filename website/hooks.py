@@ -17,7 +17,7 @@ from website import pages  # noqa: E402
 
 COPIES = tempfile.TemporaryDirectory(prefix="pages-")  # removed when MkDocs ends
 FOLDERS = {"en": "", "zh": "zh/"}  # of the languages on the site
-MARKUP = r"<!--.*?-->|<svg.*?</svg>|<(?:\"[^\"]*\"|'[^']*'|[^>\"'])*>"  # a tag with its attributes
+MARKUP = r"<!--.*?-->|<(?:\"[^\"]*\"|'[^']*'|[^>\"'])*>"  # a comment, a tag with its attributes
 OPTION = re.compile(rf"{MARKUP}|(?<=[\s>])(--[a-z][\w-]*)", re.DOTALL)
 WORD = re.compile(r"<code>([^\s<]+)</code>")
 
@@ -42,8 +42,10 @@ def on_nav(nav, config, files):
     }
     for file in files.documentation_pages():
         name = originals.get(Path(file.abs_src_path).relative_to(config.docs_dir).as_posix())
-        edit = config.repo_url and name and f"{config.repo_url.rstrip('/')}/edit/main/{name}"
-        file.page.edit_url = edit or None
+        if config.repo_url and name:
+            file.page.edit_url = f"{config.repo_url.rstrip('/')}/edit/main/{name}"
+        else:
+            file.page.edit_url = None
 
 
 def on_page_content(html, page, config, files):
@@ -80,7 +82,8 @@ def on_post_build(config):
     """Write what belongs to a language, once all are built: its search and its redirects."""
     if config.plugins["i18n"].building:
         return
-    site, template = Path(config.site_dir), config.theme.get_env().get_template("moved.html")
+    site = Path(config.site_dir)
+    template = config.theme.get_env().get_template("moved.html")
     index = json.loads((site / "search" / "search_index.json").read_text())
     for language, folder in FOLDERS.items():
         write_search(site / folder / "search", index, language)
@@ -93,10 +96,13 @@ def on_post_build(config):
 
 def write_search(target: Path, index: dict, language: str) -> None:
     """The pages of a language: as JSON and, for pages opened as files, as a script."""
-    folder, others, docs = FOLDERS[language], tuple(filter(None, FOLDERS.values())), []
+    folder = FOLDERS[language]
+    others = tuple(filter(None, FOLDERS.values()))
+    docs = []
     for entry in index["docs"]:
         place = entry["location"]
-        if place.startswith(folder) if folder else not place.startswith(others):
+        ours = place.startswith(folder) if folder else not place.startswith(others)
+        if ours:
             docs.append(entry | {"location": place.removeprefix(folder)})
     data = json.dumps({"config": index["config"] | {"lang": [language]}, "docs": docs})
     write_file(data.encode(), str(target / "search_index.json"))

@@ -1,18 +1,18 @@
 """Write website/data/, which the site's pictures and widgets show, with the project's own programs.
 
-    python website/make_data.py [memory] [fit] [schedules] [collectives]
+    python website/make_data.py [memory] [fit] [schedules]
 
-Without a name it writes all four.
+Without a name it writes all three.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "website" / "data"
@@ -28,7 +28,8 @@ from website.schedules import timetables  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
 
-GPUS, POINTS = 4, 120  # GPUs in the pictures; maximum number of points per step
+GPUS = 4
+POINTS = 120  # of a step, at most
 JOBS = {  # by title: flags and global batch
     "GPT": ("--model gpt-12x12x768 --context 256", 16),
     "ResNet-50": ("--model resnet50 --image-size 224", 64),
@@ -51,9 +52,9 @@ def memory() -> dict:
 def record(name: str, title: str) -> dict | None:
     """Live bytes on rank 0 in the second step of a technique, by kind; ``None`` if the script
     rejects the model."""
-    technique, (flags, batch) = techniques.make_technique(name, GPUS), JOBS[title]
+    technique = techniques.make_technique(name, GPUS)
+    flags, batch = JOBS[title]
     words = [*technique.command, *flags.split(), "--batch-size", str(batch // technique.gpus)]
-    sys.argv = words  # the scripts read their names there
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         try:
             live, _ = trial.run_script(words, technique.ranks)
@@ -66,7 +67,7 @@ def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
     """Split the step, without the evaluation after it, into at most ``POINTS`` parts. Returns the
     bytes by kind at the peak of each part, and the phases: where each begins, as a fraction of the
     step's events, and its name."""
-    now = dict.fromkeys((kind for kind in live.KINDS if kind not in without), 0)
+    now = {kind: 0 for kind in live.KINDS if kind not in without}
     [end] = [begin for begin, name in live.phases if name == "evaluation"]
     events = end - live.begin + 1
     points = min(POINTS, events)
@@ -75,18 +76,23 @@ def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
         if live.kinds[number] in now:
             now[live.kinds[number]] += size
         part = (index - live.begin + 1) * points // events
-        if part >= 0 and (peaks[part] is None or sum(now.values()) > sum(peaks[part].values())):
+        if part < 0:  # before the step
+            continue
+        if peaks[part] is None or sum(now.values()) > sum(peaks[part].values()):
             peaks[part] = dict(now)
-    kinds = {kind: [peak[kind] for peak in peaks] for kind in now}
+    sizes = {}
+    for kind in now:
+        sizes[kind] = [peak[kind] for peak in peaks]
     phases = [((begin - live.begin) / events, name) for begin, name in live.phases]
-    kinds = {kind: sizes for kind, sizes in kinds.items() if any(sizes)}
-    return {"bytes": kinds, "phases": phases[:-1]}
+    return {"bytes": {k: v for k, v in sizes.items() if any(v)}, "phases": phases[:-1]}
 
 
 # ------------------------------------------------------------------------------- will it fit?
 
 MODELS = {"gpt-12x12x768": 1024, "llama3.2-1b": 4096, "llama3-8b": 8192, "llama3-70b": 8192}
-COUNTS, MEMORIES, EACH = (1, 8, 64), ("RTX3090", "A100-40GB", "H100"), 2  # sequences per GPU
+COUNTS = (1, 8, 64)
+MEMORIES = ("RTX3090", "A100-40GB", "H100")
+EACH = 2  # sequences per GPU
 LINKS = {"RTX3090": "pcie4"}  # within a machine; the others have NVLink
 
 
@@ -101,10 +107,10 @@ def cell(model: str, gpus: int, memory: str) -> dict:
     words += ["--gpus", str(gpus), "--memory", memory, "--recommend"]
     link = "ib400" if gpus > recommend.MACHINE else LINKS.get(memory)
     words += ["--link", link] if link and gpus > 1 else []
-    with mock.patch("sys.argv", ["estimate.py", *words]), mock.patch.object(recommend, "ENOUGH", 1):
-        args, flags = estimate.parse_args()
-        job, room = estimate.job_of(args, flags), room_of(args)
-        [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count())
+    args, flags = estimate.parse_args(words)
+    job = estimate.job_of(args, flags)
+    room = room_of(args)
+    [found] = recommend.recommend(job, gpus, room, args.link, os.cpu_count(), enough=1)
     row = {"model": model, "gpus": gpus, "memory": memory, "gib": args.memory, "spare": args.spare}
     row |= {"estimate": f"python estimate.py {' '.join(words)}", "peak": found.peak}
     row |= {"way": found.technique.describe(), "fits": found.peak <= room, "host": found.host}
@@ -123,68 +129,9 @@ def copied(found: techniques.Prediction) -> float:
     return found.host / 4 * (3 if way.pp == 1 else 2) * way.accumulate
 
 
-# ------------------------------------------------------------------- collectives, step by step
-
-RANKS = 4
-Cells = list[list[str]]  # the chunks of each rank: "", or a sum such as "b0+b2"
-
-
-def collectives() -> dict[str, list[Cells]]:
-    """The buffers of every rank at the start and after each step."""
-    ranks = range(RANKS)
-    full = [[f"{rank}{chunk}" for chunk in ranks] for rank in "abcd"]
-    root = [full[0], *[[""] * RANKS for _ in ranks[1:]]]
-    own = [[full[r][c] if c == r else "" for c in ranks] for r in ranks]
-    # In each round, every rank sends one chunk to the next rank, or one to the k-th rank after it.
-    scatter = [[(r, r - k - 1, r + 1, r - k - 1) for r in ranks] for k in range(RANKS - 1)]
-    gather = [[(r, r - k, r + 1, r - k) for r in ranks] for k in range(RANKS - 1)]
-    exchange = [[(r, r + k, r + k, r) for r in ranks] for k in range(1, RANKS)]
-    scattered = play(full, scatter, add=True)
-    reduced = [[cell if c == r else "" for c, cell in enumerate(row)]
-               for r, row in enumerate(scattered[-1])]  # fmt: skip
-    return {
-        "broadcast": play(root, [whole((0, 2)), whole((0, 1), (2, 3))]),
-        "reduce": play(full, [whole((1, 0), (3, 2)), whole((2, 0))], add=True, clear=True),
-        "reduce_scatter": [*scattered, reduced],
-        "all_gather": play(own, gather),
-        "all_reduce": [*scattered, *play(scattered[-1], gather)[1:]],
-        "all_to_all": play(full, exchange, source=full),
-    }
-
-
-def whole(*pairs: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-    """Messages that send a rank's whole buffer to another rank."""
-    return [(sender, chunk, to, chunk) for sender, to in pairs for chunk in range(RANKS)]
-
-
-def play(cells: Cells, rounds, add=False, clear=False, source: Cells | None = None) -> list[Cells]:
-    """The cells at the start, and after each round of messages: sender and chunk, receiver and its
-    chunk.
-
-    Args:
-        add: the receiver adds a chunk instead of storing it.
-        clear: the sender's chunk is empty afterwards.
-        source: a buffer to send from that receives nothing.
-    """
-    steps = [cells]
-    for messages in rounds:
-        before, after = steps[-1], [list(row) for row in steps[-1]]
-        for message in messages:
-            sender, chunk, to, place = (number % RANKS for number in message)
-            sent = (source or before)[sender][chunk]
-            after[to][place] = merge(sent, before[to][place] if add else "")
-            after[sender][chunk] = "" if clear else after[sender][chunk]
-        steps.append(after)
-    return steps
-
-
-def merge(one: str, other: str) -> str:
-    return "+".join(sorted({*one.split("+"), *other.split("+")} - {""}))
-
-
 # --------------------------------------------------------------------------------------- writing
 
-KINDS = {"memory": memory, "fit": fit, "schedules": timetables, "collectives": collectives}
+KINDS = {"memory": memory, "fit": fit, "schedules": timetables}
 
 
 def main() -> None:
@@ -193,9 +140,11 @@ def main() -> None:
     names = parser.parse_args().names or KINDS
     if unknown := set(names) - KINDS.keys():
         parser.error(f"{unknown.pop()}: the names are {', '.join(KINDS)}")
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     DATA.mkdir(exist_ok=True)
     for name in names:
-        found = {"git_commit": git_commit(), "versions": versions(), "data": KINDS[name]()}
+        found = {"git_commit": git_commit(), "versions": versions(), "date": date}
+        found["data"] = KINDS[name]()
         (DATA / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
         print(f"wrote {DATA / name}.json")
 

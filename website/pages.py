@@ -14,10 +14,13 @@ from website import techniques
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its own
-PICTURE = re.compile(  # GitHub's markup for light and dark mode, which becomes the theme's
-    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
-)
-WIDGETS = ("fit", "schedules", "collectives")  # of website/data
+DATA = {  # what widgets show, by the name that they give it
+    "palette": "report/palette.json",
+    "collectives": "website/collectives.json",
+    "fit": "website/data/fit.json",
+    "memory": "website/data/memory.json",
+    "schedules": "website/data/schedules.json",
+}
 WIDGET = re.compile(r'data-widget="(\w+)"')
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
 CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
@@ -32,8 +35,8 @@ def prepare(root: Path, target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(root / "website" / "assets", target / "assets")
     (target / "data").mkdir()
-    for name in WIDGETS:  # as scripts: a page that is opened as a file may not fetch JSON
-        data = (root / "website" / "data" / f"{name}.json").read_text().strip()
+    for name, path in DATA.items():  # as scripts: a page opened as a file may not fetch JSON
+        data = (root / path).read_text().strip()
         script = f"window.SITE_DATA = window.SITE_DATA || {{}}; SITE_DATA.{name} = {data};\n"
         (target / "data" / f"{name}.js").write_text(script)
     linked: set[str] = set()
@@ -74,7 +77,6 @@ def site_name(name: str) -> str:
 def page(root: Path, path: Path, linked: set[str]) -> str:
     """The text of a page with the site's additions, and with links to pages of the site."""
     text = NAVIGATION.sub("", path.read_text(), count=1)
-    text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     if path.parent.name == "techniques":
         text = techniques.add_to(root, path, text)
     text += scripts(site_name(path.relative_to(root).as_posix()), WIDGET.findall(text))
@@ -85,9 +87,13 @@ def page(root: Path, path: Path, linked: set[str]) -> str:
 
 def scripts(name: str, widgets: list[str]) -> str:
     """What the widgets of a page need; a Chinese page is one folder further down."""
-    up = "../" * (name.count("/") + name.endswith(".zh.md"))
-    needed = [*(f"data/{widget}" for widget in widgets), *["assets/widgets"][: len(widgets)]]
-    return "".join(f'\n<script src="{up}{script}.js"></script>' for script in needed) + "\n"
+    if not widgets:
+        return "\n"
+    depth = name.count("/") + (1 if name.endswith(".zh.md") else 0)
+    needed = ["data/palette", *(f"data/{widget}" for widget in dict.fromkeys(widgets))]
+    needed.append("assets/widgets")
+    lines = [f'\n<script src="{"../" * depth}{script}.js"></script>' for script in needed]
+    return "".join(lines) + "\n"
 
 
 def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:
@@ -107,13 +113,15 @@ def rewrite_links(root: Path, path: Path, text: str, linked: set[str]) -> str:
 def add_file(root: Path, target: Path, name: str) -> None:
     """Add a file that pages link to: code as a page that search excludes, a folder as a page with
     its scripts, other files unchanged."""
-    path, copy = root / name, target / site_name(name)
+    path = root / name
+    copy = target / site_name(name)
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.suffix != ".md":
         shutil.copy(path, copy)
         return
     parts = [f"---\nsearch:\n  exclude: true\n---\n\n# {name}"]
     for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-        parts += [f"## {file.name}"] if path.is_dir() else []
+        if path.is_dir():
+            parts.append(f"## {file.name}")
         parts.append(f"````{CODE[file.suffix]}\n{file.read_text()}````\n")
     copy.write_text("\n\n".join(parts))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from libraries.pipelining import SCHEDULES, ranks_of_stages
+from parallel.pipelining import SCHEDULES, ranks_of_stages
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward, backward; its halves, for inputs and weights
 

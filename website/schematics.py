@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
+from markupsafe import Markup
 
-from report.palette import COLLECTIVES, INKS, MEMORY, PANELS, PHASES, text_on
+from report.palette import COLLECTIVES, MEMORY, PHASES, text_on, theme_style
 from report.results import WORDS, Unusable
 
-WIDTH, LETTER, WIDE = 440, 7, "\u2e7f"  # of a figure, of a letter; letters after this are two wide
-GAP, PAD, BETWEEN = 4, 8, 16  # between boxes; of a panel; between panels
+WIDTH = 440  # of a figure
+LETTER = 7  # the width of a Latin letter; those after WIDE, as Chinese ones, are twice as wide
+WIDE = "\u2e7f"
+GAP = 4  # between boxes
+PAD = 8  # of a panel
+BETWEEN = 16  # between panels
 FILLS = MEMORY | PHASES | {name.replace("_", "-"): tone for name, tone in COLLECTIVES.items()}
 FILLS |= {"batch": MEMORY["input"], "compute": PHASES["forward and backward"]}
 KINDS = "|".join([*sorted(FILLS, key=len, reverse=True), "none", "[#→←↔↓↑↕]"])
@@ -31,36 +36,44 @@ class Box(NamedTuple):
 
 
 def pictures(root: Path) -> dict[Path, str]:
-    """All schematics, by the path of their file: for light and dark pages, in both languages."""
+    """All schematics in both languages, by the path of their file."""
     import yaml
 
     found = yaml.safe_load((root / "website" / "schematics.yaml").read_text())
+    chinese = WORDS["pictures"] | found["chinese"]
     template = (root / "website" / "schematic.svg.jinja").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(template)
     drawn = {}
-    for language, words in (("", {}), (".zh-CN", WORDS["pictures"] | found["chinese"])):
-        for name, text in found["schematics"].items():
+    for name, text in found["schematics"].items():
+        for language, words in (("", {}), (".zh-CN", chinese)):
             panels, boxes = lay_out(text, words)
-            said = {"width": WIDTH, "height": boxes[-1].y + 36, "panels": panels, "boxes": boxes}
-            said |= {"key": legend(text, words), "fills": FILLS, "text_on": text_on}
-            for theme, ink in INKS.items():
-                path = root / "docs" / f"schematic-{name}-{theme}{language}.svg"
-                drawn[path] = template.render(said, ink=ink, panel=PANELS[theme]) + "\n"
+            path = root / "docs" / "images" / f"schematic-{name}{language}.svg"
+            drawn[path] = template.render(
+                style=Markup(theme_style()), width=WIDTH, height=boxes[-1].y + 36,
+                panels=panels, boxes=boxes, key=legend(text, words),
+                fills=FILLS, text_on=text_on,
+            ) + "\n"  # fmt: skip
     return drawn
 
 
 def lay_out(text: str, words: dict[str, str]) -> tuple[list, list[Box]]:
     """The panels of ranks (x, y, width, height), and all boxes in their places."""
-    panels, boxes, y = [], [], 0.0
+    panels = []
+    boxes = []
+    y = 0.0
     for section in text.split("---\n"):
-        rows, top = section.splitlines(), y
+        top = y
+        rows = section.splitlines()
         ranks = rows[0].count("|") + 1 if rows[0].startswith("#") else 0
+        pad = PAD if ranks else 0
         for row in rows:
-            each = [row[6:].replace("{}", str(rank)) for rank in range(ranks)]
-            cells = each if row.startswith("each: ") else row.split("|")
+            cells = row.split("|")
+            if row.startswith("each: "):
+                same = row.removeprefix("each: ")
+                cells = [same.replace("{}", str(rank)) for rank in range(ranks)]
             placed = []
             for cell, (x, width) in zip(cells, columns(len(cells)), strict=True):
-                placed += place(cell, x + PAD * bool(ranks), width - 2 * PAD * bool(ranks), words)
+                placed += place(cell, x + pad, width - 2 * pad, words)
             filled = any(box.kind in FILLS or box.kind in ("none", "↕") for box in placed)
             height = 30 if filled else 20
             boxes += [box._replace(y=y + GAP, height=height) for box in placed]
@@ -79,7 +92,8 @@ def columns(n: int) -> list[tuple[float, float]]:
 def place(cell: str, x: float, width: float, words: dict[str, str]) -> list[Box]:
     """The boxes of a column beside each other."""
     boxes = [read(part, words) for part in cell.split(",")]
-    unit, placed = (width + GAP) / sum(box.width for box in boxes), []
+    unit = (width + GAP) / sum(box.width for box in boxes)
+    placed = []
     for box in boxes:
         placed.append(box._replace(x=x, width=box.width * unit - GAP))
         if box.long > placed[-1].width:
@@ -90,9 +104,12 @@ def place(cell: str, x: float, width: float, words: dict[str, str]) -> list[Box]
 
 def read(part: str, words: dict[str, str]) -> Box:
     found = BOX.fullmatch(part.strip())
-    kind, label = found["kind"] or "", found["label"]
-    label = translate(label if found["own"] or kind not in FILLS else kind + label, words)
-    long = sum(LETTER * (1 + (letter > WIDE)) for letter in label)
+    kind = found["kind"] or ""
+    label = found["label"]
+    if kind in FILLS and not found["own"]:
+        label = kind + label
+    label = translate(label, words)
+    long = sum(2 * LETTER if letter > WIDE else LETTER for letter in label)
     return Box(kind, label, long, float(found["width"] or 1))
 
 

@@ -9,13 +9,13 @@ from pygments.lexers import PythonLexer
 from report.diffs import Pair
 
 CONTEXT = 3  # lines around a change
-SIDES = ("old", "new")
 
 
 def diff(pair: Pair) -> str:
     """The lines that differ, with a few lines of context. A row has one cell per file; the style
     sheet puts them side by side, or one below the other on a narrow screen."""
-    left, right = coloured(pair.old_lines), coloured(pair.new_lines)
+    left = coloured(pair.old_lines)
+    right = coloured(pair.new_lines)
     heads = f'<div class="old">{pair.old}</div><div class="new">{pair.new}</div>'
     rows = [f'<div class="row head">{heads}</div>']
     matcher = difflib.SequenceMatcher(None, pair.old_lines, pair.new_lines, autojunk=False)
@@ -24,10 +24,10 @@ def diff(pair: Pair) -> str:
             rows.append('<div class="row gap">⋯</div>')
         for kind, a, a_end, b, b_end in group:
             if kind == "equal":  # a row for each line, so that both sides stay level
-                pairs = zip(range(a, a_end), range(b, b_end), strict=True)
-                rows += [row(kind, left, [x], right, [y]) for x, y in pairs]
+                pairs = zip(left[a:a_end], right[b:b_end], strict=True)
+                rows += [row(kind, [old], [new]) for old, new in pairs]
             else:
-                rows.append(row(kind, left, range(a, a_end), right, range(b, b_end)))
+                rows.append(row(kind, left[a:a_end], right[b:b_end]))
     # A section: within a div, search would stop to leave lines out at the end of the first row.
     rows = ['<section class="diff highlight" data-search-exclude>', *rows, "</section>"]
     return "\n".join(rows)
@@ -39,10 +39,15 @@ def coloured(lines: list[str]) -> list[str]:
     return highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
 
 
-def row(kind: str, left: list[str], olds, right: list[str], news) -> str:
-    cells = ""
-    for side, lines, numbers in zip(SIDES, (left, right), (olds, news), strict=True):
-        tag = "code" if kind == "equal" else "del" if side == "old" else "ins"
-        drawn = [f"<{tag}>{lines[n] or ' '}</{tag}>" for n in numbers]
-        cells += f'<div class="{side}{"" if drawn else " none"}">{"".join(drawn)}</div>'
+def row(kind: str, old: list[str], new: list[str]) -> str:
+    same = kind == "equal"
+    cells = cell("old", "code" if same else "del", old) + cell(
+        "new", "code" if same else "ins", new
+    )
     return f'<div class="row {kind}">{cells}</div>'
+
+
+def cell(side: str, tag: str, lines: list[str]) -> str:
+    drawn = [f"<{tag}>{line or ' '}</{tag}>" for line in lines]
+    css = side if drawn else f"{side} none"
+    return f'<div class="{css}">{"".join(drawn)}</div>'

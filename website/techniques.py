@@ -11,9 +11,8 @@ import yaml
 
 from report import diffs
 from report.pages import IN_SHORT
-from report.results import WORDS as CHINESE
 from techniques import Technique, technique
-from website import area, side_by_side
+from website import side_by_side
 
 WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())  # English, Chinese
 DIFF = re.compile(r"<!-- (example|diff)-(\w+) -->\n([^`]*)```diff\n.*?\n```\n", re.DOTALL)
@@ -27,8 +26,10 @@ def add_to(root: Path, path: Path, text: str) -> str:
 
     def both(match: re.Match) -> str:
         kind, name, before = match.groups()
-        example = kind == "example"
-        pair = diffs.example_of(root, name) if example else diffs.pair_of(root, technique(name))
+        if kind == "example":
+            pair = diffs.example_of(root, name)
+        else:
+            pair = diffs.pair_of(root, technique(name))
         return f"<!-- {kind}-{name} -->\n{before}{side_by_side.diff(pair)}\n"
 
     text = DIFF.sub(both, text)
@@ -39,11 +40,12 @@ def add_to(root: Path, path: Path, text: str) -> str:
 
 def whole_diffs(rows: list[Technique], chinese: bool) -> list[str]:
     """Links to the pages that :func:`diff_page` writes."""
-    rows = [row for row in rows if row.parent]
-    scripts = [(f"{row.script}.py", f"pytorch_{row.parent}.py") for row in rows]
-    links = zip(rows, scripts, strict=True)
-    lines = [f"[{new} − {old}](../diffs/{row.name}.md)" for row, (new, old) in links]
-    return [WORDS["whole_diffs"][chinese] + " · ".join(lines)] if lines else []
+    links = [
+        f"[{row.script}.py − pytorch_{row.parent}.py](../diffs/{row.name}.md)"
+        for row in rows
+        if row.parent
+    ]
+    return [WORDS["whole_diffs"][chinese] + " · ".join(links)] if links else []
 
 
 def diff_page(root: Path, row: Technique) -> str:
@@ -57,10 +59,13 @@ def diff_page(root: Path, row: Technique) -> str:
 def sections(root: Path, rows: list[Technique], chinese: bool) -> list[str]:
     parts = [heading("fields", chinese)]
     for row in rows:
-        parts += [f"`{row.script}.py`"] if len(rows) > 1 else []
+        if len(rows) > 1:
+            parts.append(f"`{row.script}.py`")
         parts.append(header_fields(root / f"{row.script}.py"))
     pictures = [part for row in rows for part in memory(root, row.name, chinese)]
-    return [*parts, heading("memory", chinese), *pictures] if pictures else parts
+    if pictures:
+        parts += [heading("memory", chinese), *pictures]
+    return parts
 
 
 def heading(key: str, chinese: bool) -> str:
@@ -78,20 +83,14 @@ def header_fields(script: Path) -> str:
 
 
 def memory(root: Path, name: str, chinese: bool) -> list[str]:
-    """A picture of each variant of a script, for a GPT and for a ResNet."""
+    """A place for the pictures of a script's variants, for a GPT and for a ResNet."""
     found = json.loads((root / "website" / "data" / "memory.json").read_text())["data"]
-    words = CHINESE["pictures"] | WORDS["phases"] if chinese else {}
-    names = {kind: words.get(english, english) for kind, english in WORDS["kinds"].items()}
-    parts, script = [], name if name != "checkpoint" else "FSDP"
+    script = "FSDP" if name == "checkpoint" else name  # which checkpoints an FSDP model
+    drawn = {(one["job"], one["technique"].split()[0]) for one in found["series"]}
+    parts = []
     for job, (flags, batch) in found["jobs"].items():
-        rows = [one for one in found["series"] if one["job"] == job]
-        [ddp] = [one for one in rows if one["technique"] == "torchrun_DDP"]
-        rows = [one for one in rows if one["technique"].split()[0] == script]
-        if rows:
+        if (job, script) in drawn:
             said = WORDS["memory"][chinese].format(gpus=found["gpus"], flags=flags, batch=batch)
-            kinds = [kind for one in rows for kind in one["bytes"]]
-            shown = {kind: names[kind] for kind in names if kind in kinds}
-            parts += [f"**{job}.** {said}", area.legend(shown)]
-        for one in rows:
-            parts += [f"`{one['technique']}`:", area.svg(one, area.peak(ddp), names, words)]
+            place = f'<div data-widget="memory" data-job="{job}" data-script="{script}"></div>'
+            parts += [f"**{job}.** {said}", place]
     return parts

@@ -3,7 +3,9 @@
 import torchvision
 from torchvision.transforms import v2
 
-DATA, CLASSES, SIZE = "images", 10, 224  # images/train/CLASS/*.jpg and images/val/CLASS/*.jpg
+DATA = "images"  # images/train/CLASS/*.jpg and images/val/CLASS/*.jpg
+CLASSES = 10
+SIZE = 224  # pixels, after cropping
 
 
 class Images(torchvision.datasets.ImageFolder):

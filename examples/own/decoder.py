@@ -2,7 +2,9 @@
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FOLDER, DATA, LENGTH = "model", "text.txt", 1024  # a model of the Hub; tokens of a row
+FOLDER = "model"  # of the Hub
+DATA = "text.txt"
+LENGTH = 1024  # tokens of a row
 
 
 def make_model():  # without the dtype, a folder in bfloat16 would give a bfloat16 AdamW

@@ -7,9 +7,11 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.token, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.token = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64, bias=False)
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.dropout, self.head.weight = nn.Dropout(dropout), self.token.weight  # tied
+        self.dropout = nn.Dropout(dropout)
+        self.head.weight = self.token.weight  # tied
         self.register_buffer("scale", torch.rand(32), persistent=False)
 
     def forward(self, ids):

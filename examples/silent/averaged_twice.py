@@ -11,15 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import difference, make_task, show, train_alone
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model, inputs, targets = make_task()
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in zip(inputs, targets, strict=True):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x[rank::world_size]), y[rank::world_size])
-        if mistake is None:
+        if variant == "right":
             loss.backward()  # right: DDP averages
         else:
             (loss / world_size).backward()  # wrong: averages twice

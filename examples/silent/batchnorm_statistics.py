@@ -16,18 +16,22 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, alone, (_, inputs, targets) = make_model(), make_model(), make_task()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    model = make_model()
+    alone = make_model()
+    _, inputs, targets = make_task()
     for x in inputs:
         model(x[rank::world_size])  # the running statistics learn
         alone(x)
-    if mistake is None:
+    if variant == "right":
         for buffer in (model[1].running_mean, model[1].running_var):
             dist.all_reduce(buffer)
             buffer /= world_size  # right: the mean over the ranks
     with torch.no_grad():
-        loss, expected = (F.mse_loss(m.eval()(inputs[0]), targets[0]) for m in (model, alone))
+        loss = F.mse_loss(model.eval()(inputs[0]), targets[0])
+        expected = F.mse_loss(alone.eval()(inputs[0]), targets[0])
     return abs(loss / expected - 1).item()
 
 

@@ -23,7 +23,9 @@ class Rotary(nn.Module):
 
     def forward(self, x):  # a sequence: positions, width
         angles = torch.outer(torch.arange(len(x)), self.frequencies)
-        (a, b), sin, cos = x.chunk(2, 1), angles.sin(), angles.cos()
+        a, b = x.chunk(2, 1)
+        sin = angles.sin()
+        cos = angles.cos()
         return torch.cat([a * cos - b * sin, a * sin + b * cos], 1)
 
 
@@ -36,9 +38,10 @@ def to_meta(module, name, parameter):
     return nn.Parameter(parameter.to("meta"))
 
 
-def off_by(mistake):
-    expected, (_, inputs, targets) = make_model(), make_task()
-    if mistake is None:
+def off_by(variant):
+    complete = make_model()
+    _, inputs, targets = make_task()
+    if variant == "right":
         with register_module_parameter_registration_hook(to_meta):
             model = make_model()  # right: only the parameters are on the meta device
     else:
@@ -50,14 +53,15 @@ def off_by(mistake):
     model.to_empty(device="cpu")
     torch.use_deterministic_algorithms(False)
     for name, buffer in model.named_buffers():
-        if mistake is None:
+        if variant == "right":
             buffer.copy_(buffers[name])  # right: puts their values back
         buffer.nan_to_num_(0)  # memory may hold anything: zeros give the same figure every time
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, expected.state_dict(), options=options)
+    set_model_state_dict(model, complete.state_dict(), options=options)
     with torch.no_grad():
-        loss, right = (F.mse_loss(m(inputs[0]), targets[0]) for m in (model, expected))
-    return abs(loss / right - 1).item()
+        loss = F.mse_loss(model(inputs[0]), targets[0])
+        expected = F.mse_loss(complete(inputs[0]), targets[0])
+    return abs(loss / expected - 1).item()
 
 
 if __name__ == "__main__":

@@ -16,22 +16,23 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
 
-def off_by(mistake):
-    model, (_, inputs, targets) = make_model(), make_task()
+def off_by(variant):
+    model = make_model()
+    _, inputs, targets = make_task()
     for x in inputs:
         model(3 * x + 2)  # the running statistics learn
-    if mistake is None:
+    if variant == "right":
         state = model.state_dict()  # right
     else:
         state = dict(model.named_parameters())  # wrong: no buffers
-    torch.save(state, file := io.BytesIO())
+    file = io.BytesIO()
+    torch.save(state, file)
     file.seek(0)
     resumed = make_model()
     resumed.load_state_dict(torch.load(file), strict=False)  # strict=True would raise an error
     with torch.no_grad():
-        loss, expected = (
-            F.mse_loss(m.eval()(3 * inputs[0] + 2), targets[0]) for m in (resumed, model)
-        )
+        loss = F.mse_loss(resumed.eval()(3 * inputs[0] + 2), targets[0])
+        expected = F.mse_loss(model.eval()(3 * inputs[0] + 2), targets[0])
     return abs(loss / expected - 1).item()
 
 

@@ -15,15 +15,16 @@ from two_ranks import difference, make_task, show, train_alone
 LIMIT = 0.1
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model, inputs, targets = make_task()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in zip(inputs, targets, strict=True):
         optimizer.zero_grad()
         F.mse_loss(model(x[rank::world_size]), y[rank::world_size]).backward()
-        if mistake is None:
+        if variant == "right":
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)  # right: one norm for all ranks
         else:
             shards = [p.grad.to_local() for p in model.parameters()]

@@ -51,13 +51,16 @@ class Mixture(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.router, self.experts, self.mesh = nn.Linear(8, EXPERTS), Experts(), None
+        self.router = nn.Linear(8, EXPERTS)
+        self.experts = Experts()
+        self.mesh = None
 
     def forward(self, tokens):
         gates = self.router(tokens).softmax(-1)
         if self.mesh is None:
             return self.experts(tokens, gates)
-        tokens, gates = self.gather(tokens), self.gather(gates)  # dispatch
+        tokens = self.gather(tokens)  # dispatch
+        gates = self.gather(gates)
         own = gates.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
         outputs = DTensor.from_local(self.experts(tokens, own), self.mesh, [Partial()])
         return outputs.redistribute(placements=[Shard(0)]).to_local()  # combine: sums over experts
@@ -83,25 +86,31 @@ def train(model, rank=0, world_size=1):
     return model
 
 
-def shard(model, ep, mistake=None):
+def shard(model, ep, variant="right"):
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("rest", "ep"))
-    mixture, experts = model[1], model[1].experts
+    mixture = model[1]
     mixture.mesh = mesh["ep"]
+    experts = mixture.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.data, mesh["ep"], [Shard(0)]))
     fully_shard(experts, mesh=mesh["rest"], shard_placement_fn=lambda _: Shard(1))
-    if mistake is None:
+    if variant == "right":
         experts.sources = ep  # right: divides in backward. Wrong without this line
-    elif mistake == "divided twice":
+    elif variant == "divided twice":
         experts.set_gradient_divide_factor(world_size)  # wrong if ep is world_size
     return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
 
 
-def off_by(mistake):
+def off_by(variant):
     """The larger distance of two meshes: ep = 2, where FSDP averages over two ranks, and ep = 4."""
-    rank, world_size, alone = dist.get_rank(), dist.get_world_size(), train(make_model())
-    models = (train(shard(make_model(), ep, mistake), rank, world_size) for ep in (2, 4))
-    return max(difference(model, alone, start=make_model()) for model in models)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    alone = train(make_model())
+    differences = []
+    for ep in (2, 4):
+        model = train(shard(make_model(), ep, variant), rank, world_size)
+        differences.append(difference(model, alone, start=make_model()))
+    return max(differences)
 
 
 if __name__ == "__main__":

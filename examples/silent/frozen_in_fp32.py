@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from two_ranks import show
 
-WIDTH, RANK, BLOCKS = 64, 4, 4
+WIDTH = 64
+RANK = 4  # of the adapters
+BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -21,10 +23,8 @@ class Block(nn.Module):
         super().__init__()
         options = {"bias": False, "dtype": torch.float32}
         self.frozen = nn.Linear(WIDTH, WIDTH, **options).bfloat16().requires_grad_(False)
-        self.lora_A, self.lora_B = (
-            nn.Linear(WIDTH, RANK, **options),
-            nn.Linear(RANK, WIDTH, **options),
-        )
+        self.lora_A = nn.Linear(WIDTH, RANK, **options)
+        self.lora_B = nn.Linear(RANK, WIDTH, **options)
 
     def forward(self, x):
         kept.append(sum(p.nbytes for p in self.parameters()))  # while the block is gathered
@@ -34,12 +34,13 @@ class Block(nn.Module):
 kept = []
 
 
-def off_by(mistake):
+def off_by(variant):
     world_size = dist.get_world_size()
-    model, policy = nn.Sequential(*(Block() for _ in range(BLOCKS))), MixedPrecisionPolicy()
-    if mistake == "loaded":
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    policy = MixedPrecisionPolicy()
+    if variant == "loaded":
         model.float()  # wrong. In transformers: dtype=torch.float32; accelerate before fully_shard
-    if mistake == "gathered":
+    if variant == "gathered":
         policy = MixedPrecisionPolicy(param_dtype=torch.float32)  # wrong: of the frozen ones, too
     mesh = init_device_mesh("cpu", (world_size,))
     for block in model:

@@ -22,15 +22,18 @@ def make_model():
     return model
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, (_, inputs, targets) = make_model(), make_task()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    model = make_model()
+    _, inputs, targets = make_task()
     model.bfloat16()  # as the folder has it
-    if mistake is None:
+    if variant == "right":
         model.float()  # wrong without this line. In transformers: dtype=torch.float32
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
-    optimizer, start = torch.optim.AdamW(model.parameters(), lr=1e-5), weights(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    start = weights(model)
     for x, y in zip(inputs.float(), targets.float(), strict=True):
         optimizer.zero_grad()
         F.mse_loss(model(x[rank::world_size]).float(), y[rank::world_size]).backward()

@@ -10,18 +10,23 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import difference, make_task, show, train_alone
 
-BATCH, RATE = 8, 0.1  # of a single process
+BATCH = 8  # of a single process
+RATE = 0.1  # of this batch
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model, inputs, targets = make_task()
-    if mistake == "not scaled":
-        batch, rate = BATCH, RATE  # wrong: fewer steps, none of them longer
-    elif mistake == "scaled twice":
-        batch, rate = BATCH, RATE * world_size * world_size  # wrong: by a library and by hand
-    else:
-        batch, rate = BATCH // world_size, RATE  # right: the same global batch
+    if variant == "right":
+        batch = BATCH // world_size  # right: the same global batch
+        rate = RATE
+    elif variant == "not scaled":
+        batch = BATCH
+        rate = RATE  # wrong: fewer steps, none of them longer
+    elif variant == "scaled twice":
+        batch = BATCH
+        rate = RATE * world_size * world_size  # wrong: by a library and by hand
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     batches = (t.flatten(0, 1).split(batch * world_size) for t in (inputs, targets))

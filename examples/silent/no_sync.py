@@ -14,8 +14,9 @@ from two_ranks import difference, make_task, show, train_alone
 PARTS = 2
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model, inputs, targets = make_task()
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -23,7 +24,7 @@ def off_by(mistake):
         optimizer.zero_grad()
         parts = (t[rank::world_size].chunk(PARTS) for t in (x, y))
         for i, (x_part, y_part) in enumerate(zip(*parts, strict=True)):
-            if mistake is None:
+            if variant == "right":
                 last = i == PARTS - 1  # right: the last backward communicates
             else:
                 last = False  # wrong: none does

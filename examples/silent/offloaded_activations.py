@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from two_ranks import difference, make_task, show
 
-MISTAKES = "not waited for", "changed in place"
-
 
 class Stream:
     def __init__(self):
@@ -27,8 +25,9 @@ class Stream:
         self.copies = []
 
 
-def train(offload, mistake=None):
-    (model, inputs, targets), stream = make_task(), Stream()
+def train(offload, variant="right"):
+    model, inputs, targets = make_task()
+    stream = Stream()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def pack(tensor):
@@ -37,7 +36,7 @@ def train(offload, mistake=None):
         return on_cpu
 
     def unpack(on_cpu):
-        if mistake != "not waited for":
+        if variant != "not waited for":
             stream.wait()  # right: before the copy is read
         return on_cpu
 
@@ -45,7 +44,7 @@ def train(offload, mistake=None):
         optimizer.zero_grad()
         with saved_tensors_hooks(pack, unpack) if offload else nullcontext():
             hidden = model[:2](x)  # tanh saves its result for backward
-            if mistake == "changed in place":
+            if variant == "changed in place":
                 hidden.mul_(0.5)  # wrong: before it is copied
             else:
                 hidden = hidden * 0.5  # right
@@ -55,9 +54,9 @@ def train(offload, mistake=None):
     return model
 
 
-def off_by(mistake):
-    return difference(train(True, mistake), train(False))
+def off_by(variant):
+    return difference(train(offload=True, variant=variant), train(offload=False))
 
 
 if __name__ == "__main__":
-    show(off_by, "weights", *MISTAKES, ranks=1)
+    show(off_by, "weights", "not waited for", "changed in place", ranks=1)

@@ -12,11 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from two_ranks import difference, make_task, show, train_alone
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model, inputs, targets = make_task()
     mesh = init_device_mesh("cpu", (world_size,))
-    if mistake is None:
+    if variant == "right":
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # right: of the shards
     else:

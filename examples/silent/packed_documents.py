@@ -20,8 +20,10 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.token, self.position = nn.Embedding(12, 8), nn.Embedding(16, 8)
-        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 12)
+        self.token = nn.Embedding(12, 8)
+        self.position = nn.Embedding(16, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 12)
 
     def forward(self, tokens, positions, documents):
         x = self.token(tokens) + self.position(positions)
@@ -38,7 +40,8 @@ def train_alone():
         optimizer.zero_grad()
         parts = [part[None] for part in row[0].split(LENGTHS.tolist())]
         for part in parts:
-            inputs, labels = part[:, :-1], part[:, 1:]
+            inputs = part[:, :-1]
+            labels = part[:, 1:]
             logits = model(inputs, torch.arange(inputs.shape[1])[None], torch.zeros_like(inputs))
             loss = F.cross_entropy(logits, labels, reduction="sum")
             (loss / (LENGTHS - 1).sum()).backward()
@@ -46,9 +49,10 @@ def train_alone():
     return model
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, alone = DistributedDataParallel(Model()), train_alone()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    model = DistributedDataParallel(Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     for row in tokens:
         optimizer.zero_grad()
@@ -56,14 +60,14 @@ def off_by(mistake):
         last = torch.cat([torch.arange(n) == n - 1 for n in LENGTHS])[None]
         labels = row.roll(-1, 1).masked_fill(last, -100)  # right: none of the next document
         documents = (positions == 0).cumsum(1)  # right: of the whole sequence
-        if mistake == "mask":
+        if variant == "mask":
             documents = torch.zeros_like(positions)  # wrong: sees the documents before
-        elif mistake == "positions":
+        elif variant == "positions":
             positions = torch.arange(16)[None]  # wrong: of the sequence
-        elif mistake == "labels":
+        elif variant == "labels":
             labels = row.roll(-1, 1)  # wrong: the first token of the next document
             labels[:, -1] = -100
-        elif mistake == "shards":
+        elif variant == "shards":
             shards = positions.chunk(world_size, 1)
             documents = torch.cat([(shard == 0).cumsum(1) for shard in shards], 1)  # wrong: of each
         logits = model(row, positions, documents)
@@ -71,7 +75,7 @@ def off_by(mistake):
         loss = F.cross_entropy(logits[:, :, own], labels[:, own], reduction="sum")
         (loss * world_size / (labels >= 0).sum()).backward()
         optimizer.step()
-    return difference(model.module, alone, start=Model())
+    return difference(model.module, train_alone(), start=Model())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from two_ranks import difference, make_task, show
 
-EXPERTS, BIAS_STEP, EPOCHS = 4, 0.02, 8  # DeepSeek-V3 has steps of 0.001, and many of them
+EXPERTS = 4
+EPOCHS = 8
+BIAS_STEP = 0.02  # DeepSeek-V3 has steps of 0.001, and many of them
 
 
 class Mixture(nn.Module):
@@ -34,11 +36,9 @@ class Mixture(nn.Module):
         self.always_count = self.recompute = False
 
     def forward(self, tokens):
-        return (
-            checkpoint(self.mix, tokens, use_reentrant=False)
-            if self.recompute
-            else self.mix(tokens)
-        )
+        if self.recompute:
+            return checkpoint(self.mix, tokens, use_reentrant=False)
+        return self.mix(tokens)
 
     def mix(self, tokens):
         probabilities = self.router(tokens).softmax(-1)
@@ -53,15 +53,17 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 8), Mixture(), nn.Tanh(), nn.Linear(8, 1))
 
 
-def train(model, rank=0, world_size=1, mistake=None):
+def train(model, rank=0, world_size=1, variant="right"):
     _, inputs, targets = make_task()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bias, load = model[1].bias, model[1].load
-    for x, y in EPOCHS * list(zip(inputs, targets, strict=True)):
+    bias = model[1].bias
+    load = model[1].load
+    batches = list(zip(inputs, targets, strict=True))
+    for x, y in EPOCHS * batches:
         optimizer.zero_grad()
         F.mse_loss(model(x[rank::world_size]), y[rank::world_size]).backward()
         optimizer.step()
-        if world_size > 1 and mistake != "per rank":
+        if world_size > 1 and variant != "per rank":
             dist.all_reduce(load)  # wrong without this line: each rank keeps a bias of its own
         bias += BIAS_STEP * (load.mean() - load).sign()
         load.zero_()
@@ -73,12 +75,14 @@ def train(model, rank=0, world_size=1, mistake=None):
     return model
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model = make_model()
-    model[1].recompute, model[1].always_count = True, mistake == "in evaluation"
+    model[1].recompute = True
+    model[1].always_count = variant == "in evaluation"
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    trained = train(model, rank, world_size, mistake)
+    trained = train(model, rank, world_size, variant)
     return difference(trained, train(make_model()), start=make_model())
 
 

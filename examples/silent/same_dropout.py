@@ -9,22 +9,25 @@ import torch.distributed as dist
 from torch import nn
 from two_ranks import make_task, show
 
-SEED, DRAWS = 0, 2000
+SEED = 0
+DRAWS = 2000  # of gradients, for their variance
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     _, inputs, _ = make_task()
     x = inputs[0].abs()  # as activations behind a ReLU
-    if mistake is None:
+    if variant == "right":
         torch.manual_seed(SEED + rank)  # right
     else:
         torch.manual_seed(SEED)  # wrong: all ranks draw the same masks
     averaged = draw_gradients(x[rank::world_size]) / world_size
     dist.all_reduce(averaged)
     torch.manual_seed(SEED + world_size)
-    ours, theirs = (g.var(0).sum() for g in (averaged, draw_gradients(x)))
-    return abs(ours / theirs - 1).item()
+    variance = averaged.var(0).sum()
+    expected = draw_gradients(x).var(0).sum()
+    return abs(variance / expected - 1).item()
 
 
 def draw_gradients(x):

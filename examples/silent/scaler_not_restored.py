@@ -10,18 +10,19 @@ from two_ranks import difference, make_task, show
 STEPS = 24
 
 
-def off_by(mistake):
-    whole, first_half = make_state(), make_state()
-    train(*whole, range(STEPS))
+def off_by(variant):
+    whole_run = make_state()
+    train(*whole_run, range(STEPS))
+    first_half = make_state()
     train(*first_half, range(STEPS // 2))
     saved = [part.state_dict() for part in first_half]
     model, optimizer, scaler = make_state()
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    if mistake is None:
+    if variant == "right":
         scaler.load_state_dict(saved[2])  # wrong without this line
     train(model, optimizer, scaler, range(STEPS // 2, STEPS))
-    return difference(model, whole[0])
+    return difference(model, whole_run[0])
 
 
 def make_state():

@@ -12,17 +12,17 @@ from torch.optim.lr_scheduler import LinearLR
 from two_ranks import difference, make_task, show
 
 
-def off_by(mistake):
+def off_by(variant):
     model = make_task()[0]
-    mine = train(DistributedDataParallel(model), dist.get_rank(), dist.get_world_size(), mistake)
+    mine = train(DistributedDataParallel(model), dist.get_rank(), dist.get_world_size(), variant)
     return difference(mine.module, train(make_task()[0]))
 
 
-def train(model, rank=0, world_size=1, mistake=None):
+def train(model, rank=0, world_size=1, variant="right"):
     _, inputs, targets = make_task()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps, batch, _ = inputs.shape
-    if mistake == "counted for all ranks":
+    if variant == "counted for all ranks":
         steps = steps * batch // (batch // world_size)  # wrong: all samples / batch of a rank
     scheduler = LinearLR(optimizer, 1, 0, total_iters=steps)
     for x, y in zip(inputs, targets, strict=True):
@@ -30,7 +30,7 @@ def train(model, rank=0, world_size=1, mistake=None):
         F.mse_loss(model(x[rank::world_size]), y[rank::world_size]).backward()
         optimizer.step()
         scheduler.step()  # right: once
-        if mistake == "stepped per rank":
+        if variant == "stepped per rank":
             for _ in range(world_size - 1):
                 scheduler.step()  # wrong: world_size times in all
     return model

@@ -9,10 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from two_ranks import difference, make_task, show
 
-EPOCHS, BATCH = 3, 8
+EPOCHS = 3
+BATCH = 8  # of all ranks together
 
 
-def off_by(mistake):
+def off_by(variant):
     model, inputs, targets = make_task()
     dataset = TensorDataset(inputs.flatten(0, 1), targets.flatten(0, 1))
     model = DistributedDataParallel(model)
@@ -20,7 +21,7 @@ def off_by(mistake):
     sampler = DistributedSampler(dataset, seed=0)
     loader = DataLoader(dataset, BATCH // sampler.num_replicas, sampler=sampler)
     for epoch in range(EPOCHS):
-        if mistake is None:
+        if variant == "right":
             sampler.set_epoch(epoch)  # wrong without this line
         for x, y in loader:
             optimizer.zero_grad()

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import difference, make_task, show, train_alone
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     model, inputs, targets = make_task()
-    if mistake is None:
+    if variant == "right":
         model = fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))  # right
     else:
         model = DistributedDataParallel(model)  # wrong: it averages too late

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import difference, show
 
-PARTS, LENGTHS = 2, torch.tensor([12, 1, 7, 2, 11, 3, 4, 2])  # of eight sequences
+PARTS = 2  # micro-batches of a rank
+LENGTHS = torch.tensor([12, 1, 7, 2, 11, 3, 4, 2])  # of eight sequences
 torch.manual_seed(0)
 tokens = torch.randint(5, (8, 12))
 labels = torch.randint(5, (8, 12)).masked_fill(torch.arange(12) >= LENGTHS[:, None], -100)
@@ -31,30 +32,33 @@ def step(model):
 
 def count_all(labels):
     """Labels on all ranks that are not padding."""
-    dist.all_reduce(count := (labels >= 0).sum())
+    count = (labels >= 0).sum()
+    dist.all_reduce(count)
     return count
 
 
-def off_by(mistake):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, mine = DistributedDataParallel(make_model()), labels[rank::world_size]
+def off_by(variant):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    model = DistributedDataParallel(make_model())
+    mine = labels[rank::world_size]
     parts = zip(tokens[rank::world_size].chunk(PARTS), mine.chunk(PARTS), strict=True)
     for i, (inputs, targets) in enumerate(parts):
         with model.no_sync() if i < PARTS - 1 else contextlib.nullcontext():
             logits = model(inputs).transpose(1, 2)
             total = F.cross_entropy(logits, targets, reduction="sum")  # right: without -100
-            if mistake == "over ranks":
+            if variant == "right":
+                loss = total * world_size / count_all(mine)  # right: DDP divides by world_size
+            elif variant == "over ranks":
                 loss = total / (mine >= 0).sum()  # wrong: DDP averages the ranks' means
-            elif mistake == "over parts":
+            elif variant == "over parts":
                 loss = total * world_size / count_all(targets) / PARTS  # wrong: each part's mean
-            elif mistake == "over chunks":  # pytorch_chunked_loss.py
+            elif variant == "over chunks":  # pytorch_chunked_loss.py
                 chunks = zip(logits.chunk(2), targets.chunk(2), strict=True)
                 mean = sum(F.cross_entropy(*chunk) for chunk in chunks) / 2  # wrong: their mean
                 loss = mean * (targets >= 0).sum() * world_size / count_all(mine)
-            elif mistake == "over both":
+            elif variant == "over both":
                 loss = F.cross_entropy(logits, targets) / PARTS  # wrong: means on each rank, too
-            else:
-                loss = total * world_size / count_all(mine)  # right: DDP divides by world_size
             loss.backward()
     alone = make_model()
     F.cross_entropy(alone(tokens).transpose(1, 2), labels).backward()

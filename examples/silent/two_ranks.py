@@ -11,27 +11,26 @@ torch.set_default_dtype(torch.float64)  # so that what remains of a right result
 
 
 def show(off_by, what, *mistakes, ranks=2):
-    """Print ``off_by(mistake)``: done right (``None``), and with each of the mistakes.
+    """Print ``off_by(variant)`` of each variant: "right", and "wrong" or each of the mistakes.
 
     Args:
         off_by: is called on every rank.
         what: the quantity that is off.
         mistakes: their names, if there are several.
     """
+    variants = ["right", *(mistakes or ["wrong"])]
     with tempfile.TemporaryDirectory() as folder:
-        args = f"file://{folder}/store", ranks, off_by, what, mistakes or ("",)
+        args = f"file://{folder}/store", ranks, off_by, what, variants
         multiprocessing.start_processes(run_rank, args, nprocs=ranks, start_method="fork")
 
 
-def run_rank(rank, store, ranks, off_by, what, mistakes):
+def run_rank(rank, store, ranks, off_by, what, variants):
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    for words, mistake in (
-        ("right", None),
-        *((f"wrong {name}".strip(), name) for name in mistakes),
-    ):
-        value = off_by(mistake)
+    for variant in variants:
+        value = off_by(variant)
+        title = variant if variant in ("right", "wrong") else f"wrong {variant}"
         if rank == 0:
-            print(f"{words}: {what} off by {value:.2g}", flush=True)
+            print(f"{title}: {what} off by {value:.2g}", flush=True)
     dist.destroy_process_group()
 
 
@@ -61,8 +60,10 @@ def difference(model, expected, start=None):
     Args:
         start: the model before training, of :func:`make_task` unless it is given.
     """
-    ours, theirs, first = (weights(m) for m in (model, expected, start or make_task()[0]))
-    return ((ours - theirs).norm() / (theirs - first).norm()).item()
+    found = weights(model)
+    right = weights(expected)
+    first = weights(start or make_task()[0])
+    return ((found - right).norm() / (right - first).norm()).item()
 
 
 def weights(model):

@@ -12,14 +12,14 @@ from two_ranks import difference, make_task, show, train_alone
 LIMIT = 0.1
 
 
-def off_by(mistake):
+def off_by(variant):
     model, inputs, targets = make_task()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     for x, y in zip(inputs, targets, strict=True):
         optimizer.zero_grad()
         scaler.scale(F.mse_loss(model(x), y)).backward()
-        if mistake is None:
+        if variant == "right":
             scaler.unscale_(optimizer)  # right: first
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         else:

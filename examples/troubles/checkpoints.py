@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def half_parameters(remedy):
-    model, scaler = Block(), torch.amp.GradScaler("cpu")
+    model = Block()
+    scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dtype = torch.float32 if remedy else torch.float16
     with torch.autocast("cpu", torch.float16, enabled=remedy):
@@ -30,12 +31,14 @@ def whole_module(remedy):
 
 
 def wrapper_prefix(remedy):
-    model, wrapped = Block(), torch.compile(Block(), backend="eager")
     if remedy:
+        model = Block()
         model.compile(backend="eager")
-        wrapped = model
-    wrapped = DistributedDataParallel(wrapped)
-    Block().load_state_dict((wrapped.module if remedy else wrapped).state_dict())
+        weights = DistributedDataParallel(model).module.state_dict()
+    else:
+        model = torch.compile(Block(), backend="eager")
+        weights = DistributedDataParallel(model).state_dict()
+    Block().load_state_dict(weights)
 
 
 def not_consolidated(remedy):

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def compiled_alone(remedy):
     """Inside DDP a graph ends where a bucket does: its all-reduce need not wait for the others."""
-    graphs, model = [], Model(width=600)
+    graphs = []
+    model = Model(width=600)
 
     def backend(graph, _):
         graphs.append(graph)
@@ -35,7 +36,8 @@ def compiled_alone(remedy):
 
 def compiled_late(remedy):
     """Rank 1 needs longer than the timeout."""
-    model, patient = Model(), dist.new_group(timeout=timedelta(minutes=1))
+    model = Model()
+    patient = dist.new_group(timeout=timedelta(minutes=1))
 
     def backend(graph, _):
         time.sleep((PATIENCE + 1) * dist.get_rank())

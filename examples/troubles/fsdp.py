@@ -6,16 +6,17 @@ torchrun --nproc_per_node=2 examples/troubles/fsdp.py
 import torch
 import torch.distributed as dist
 from shared import Model, backward, show
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def sharded(root=True):
-    model, mesh = Model(), init_device_mesh("cpu", (2,))
+    model = Model()
+    mesh = init_device_mesh("cpu", (2,))
     fully_shard(model.blocks[0], mesh=mesh)
     return fully_shard(model, mesh=mesh) if root else model
 
@@ -30,24 +31,26 @@ def mixed_tensors(remedy):
 def one_rank_saves(remedy):
     model = sharded()
     if remedy or dist.get_rank() == 0:
-        dcp.get_model_state_dict(model, options=WHOLE)
+        sd.get_model_state_dict(model, options=WHOLE)
     dist.barrier()
 
 
 def saved_sharded(remedy):
     model = sharded()
-    weights = dcp.get_model_state_dict(model, options=WHOLE) if remedy else model.state_dict()
+    weights = sd.get_model_state_dict(model, options=WHOLE) if remedy else model.state_dict()
     if dist.get_rank() == 0 or not remedy:  # others get an empty dict
         Model().load_state_dict(weights)
 
 
 def early_optimizer(remedy):
     model = Model()
-    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.blocks[0].linear.bias.detach().clone()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    if remedy:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     backward(model)
-    (torch.optim.SGD(model.parameters(), lr=1.0) if remedy else early).step()
+    optimizer.step()
     assert not model.blocks[0].linear.bias.full_tensor().equal(before), "nothing is trained"
 
 

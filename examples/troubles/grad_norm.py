@@ -23,13 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "silent"))
 import expert_gradients  # noqa: E402
 from two_ranks import make_task  # noqa: E402
 
-ALL, PARTS = slice(None), 4
+ALL = slice(None)  # the rows of the whole batch
+PARTS = 4  # micro-batches
 
 
 def batch(rows=None):
     """Inputs and targets of these rows; unless they are given, of this rank's."""
     _, inputs, targets = make_task()
-    rows = slice(dist.get_rank(), None, dist.get_world_size()) if rows is None else rows
+    if rows is None:
+        rows = slice(dist.get_rank(), None, dist.get_world_size())
     return inputs[0, rows], targets[0, rows]
 
 
@@ -56,25 +58,31 @@ def compare(found, expected, remedy, factor):
 
 
 def summed_over_ranks(remedy):
-    model, ranks = backward(make_task()[0]), dist.get_world_size()
+    model = backward(make_task()[0])
+    ranks = dist.get_world_size()
     for p in model.parameters():
         dist.all_reduce(p.grad)
-        p.grad /= ranks if remedy else 1
+        if remedy:
+            p.grad /= ranks
     compare(norm(model.parameters()), alone(), remedy, ranks)
 
 
 def averaged_twice(remedy):
-    model, ranks = DistributedDataParallel(make_task()[0]), dist.get_world_size()
+    model = DistributedDataParallel(make_task()[0])
+    ranks = dist.get_world_size()
     backward(model, scale=1 if remedy else 1 / ranks)
     compare(norm(model.parameters()), alone(), remedy, 1 / ranks)
 
 
 def parts_not_divided(remedy):
     """In one process."""
-    model, (x, y) = make_task()[0], batch(ALL)
-    for part in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
-        loss = F.mse_loss(model(part[0]), part[1])
-        (loss / PARTS if remedy else loss).backward()
+    model = make_task()[0]
+    x, y = batch(ALL)
+    for x_part, y_part in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
+        loss = F.mse_loss(model(x_part), y_part)
+        if remedy:
+            loss = loss / PARTS
+        loss.backward()
     compare(norm(model.parameters()), alone(), remedy, PARTS)
 
 
@@ -92,7 +100,8 @@ def tensor_parallel():
 
 
 def replicated_counted_on_every_rank(remedy):
-    (gradient, expected), ranks = tensor_parallel(), dist.get_world_size()
+    gradient, expected = tensor_parallel()
+    ranks = dist.get_world_size()
     squares = gradient.square().sum()
     if not remedy:
         dist.all_reduce(squares)
@@ -100,28 +109,28 @@ def replicated_counted_on_every_rank(remedy):
 
 
 def replicated_summed(remedy):
-    (gradient, expected), ranks = tensor_parallel(), dist.get_world_size()
+    gradient, expected = tensor_parallel()
+    ranks = dist.get_world_size()
     if not remedy:
         dist.all_reduce(gradient)
     compare(gradient.norm(), expected.norm(), remedy, ranks)
 
 
-def experts(mistake, factor):
+def experts(variant, factor):
     """Experts on all ranks, under FSDP."""
-    model = expert_gradients.shard(expert_gradients.make_model(), dist.get_world_size(), mistake)
-    found, expected = (
-        backward(m, None if m is model else ALL)[1].experts.weight.grad
-        for m in (model, expert_gradients.make_model())
-    )
-    compare(found.full_tensor().norm(), expected.norm(), mistake is None, factor)
+    model = expert_gradients.shard(expert_gradients.make_model(), dist.get_world_size(), variant)
+    found = backward(model)[1].experts.weight.grad.full_tensor()
+    whole = expert_gradients.make_model()
+    expected = backward(whole, ALL)[1].experts.weight.grad
+    compare(found.norm(), expected.norm(), variant == "right", factor)
 
 
 def experts_not_divided(remedy):
-    experts(None if remedy else "not divided", dist.get_world_size())
+    experts("right" if remedy else "not divided", dist.get_world_size())
 
 
 def experts_divided_twice(remedy):
-    experts(None if remedy else "divided twice", 1 / dist.get_world_size())
+    experts("right" if remedy else "divided twice", 1 / dist.get_world_size())
 
 
 def local_norm(remedy):
@@ -136,15 +145,19 @@ def local_norm(remedy):
 
 def padding_counted(remedy):
     """Three of eight targets are padding."""
-    model, (x, y), ranks = DistributedDataParallel(make_task()[0]), batch(), dist.get_world_size()
+    model = DistributedDataParallel(make_task()[0])
+    x, y = batch()
+    ranks = dist.get_world_size()
     is_label = torch.arange(8)[dist.get_rank() :: ranks] < 5
     losses = (model(x) - y).square().flatten() * is_label
-    (losses.sum() * ranks / 5 if remedy else losses.mean()).backward()
+    loss = losses.sum() * ranks / 5 if remedy else losses.mean()
+    loss.backward()
     compare(norm(model.parameters()), alone(slice(5)), remedy, 5 / 8)
 
 
 def before_unscale(remedy):
-    model, scaler = make_task()[0], torch.amp.GradScaler("cpu")
+    model = make_task()[0]
+    scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters())
     scaler.scale(torch.ones(()))  # makes the scale
     backward(model, ALL, scale=scaler.get_scale())

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 def wrapped_outside(remedy):
     """The model still has the blocks without their wrappers, whose parameters are sharded twice."""
-    model, mesh = Model(), init_device_mesh("cpu", (2,))
+    model = Model()
+    mesh = init_device_mesh("cpu", (2,))
     blocks = [checkpoint_wrapper(block) for block in model.blocks]
     if remedy:
         model.blocks = nn.ModuleList(blocks)

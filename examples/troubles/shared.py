@@ -52,7 +52,8 @@ def show(*problems, hang=()):
     store, rank, size = next(dist.rendezvous("env://"))
     chosen = [p for p in problems if p.__name__ in (sys.argv[1:] or [p.__name__])]
     for problem in chosen:
-        variables, said = dict(os.environ), [f"== {problem.__name__}, rank {rank}"]
+        variables = dict(os.environ)
+        said = [f"== {problem.__name__}, rank {rank}"]
         for remedy in (True, False):
             group = dist.PrefixStore(f"{problem.__name__} {remedy}", store)
             timeout = timedelta(seconds=PATIENCE if problem in hang else 60)

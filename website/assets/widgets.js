@@ -31,7 +31,7 @@
   const result = (name, tag = "p") => element(tag, { "data-result": name });
 
   function start(place, build) {
-    if (!place || place.dataset.ready) return;
+    if (place.dataset.ready) return;
     place.dataset.ready = "yes";
     place.replaceChildren();
     build(place);
@@ -134,7 +134,7 @@
   // ----------------------------------------------------------- a collective, step by step
 
   function collectives(place) {
-    const all = SITE_DATA.collectives.data;
+    const all = SITE_DATA.collectives;
     const name = choice(say("Collective", "集合操作"), Object.keys(all), () => go(0));
     const back = element("button", { type: "button" }, say("Back", "后退"));
     const next = element("button", { type: "button" }, say("Next step", "下一步"));
@@ -174,6 +174,103 @@
     }
   }
 
-  const find = (name) => document.querySelector(`[data-widget="${name}"]`);
-  for (const [name, build] of Object.entries({ fit, schedules, collectives })) start(find(name), build);
+  // ---------------------------------------------------------------- memory over one step
+
+  const MEMORY = {  // in the order in which they are stacked
+    parameters: ["parameters", "参数"], optimizer: ["optimizer state", "优化器状态"], gradients: ["gradients", "梯度"],
+    activations: ["activations", "激活"], input: ["input", "输入"], temporary: ["temporary buffers", "临时缓冲区"],
+    update: ["temporary buffers of the optimizer", "优化器的临时缓冲区"],
+  };
+  const PHASES = { forward: "前向", backward: "反向", optimizer: "优化器", "backward and optimizer": "反向和优化器" };
+  const tones = () => ({ ...SITE_DATA.palette.memory, optimizer: SITE_DATA.palette.memory["optimizer state"], temporary: SITE_DATA.palette.memory.rest });
+
+  /* The bytes of all kinds together, at each point of a step. */
+  function totals(series) {
+    const [first, ...others] = Object.values(series.bytes);
+    return first.map((size, i) => others.reduce((sum, sizes) => sum + sizes[i], size));
+  }
+
+  /* A legend, and a picture of each variant of a script. The axes end at DDP's peak, or at a higher one. */
+  function memory(place) {
+    const all = SITE_DATA.memory.data.series.filter((one) => one.job === place.dataset.job);
+    const shown = all.filter((one) => one.technique.split(" ")[0] === place.dataset.script);
+    const highest = Math.max(...totals(all.find((one) => one.technique === "torchrun_DDP")));
+    const kinds = Object.keys(MEMORY).filter((kind) => shown.some((one) => kind in one.bytes));
+    const legend = kinds.map((kind) => element("span", {}, element("i", { style: `background:${tones()[kind]}` }), say(...MEMORY[kind])));
+    place.append(element("p", { class: "legend" }, ...legend));
+    for (const one of shown) {
+      place.append(element("p", {}, element("code", {}, one.technique)));
+      area(place, one, kinds, highest);
+    }
+  }
+
+  function area(place, series, kinds, highest) {
+    const [width, height, left, top] = [Math.min(640, place.clientWidth), 250, 58, 20];
+    const sums = totals(series), most = Math.max(...sums), end = Math.max(most, highest);
+    const x = (share) => left + share * (width - left - 8);
+    const y = (size) => top + height * (1 - size / end);
+    const title = `${series.technique}, ${series.job}: ${(most / GIB).toFixed(2)} GiB`;
+    const svg = drawing("svg", { class: "area", viewBox: `0 0 ${width} ${top + height + 44}`, role: "img", "aria-label": title });
+    place.append(svg); // before its text is measured
+
+    let below = sums.map(() => 0);
+    for (const kind of kinds.filter((kind) => kind in series.bytes)) {
+      const above = below.map((size, i) => size + series.bytes[kind][i]);
+      const point = (size, i) => `${x(i / (sums.length - 1)).toFixed(1)},${y(size).toFixed(1)}`;
+      const corners = [...above.map(point), ...below.map(point).reverse()];
+      const path = drawing("path", { d: `M${corners.join("L")}Z`, fill: tones()[kind] });
+      path.append(drawing("title", {}, say(...MEMORY[kind])));
+      svg.append(path);
+      below = above;
+    }
+
+    const round = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100];
+    const step = GIB * round.find((size) => 6 * size * GIB > end); // at most six lines
+    for (let size = 0; size <= end; size += step) {
+      svg.append(drawing("path", { class: "line", d: `M${left} ${y(size)}H${width - 8}` }));
+      svg.append(drawing("text", { x: left - 6, y: y(size) + 4, "text-anchor": "end" }, String(Number((size / GIB).toFixed(2)))));
+    }
+    svg.append(drawing("text", { x: 0, y: top - 4 }, "GiB"));
+    names(svg, series.phases, x, top + height);
+
+    const at = x(sums.indexOf(most) / (sums.length - 1));
+    svg.append(drawing("circle", { cx: at, cy: y(most), r: 3 }));
+    svg.append(drawing("text", { x: at, y: y(most) - 6, "text-anchor": at > width - 30 ? "end" : "middle" }, (most / GIB).toFixed(2)));
+  }
+
+  /* A line where each phase begins, and the names. One that has no room in any of its phases, as that of an
+     optimizer that allocates nothing, is written once on a second line. */
+  function names(svg, phases, x, bottom) {
+    const wide = new Set(), later = new Map();
+    phases.forEach(([begin, name], i) => {
+      const [from, to] = [x(begin), x(i + 1 < phases.length ? phases[i + 1][0] : 1)];
+      svg.append(drawing("path", { class: "line", d: `M${from} 20V${bottom + 6}` }));
+      if (!name) return;
+      const text = drawing("text", { x: (from + to) / 2, y: bottom + 20, "text-anchor": "middle" }, say(name, PHASES[name]));
+      svg.append(text);
+      if (text.getComputedTextLength() < to - from) {
+        wide.add(name);
+      } else if (later.has(name)) {
+        text.remove();
+      } else {
+        later.set(name, text);
+      }
+    });
+    let taken = 0;
+    for (const [name, text] of later) {
+      if (wide.has(name)) {
+        text.remove();
+        continue;
+      }
+      const half = text.getComputedTextLength() / 2;
+      const middle = Math.min(Math.max(Number(text.getAttribute("x")), taken + half), x(1) + 8 - half);
+      text.setAttribute("x", middle);
+      text.setAttribute("y", bottom + 38);
+      taken = middle + half + 8;
+    }
+  }
+
+  for (const [name, build] of Object.entries({ fit, schedules, collectives, memory })) {
+    for (const place of document.querySelectorAll(`[data-widget="${name}"]`)) start(place, build);
+  }
 })();

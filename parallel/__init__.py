@@ -1,0 +1,1 @@
+"""Parallelism that several scripts share: meshes, pipelines, attention over shards, Local SGD."""
