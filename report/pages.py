@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from report import diffs, draw, ecosystem, front, matrix, measured, predictions, recorded, suites
+from report import diffs, draw, ecosystem, front, matrix, predictions, recorded, suites
 from report.blocks import TABLES
 from report.blocks import draw as table
 from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
@@ -71,7 +71,7 @@ def list_pages(root: Path, chinese: bool) -> list[Path]:
 
 def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     """All tables, by the name of their block."""
-    blocks = {"collectives": measured.collectives_table(results["collectives"])}
+    blocks = {"collectives": suites.collectives_table(results["collectives"])}
     blocks |= {"matrix": matrix.matrix_block(), "ecosystem": ecosystem.ecosystem_table()}
     for name in SUITES:
         blocks |= suite_blocks(root, name, results[name])

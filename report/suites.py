@@ -3,7 +3,7 @@
 import re
 import statistics
 
-from report.blocks import TABLES, draw, footer, machine_line
+from report.blocks import TABLES, draw, footer, machine_line, size_name
 from report.results import middle, name_of, runs_of, speeds_of, unit_of
 from techniques import decoder, technique
 
@@ -174,3 +174,15 @@ def peers_table(rows: list[dict]) -> str:
         row | {"relative": relative_speed(row["runs"], base.get(precision(row)))} for row in rows
     ]
     return table_of("peers", found)
+
+
+def collectives_table(found: dict) -> str:
+    """A row for each collective: latency and bandwidth."""
+    rows = []
+    for name, one in found["operations"].items():
+        largest = one["rows"][-1]
+        rows.append(one | {"name": name, "bus": largest["bus"]})
+    about = f"{found['backend']}, {found['ranks']} ranks, messages up to "
+    about += size_name(largest["bytes"])
+    machine = machine_line(found["hardware"], found["backend"] == "gloo")
+    return draw(rows, TABLES["collectives"]) + footer(found, "collectives", machine, rows, about)
