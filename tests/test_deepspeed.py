@@ -31,21 +31,17 @@ def script(config):
 
 
 @cases("config, n, optimizer", RUNS, lambda *row: row in USUAL)
-def test_two_steps_in_fp32(config, n, optimizer, train, measured):
+def test_two_steps_in_fp32(config, n, optimizer, train):
     """The weights of one process; what a rank keeps and sends. Kept is the theory, and what
     DeepSpeed keeps besides: an fp32 copy of this rank's share, which the optimizer updates; in
     stage 3 small parameters whole and a second buffer of gradients. Stage 1 has, when the step is
     taken, cut its gradients down to its share, as stage 2 does."""
     expected, _ = train("pytorch_SingleGPU", 1, TWO_STEPS[optimizer])
     weights, result = train(script(config), n, TWO_STEPS[optimizer])
-    about = {"script": f"pytorch_DeepSpeed {config}", "ranks": n}
-    value = distance(weights, expected)
-    measured("parity", **about, optimizer=optimizer, value=value)
-    assert value < 1e-6
+    assert distance(weights, expected) < 1e-6
     assert result["steps"] == 2 and result["world_size"] == n
 
     kept, row = per_parameter(result["state_bytes"], weights), technique("DeepSpeed")
-    measured("bytes", **about, optimizer=optimizer, kept=kept)
     options = result["options"] | {"optimizer": optimizer}
     if config.startswith("zero_stage3"):
         small = 0 if n == 1 else 0.1  # one rank alone has them in its share
@@ -54,7 +50,6 @@ def test_two_steps_in_fp32(config, n, optimizer, train, measured):
     assert kept == pytest.approx(theory, rel=0.02)
     if n == 2 and optimizer == "sgd":
         sent = per_parameter(result["sent"], weights)
-        measured("sent", **about, sent=sent)
         assert sum(sent.values()) == pytest.approx(sum(row.sends(n, options).values()), rel=0.05)
 
 
@@ -70,13 +65,11 @@ ON_GPT += [(f"zero_stage{stage}", *how) for stage in range(4)
 
 
 @cases("config, optimizer, n", dict.fromkeys(ON_GPT), lambda *row: row == ON_GPT[0])
-def test_two_steps_of_a_gpt(config, optimizer, n, train, measured):
+def test_two_steps_of_a_gpt(config, optimizer, n, train):
     flags = f"{GPT} --optimizer {optimizer} --lr {0.01 if optimizer == 'sgd' else 0.0001}"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train(script(config), n, flags)
     difference = relative_difference(weights, expected)
-    about = {"script": f"pytorch_DeepSpeed {config}", "ranks": n, "optimizer": optimizer}
-    measured("parity_gpt", **about, value=difference)
     assert 0 < distance(weights, expected) < 1e-6 and difference < 1e-5
 
 
@@ -85,7 +78,7 @@ def per_parameter(sizes, weights):
     return {kind: size / numbers for kind, size in sizes.items()}
 
 
-def test_bfloat16(train, measured):
+def test_bfloat16(train):
     """Thirty steps stay within 2 % of fp32; model.pt comes from the fp32 copy."""
     flags = f"--lr 0.001 --max-steps 30 {SMALL}"
     _, expected = train("pytorch_SingleGPU", 1, flags)
@@ -93,8 +86,6 @@ def test_bfloat16(train, measured):
     assert result["precision"] == "bfloat16"
     assert any(not torch.equal(t, t.bfloat16().float()) for t in weights.values())
     loss, expected_loss = (sum(r["train_loss"]) / 5 for r in (result, expected))
-    about = {"script": "pytorch_DeepSpeed zero_stage2_bf16", "ranks": 2}
-    measured("loss", **about, value=loss, fp32=expected_loss)
     assert loss == pytest.approx(expected_loss, rel=0.02)
     table = {"parameters": 2, "gradients": 2, "optimizer": 2, "fp32_copy": 2}
     assert per_parameter(result["state_bytes"], weights) == pytest.approx(table, rel=0.02)

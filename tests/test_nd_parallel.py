@@ -61,7 +61,7 @@ USUAL = [  # the contract has further ones
 
 
 @cases("dimensions, model, optimizer, extra", [*rows()], lambda *row: row in USUAL)
-def test_parity(dimensions, model, optimizer, extra, train, measured):
+def test_parity(dimensions, model, optimizer, extra, train):
     if extra == "--compile" and torch.__version__ < "2.13":
         pytest.skip("pytorch#185539: compiled attention in float64")
     n, flags = 2 ** len(dimensions.split("+")), combined(dimensions, extra)
@@ -72,8 +72,6 @@ def test_parity(dimensions, model, optimizer, extra, train, measured):
     weights, result = train("pytorch_ND_parallel", n, given)
     assert list(weights) == list(expected)
     difference = relative_difference(weights, expected)
-    about = {"script": f"pytorch_ND_parallel {flags}", "ranks": n, "optimizer": optimizer}
-    measured("combinations", **about, value=difference)
     assert difference < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)

@@ -32,14 +32,13 @@ def test_the_right_lines_are_in_the_script(row):
 
 
 @cases("mistake, script, n, flags, at_least", SILENT, lambda m, *_: m.startswith(USUAL))
-def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path, measured):
+def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path):
     flags += " --max-steps 12"
     if mistake.startswith("fused"):  # whose single process has one matrix, too
         expected = run_with("none: fused", "pytorch_SingleGPU", 1, flags, tmp_path)
     else:
         expected = train("pytorch_SingleGPU", 1, flags)[0]
     difference = relative_difference(run_with(mistake, script, n, flags, tmp_path), expected)
-    measured("silent", mistake=mistake, script=script, ranks=n, value=difference)
     assert difference > at_least
 
 
