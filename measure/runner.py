@@ -75,6 +75,9 @@ def measure(args: argparse.Namespace) -> None:
         output.with_name(f"{output.stem}.partial.json").unlink()
         print_tables(suite, found)
     print(summary(output, found, kept))
+    failed = {row["failed"] for row in found.get("rows", [])}
+    if failed - {None, "out of memory"}:  # too little memory is a result
+        raise SystemExit(1)
 
 
 def measure_rows(suite: dict, output: Path, args: argparse.Namespace) -> dict:

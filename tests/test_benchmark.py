@@ -61,7 +61,7 @@ def test_a_row_that_fails_says_why(checkout):
             {"name": "none", "command": "python none.py", "needs": ["none_such"]},
         ],
     )
-    finished = run(checkout, "--suite quick")
+    finished = run(checkout, "--suite quick", code=1)
     assert "failed: flags, memory, package, bug, program, silent; left" in finished.lines[-1]
     assert "left out: odd x3, none" in finished.lines[-1]
     whole = (checkout / "results/quick.json").read_text()
@@ -307,6 +307,30 @@ def test_what_is_close_to_the_measurement_before_stays():
     assert kept["outputs"]["a"]["from"].startswith("predicted; torch 2.14")
     assert kept["outputs"]["b"] == texts["b"]
     assert again.keep_old(NEW, {}) == NEW
+
+
+RECORDS = """#!/bin/sh
+echo "$*" >> called
+test "$*" != "benchmark.py --suite peers"
+"""
+
+
+def test_a_release_goes_on_after_a_failure(checkout):
+    """And each of its commands has flags that exist: test_docs.py does not see them."""
+    (checkout / "bin").mkdir()
+    python = checkout / "bin/python"
+    python.write_text(RECORDS)
+    python.chmod(0o755)
+    path = f"{python.parent}:{environment()['PATH']}"
+    finished = launch("bash measure/release.sh", cwd=checkout, PATH=path)
+    assert finished.code == 1 and finished.stderr == "failed: peers\n"
+    assert "== gpt: python benchmark.py --suite gpt\n== gpt: 0 min\n" in finished.stdout
+    called = (checkout / "called").read_text().splitlines()
+    measured = {line.rpartition(" ")[2] for line in called if "--suite" in line}
+    assert measured == {*SUITES} - {"quick", "gpu", "one_gpu"}
+    assert called[-1] == "benchmark.py --render"
+    for line in called:
+        assert (checkout / line.split()[0]).is_file()
 
 
 def test_a_row_once_more(checkout):
