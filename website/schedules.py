@@ -96,12 +96,6 @@ def end_times(order: list[list[tuple]], seconds) -> dict[tuple, float]:
     return ends
 
 
-def idle_shares(order: list[list[tuple]], seconds) -> list:
-    """Of each rank, with the times of :func:`end_times`."""
-    last = max(end_times(order, seconds).values())
-    return [1 - sum(map(seconds, parts)) / last for parts in order]
-
-
 def timetable(schedule: str, ranks: int, microbatches: int) -> dict:
     """When each rank computes what, in UNITS: of each part its kind, stage, micro-batch, begin and
     length; and the bubble, as counted and by the formula."""
