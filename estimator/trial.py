@@ -151,7 +151,6 @@ class ShortRun:
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
         self.args = args
         self.step = 0
-        self.held = {}
 
     def resume_or_exit(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
         gc.collect()  # frees the blocks of other stages
@@ -168,17 +167,11 @@ class ShortRun:
             optimizer.step()
             optimizer.zero_grad()
 
-    def load_engine(self, engine) -> dict:
-        """:meth:`resume_or_exit` for DeepSpeed, which has its own buffers."""
-        from libraries import deepspeed_engine
-
+    def load_engine(self, engine) -> None:
+        """:meth:`resume_or_exit` for DeepSpeed, which has made its shards before."""
         self.resume_or_exit(engine.module, engine.basic_optimizer)
-        self.held = deepspeed_engine.track_tensors(self, engine)
-        return self.held
 
     def before_update(self, *_) -> None:
-        for name, tensors in self.held.items():
-            self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
         self.before = self.live.kind
         self.live.kind = "update"
@@ -256,7 +249,7 @@ def run_script(
     stand_in_for_training(common, job)
     nn.Module.to_empty = lambda module, **_: module
     common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
-    deepspeed_engine.resume = ShortRun.load_engine
+    deepspeed_engine.resume_or_exit = ShortRun.load_engine
     if layers:
         find = decoder.size_of_name
         decoder.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)

@@ -19,7 +19,10 @@ from harness.world import gather_objects, max_over_ranks, this_script, world
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
     """Persistent bytes per rank: parameters, gradients, optimizer state; the maximum over ranks,
-    which all call it. A library's own tensors, in ``held``, are added or replace those so named."""
+    which all call it. A library's own tensors, in ``held``, are added or replace those so named.
+    Empty without an ``optimizer``: DeepSpeed's buffers aren't counted."""
+    if optimizer is None:
+        return {}
     parameters = list(model.parameters())
     tensors = {
         "parameters": parameters,
