@@ -31,12 +31,12 @@ from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
 from harness.snapshots import delivery
 from harness.state import load_file, save_file
+from harness.storage import local_folder
 from harness.world import count_cores, make_store, print0, this_script, together, world
 from jobs import choice
 from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
 from jobs.classifiers import batch_norms, blocks_of, units_of
 from jobs.experts import SplitExperts
-from remote.storage import local_folder
 
 # -------------------------------------------------------------------------------- command line
 
@@ -85,10 +85,11 @@ def prepare_process(args: Settings) -> None:
     hangs.prepare(script, records, world().rank, world().size, one_machine)
     if args.profile_memory and args.device == "cpu":
         harness.world.keep_no_free_memory()
+    if harness.world.is_first_here():
+        cli.check_output_url(args.output_dir)
     if world().rank == 0:
         cli.check_writable(folder, f"--output-dir {folder}")
         cli.lock(folder, f"--output-dir {folder}")
-        cli.check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)
 

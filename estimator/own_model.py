@@ -21,7 +21,7 @@ from jobs.contract import Contract, batched, to_floating
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = Path(inspect.__file__).parent
-ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "parallel", "remote")
+ROOMS = ("estimator", "hangs", "harness", "jobs", "libraries", "parallel")
 NOT_OWN = [Path(torch.__file__).parent, *(ROOT / room for room in ROOMS)]
 
 

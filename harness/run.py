@@ -135,11 +135,10 @@ class Resumable:
 
     def exit_if_done(self) -> None:
         """Exit if this run resumes from the end of one that had written its result, on rank 0."""
-        if self.is_done and together((self.store.output_dir / "result.json").exists)[0]:
+        if self.is_done and together(self.store.has_ended)[0]:
             at = f"{self.store.resumed} is at step {self.step} of {self.total_steps}"
             use = "resume with more --epochs or --max-steps, or start from scratch with"
             print0(f"nothing left to do: {at}; {use} --resume none")
-            self.store.copy_results()
             exit_all(0)
 
     def snapshot_is_due(self) -> bool:

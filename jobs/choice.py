@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
+from harness.storage import trim_url
 from harness.world import this_script, world
 from jobs.decoder import size_of
 from jobs.experts import loss_or_bias
 from libraries import hub, weights
-from remote.storage import trim_url
 
 FAMILIES = "gpt", "llama", "mistral", "mixtral", "qwen"  # of decoders: see jobs/decoder.py
 GPTS = "gpt-nano, gpt-mini, gpt2, qwen3-0.6b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"

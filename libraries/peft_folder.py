@@ -24,10 +24,10 @@ from harness.cli import fail, import_optional, number
 from harness.measure import whole
 from harness.settings import fill, replace
 from harness.snapshots import delivery
+from harness.storage import local_folder
 from harness.world import print0
 from libraries.hub import read_weights, their_names
 from libraries.weights import one_line_errors
-from remote.storage import local_folder
 
 FOLDER = "adapter"
 CONFIG = "adapter_config.json"

@@ -18,7 +18,7 @@ from report.results import Unusable
 
 QUIET = 0.25  # cores that other programs may use while a part with times is measured
 SETTINGS = ("job", "jobs", "steps", "memory", "repeats")  # of a suite
-CODE = (*fresh.BELOW, "hangs", "remote")  # and the training scripts
+CODE = (*fresh.BELOW, "hangs")  # and the training scripts
 FAILED, STOPPED = 1, 130  # exit codes
 
 

@@ -203,7 +203,7 @@ SINGLE = {  # of a file in results/: the rows of its table, and what the line be
     "hangs": hangs, "saves": saves, "one_gpu": one_gpu, "collectives": sweep,
     "bubble": lambda found: (found["rows"], [machine_line(found["hardware"])]),
 }  # fmt: skip
-OUTPUTS = ("faults", "faults_checkpoint", "faults_copies", "corrupt")
+OUTPUTS = ("faults", "faults_checkpoint", "corrupt")
 
 
 def blocks(root: Path, results: dict) -> dict[str, str]:

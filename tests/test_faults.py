@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import cases, environment, server, succeed
+from conftest import cases, environment, server
 
 from measure.faults import corrupt, inject
 
@@ -47,12 +47,6 @@ def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how, tried):
     assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in said
     if trials == 20:
         assert all(re.search(rf": {kind} ", said) for kind in inject.KINDS)
-
-
-@cases("trials", [2, 8], lambda trials: trials == 2)
-def test_an_interrupted_copy_is_not_used(trials):
-    finished = succeed(f"python measure/faults/copies.py --trials {trials} --seed 1", forked=True)
-    assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in finished.stdout
 
 
 def test_no_damaged_snapshot_is_loaded(tried):

@@ -150,7 +150,6 @@ def read_mistakes():
 
 
 MISTAKES = read_mistakes()
-WITH_SERVERS = MISTAKES.pop("1 x pytorch_SingleGPU with servers")  # test_remote.py starts them
 OF_IMAGES = MISTAKES.pop("0 x model_inference of images")  # test_inference.py trains it
 PREDICTED = MISTAKES.pop("0 x estimate that predicts")  # test_estimate.py does, in processes
 OF_A_GPT = MISTAKES.pop("0 x model_inference of a GPT")  # test_language.py trains it
