@@ -35,24 +35,23 @@ from harness.storage import local_folder
 from harness.world import count_cores, make_store, print0, this_script, together, world
 from jobs import choice
 from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
-from jobs.classifiers import batch_norms, blocks_of, units_of
 from jobs.experts import SplitExperts
+from jobs.model_parts import batch_norms, blocks_of, units_of
 
 # -------------------------------------------------------------------------------- command line
 
 
-def argument_parser(doc: str, only_gpt=False, experts=False, own=False) -> ArgumentParser:
+def argument_parser(doc: str, only_gpt=False, experts=False) -> ArgumentParser:
     """A parser with the flags that all training scripts share; a script adds its own flags.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
-        only_gpt: the technique supports only GPTs and Llamas; with ``own`` also --module.
+        only_gpt: the technique supports only GPTs and Llamas.
         experts: the help shows the flags of a mixture of experts.
     """
     parser = cli.make_parser(doc)
     choice.add_all_flags(parser, only_gpt, experts)
     parser.only_gpt = only_gpt
-    parser.own = own
     parser.experts = experts or not only_gpt
     return parser
 
@@ -61,7 +60,7 @@ def parse_args(parser: ArgumentParser) -> Settings:
     """Read the command line, fill in defaults that depend on device, model and data, and check all
     flags. Nobody changes the settings that this returns."""
     args = given = check_flags(read_flags(parser, Settings))
-    if parser.only_gpt and not (parser.own and args.module):
+    if parser.only_gpt:
         choice.check_is_gpt(args)
     args = choice.resolve(args)
     if args.experts and not parser.experts:
@@ -216,7 +215,7 @@ def make_loader(
 
 
 def make_model(args: Settings, classes: list[str], channels_last: bool = True) -> nn.Module:
-    """``--model`` or ``--module``, on the CPU, with ``--weights``.
+    """``--model`` with ``--weights``, on the CPU.
 
     Args:
         classes: class names, or the vocabulary.
@@ -320,8 +319,6 @@ def evaluate(
         cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
         head: makes logits of outputs ``[tokens, width]``.
     """
-    if own := getattr(loader.dataset, "evaluate", None):  # the user's own loss
-        return own(model, loader, device)
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
     seen = 0

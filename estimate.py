@@ -85,8 +85,8 @@ def make_flags() -> argparse.ArgumentParser:
     flag("--module", metavar="FILE:FUNCTION",
          help="your own model instead. The function returns a module that takes images; or a "
          "module and a batch for it (a tensor, tuple or dict); or a module, a batch and a function "
-         "that computes the loss from output and batch (default: cross_entropy of the logits); or "
-         "what else the training scripts' --module takes. Trained with AdamW by default, as there")
+         "that computes the loss from output and batch (default: cross_entropy of the logits). "
+         "Trained with AdamW by default, as in examples/")
     flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
          help="GLOBAL batch size, divided among the GPUs (default: 128)")
     flag("--gpus", type=number(int, 1), default=4, metavar="N", help="number of GPUs (default: 4)")
@@ -139,7 +139,7 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     if args.scale and not args.step_ms and (args.measured or not is_decoder(args)):
         args = fill(args, step_ms=step_of(args.measured))
     if args.module and "--optimizer" not in others:
-        others += ["--optimizer", "adamw"]  # as the training scripts train it
+        others += ["--optimizer", "adamw"]  # as examples/ do
     folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
     args = fill(args, model="llama" if not args.module and hub.is_folder(folder) else "resnet50")
     return args, ["--model", args.model, *others]

@@ -55,7 +55,7 @@ def merge(weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Ten
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True, own=True)
+    parser = common.argument_parser(__doc__, only_gpt=True)
     parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",

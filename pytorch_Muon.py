@@ -85,7 +85,7 @@ class Muon(torch.optim.AdamW):
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True, own=True)
+    parser = common.argument_parser(__doc__, only_gpt=True)
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
         help="dtype of compute and of the gathered weights (default: float32)",

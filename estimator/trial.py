@@ -101,8 +101,8 @@ class Job:
 
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         if self.own:
-            batch = self.own.make_batch(n, self.images)
-            return batch, batch
+            numbers = self.own.make_batch(n, self.images)
+            return numbers, numbers
         if self.args.context is None:
             return self.images(n, dtype), torch.zeros(n, dtype=torch.int64)
         shape = (n, self.args.context) if self.is_gpt else (n,)
@@ -110,14 +110,14 @@ class Job:
         return rows, torch.zeros(shape, dtype=torch.int64)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return logits.mean() if self.own else TaskData.loss(self, logits, labels)
+        return logits if self.own else TaskData.loss(self, logits, labels)
 
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
 
     def describe(self) -> str:
         """Describe a sample, including sizes that are defaults."""
-        if self.own and self.own.batch is not None:
+        if self.own and self.own.example is not None:
             return f"inputs of {self.own.describe_sample()}"
         if self.args.context is not None:
             return f"{self.args.context} tokens"

@@ -108,9 +108,9 @@ def describe_end(result: dict) -> str:
         each = f"{each:.3g} T" if each > 1 else f"{1e3 * each:.3g} G"
         speed += f", {each}FLOP/s per device{share}"
     at = result["eval_step"].index(result["model_step"])
-    right = "" if (share := result["eval_accuracy"][at]) is None else f", accuracy {share:.2%}"
-    loss = f"loss {result['eval_loss'][at]:.4f}{right} of {result['eval_samples']:,}"
-    return f"done: {loss}, {speed}, peak memory {', '.join(memory)}"
+    loss = f"loss {result['eval_loss'][at]:.4f}"
+    accuracy = f"accuracy {result['eval_accuracy'][at]:.2%} of {result['eval_samples']:,}"
+    return f"done: {loss}, {accuracy}, {speed}, peak memory {', '.join(memory)}"
 
 
 def hparams(args, result: dict) -> tuple[dict, dict]:

@@ -5,11 +5,12 @@ All tasks have the same functions, so their callers need not know which one it i
 task are imported when a run needs them.
 """
 
+import argparse
 import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -43,8 +44,6 @@ class Choice:
     model: str | None = flag(None, metavar="NAME", identity=True,
         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); or "
         f"{GPTS}; for reviews: distilbert, or encoder-LxHxD")
-    module: str | None = flag(None, metavar="FILE:FUNCTION", identity=True,
-        help="your own model, with its data (docs/job.md)")
     dataset: str = flag("auto", metavar="NAME",
         choices="auto cifar10 folder shakespeare text chat reviews synthetic".split(),
         help="auto (default): CIFAR-10, or Shakespeare for a GPT, if present or downloadable, else "
@@ -138,7 +137,6 @@ IMAGES = Task("images", "classifiers", ["auto", "cifar10", "folder", "synthetic"
 TEXT = Task("text", "decoder", ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
 CHAT = Task("chat", "decoder", ["chat"], OF_TEXT)
 REVIEWS = Task("reviews", "encoder", ["auto", "reviews"], {"context", "dropout"})
-OWN = Task("own", "own", ["auto", "own"], {"module"})
 
 
 def is_decoder(name: str | None) -> bool:
@@ -156,8 +154,6 @@ class Settings(
     @property
     def task(self) -> Task:
         model = self.model or ""
-        if self.module:
-            return OWN
         if self.dataset == "reviews" or model.startswith("encoder") or model == "distilbert":
             return REVIEWS
         texts = CHAT if self.dataset == "chat" else TEXT
@@ -186,7 +182,15 @@ def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool 
     add_flags(parser, Experts, shown=experts)
     for subject in (Output, Hardware, Reproducibility):
         group = add_flags(parser, subject)
+    hidden = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--module", type=refuse_module, **hidden)
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
+
+
+def refuse_module(given: str) -> NoReturn:
+    """The type of ``--module``, a flag of estimate.py: there a user's model is only predicted."""
+    use = "copy a file of examples/ (docs/your_own_model.md); estimate.py --module predicts memory"
+    fail(f"--module {given}: the scripts train the models of this repository; {use}")
 
 
 def init_weights(args, model: nn.Module, classes: list[str]) -> None:
@@ -220,10 +224,6 @@ def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) ->
 
 
 def check_is_gpt(args) -> None:
-    if args.task is OWN:
-        why = f"{this_script()}.py needs the layers of a decoder of ours, by name"
-        use = "use pytorch_FSDP.py, or copy a file of examples/ (docs/your_own_model.md)"
-        fail(f"--module {args.module}: {why}; {use}")
     if args.task not in (TEXT, CHAT):
         why = f"{this_script()}.py supports only decoders"
         fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
@@ -231,14 +231,13 @@ def check_is_gpt(args) -> None:
 
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    if not (args.module or args.dataset == "reviews") and args.model in (None, "gpt", "llama"):
+    if args.dataset != "reviews" and args.model in (None, "gpt", "llama"):
         path = Path(args.weights)
         if path.name == "model.pt" and path.with_name("config.json").is_file():  # of a Llama's run
             args = replace(args, weights=str(path.parent))
         if hub.is_folder(args.weights):
             args = replace(args, model="llama")
     ours, model = args.task, f"--model {args.model}" if args.model else "the default model"
-    model = f"--module {args.module}" if args.module else model
     named = args.weights in ("none", "imagenet") or "://" in args.weights
     if not named and not has_pretrained(args) and (why := weights.why_unusable(args.weights)):
         also = ", or imagenet" if ours is IMAGES else ""
@@ -272,7 +271,7 @@ def check_not_replaced(args) -> None:
 
 def has_pretrained(args) -> bool:
     """Whether ``--weights`` names pretrained weights of a decoder or an encoder, in a folder."""
-    return args.task not in (IMAGES, OWN) and args.task.data.has_pretrained(args)
+    return args.task is not IMAGES and args.task.data.has_pretrained(args)
 
 
 def warmup_steps(args, total: int) -> int:

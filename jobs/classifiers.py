@@ -4,9 +4,6 @@ import difflib
 import itertools
 import math
 import re
-import warnings
-from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -57,47 +54,6 @@ def use_group_norm(module: nn.Module) -> None:
             use_group_norm(child)
 
 
-BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
-LISTS = (nn.Sequential, nn.ModuleList)
-
-
-def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The BatchNorm layers, whose statistics change by amounts that half precision rounds away."""
-    return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The children with parameters of every nn.Sequential or nn.ModuleList: residual blocks or
-    layers in torchvision's models. A single BatchNorm is too small to count as a block. The user's
-    own module may have them in one place only, ``blocks_at``."""
-    if name := getattr(model, "blocks_at", ""):
-        yield from blocks_of(model.get_submodule(name))
-    elif isinstance(model, LISTS):
-        parts = (part for part in model if not isinstance(part, BATCH_NORMS))
-        yield from (part for part in parts if any(True for _ in part.parameters()))
-    else:
-        for child in model.children():
-            yield from blocks_of(child)
-
-
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """What FSDP gathers at a time: the blocks; and a decoder's embedding and head, which with a
-    large vocabulary are larger than a block, unless they share a matrix. A block that shares a
-    parameter with another module cannot be sharded alone."""
-    # Of an embedding under sequence parallelism; no operation in place follows.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    children = dict(model.named_children()) if hasattr(model, "unembed") else {}
-    ends = [children[name] for name in ("token", "head") if name in children]
-    uses = count_uses(model)
-    found = dict.fromkeys([*blocks_of(model), *ends])  # a block may be there more than once
-    return [unit for unit in found if count_uses(unit).items() <= uses.items()]
-
-
-def count_uses(module: nn.Module) -> Counter:
-    """How many modules have each parameter."""
-    return Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-
-
 def check_input(args, model: nn.Module) -> None:
     """Run the shape of a batch through the model, without computing anything."""
     size = args.image_size
@@ -114,17 +70,6 @@ def check_input(args, model: nn.Module) -> None:
 def parameter_groups(model: nn.Module) -> list[dict]:
     """Parameter groups of what is trained: one group."""
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
-
-
-def decay_matrices(model: nn.Module, spared: tuple[type, ...] = ()) -> list[dict]:
-    """Parameter groups of what is trained: ``--weight-decay`` applies to matrices, not to biases
-    and norms, nor to modules of the types ``spared``."""
-    exempt = {p for m in model.modules() if isinstance(m, spared) for p in m.parameters()}
-    groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-    for p in model.parameters():
-        if p.requires_grad:
-            groups[p.ndim < 2 or p in exempt]["params"].append(p)
-    return [group for group in groups if group["params"]]
 
 
 def check_deterministic(name: str, model: nn.Module) -> None:

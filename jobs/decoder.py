@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from harness.cli import fail
 from harness.state import check_weights
 from jobs import gpt, llama
-from jobs.classifiers import decay_matrices
 from jobs.experts import balance_at_steps
 from jobs.gpt import Decoder, Size
 from jobs.llama import LlamaSize
+from jobs.model_parts import decay_matrices
 from libraries import hub, weights
 
 FAMILIES = {"gpt": Size, **llama.FAMILIES}  # a model: a file, a row

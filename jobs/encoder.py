@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from harness.cli import fail, import_optional
 from harness.state import check_weights
 from jobs import reviews
-from jobs.classifiers import decay_matrices
+from jobs.model_parts import decay_matrices
 from libraries import hub, weights
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.

@@ -97,7 +97,7 @@ def read_config(folder: Path) -> dict:
         return parse_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        use = "give another model's, or use --module FILE:FUNCTION or a script of examples/"
+        use = "give another model's, or copy a file of examples/ (docs/your_own_model.md)"
         fail(f"--weights {folder}: config.json cannot be used ({why}); {use}")
 
 

@@ -88,22 +88,19 @@ def complete(args):
 
 def entries(args, layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Each tensor's name in the file, for a Llama as in transformers; its layer, and name in it."""
-    size = getattr(args.task.models, "size_of", lambda args: None)(args)
+    size = args.task.models.size_of(args)
     for layer, part in itertools.product(layers, ("lora_A.weight", "lora_B.weight")):
         theirs = f"{layer}.weight"
-        if size and size.on_the_hub:
+        if size.on_the_hub:
             [theirs] = their_names(size.kind, {theirs: None})
         yield f"base_model.model.{theirs.removesuffix('weight')}{part}", layer, part
 
 
 def find_layers(args, model: nn.Module) -> dict[str, nn.Linear]:
     """The layers with an adapter, by name: those of ``--targets``, in our names or transformers',
-    or those of ``--adapter``. A subclass of nn.Linear, as in nn.MultiheadAttention, may be used
-    without its forward being called."""
-    own = f"--module {args.module}" if args.module else f"--model {args.model}"
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        fail(f"{own}: BatchNorm's statistics would change, and no adapter has them; use GroupNorm")
-    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    or those of ``--adapter``."""
+    own = f"--model {args.model}"
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = {}
     if args.adapter:
         layers = {name: layer for name, layer, _ in entries(args, linears)}
@@ -185,7 +182,7 @@ def save(args, layers: dict[str, nn.Linear], weights: dict[str, Tensor]) -> None
     config = PLAIN | {"r": args.rank, "lora_alpha": args.alpha, "lora_dropout": 0.0}
     config |= {"target_modules": sorted({name.split(".")[-3] for name in tensors})}
     config |= {"base_model_name_or_path": None if args.weights == "none" else str(args.weights)}
-    config |= {"inference_mode": True} | ({} if args.module else {"task_type": "CAUSAL_LM"})
+    config |= {"inference_mode": True, "task_type": "CAUSAL_LM"}
     folder = local_folder(args.output_dir) / FOLDER
     with delivery(folder):
         folder.mkdir(exist_ok=True)
