@@ -34,9 +34,7 @@ from harness.state import load_file, save_file
 from harness.storage import local_folder
 from harness.world import count_cores, make_store, print0, this_script, together, world
 from jobs import choice
-from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
-from jobs.experts import SplitExperts
-from jobs.model_parts import batch_norms, blocks_of, units_of
+from jobs.choice import Settings, init_weights
 
 # -------------------------------------------------------------------------------- command line
 
@@ -66,7 +64,7 @@ def parse_args(parser: ArgumentParser) -> Settings:
     if args.experts and not parser.experts:
         named = f"--experts {args.experts}" if given.experts else f"--model {args.model}"
         if args.model == "llama":
-            named = f"--weights {args.weights}, a {size_of(args).kind}"
+            named = f"--weights {args.weights}, a {choice.kind_of(args)}"
         fail(f"{named}: {this_script()}.py has no mixture; use pytorch_EP.py")
     return args
 
@@ -113,8 +111,7 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
     task = f"{args.task.data.describe(args)}, dataset {args.dataset}"
     where = f"{ranks} x {device_name(device)}{backend}"
-    model = size_of(args).kind if args.model == "llama" else args.model  # that of the folder
-    print0(f"{this_script()}: {where}, {model} {task}, {batch}")
+    print0(f"{this_script()}: {where}, {choice.kind_of(args)} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}{choice.describe_defaults(args)}")
     hangs.listen(args.timeout)
     if check := getattr(args.task.models, "check_model_name", None):

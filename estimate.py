@@ -29,6 +29,7 @@ from harness import flops
 from harness.cli import check_writable, fail, make_parser, number
 from harness.settings import fill
 from harness.world import count_cores
+from jobs import sizes
 from libraries import hub
 from report import draw
 from techniques import TECHNIQUES
@@ -171,9 +172,7 @@ def check(args) -> None:
 
 
 def is_decoder(args) -> bool:
-    from jobs.choice import is_decoder
-
-    return not args.module and is_decoder(args.model)
+    return not args.module and sizes.is_decoder(args.model)
 
 
 def step_of(path: Path | None) -> float:
@@ -308,12 +307,12 @@ def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:
 
 def size_of(flags: list[str]):
     """The size of a decoder, from the scripts' own flags; ``None`` for other models."""
-    from jobs import choice, decoder
+    from jobs import choice, language_models
 
     parser = make_parser("")
     choice.add_all_flags(parser)
     args, _ = parser.parse_known_args(flags)
-    return (decoder.size_of(args), args) if choice.is_decoder(args.model) else (None, args)
+    return (language_models.size_of(args) if sizes.is_decoder(args.model) else None), args
 
 
 def layers_of(flags: list[str]) -> int:

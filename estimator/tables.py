@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from harness.cli import fail
-from jobs.choice import FAMILIES
+from jobs.sizes import is_decoder
 
 GIB = 2**30
 WIDTH = 100  # of the output
@@ -83,7 +83,8 @@ def optimizer_of(flags: list[str]) -> str:
     words = " ".join(flags).replace("=", " ").split()
     if "--optimizer" in words:
         return words[words.index("--optimizer") + 1]
-    texts = any(word in " ".join(words) for word in (*FAMILIES, "encoder", "bert", "reviews"))
+    given = " ".join(words)
+    texts = is_decoder(given) or any(word in given for word in ("encoder", "bert", "reviews"))
     return "adamw" if texts else "sgd"
 
 

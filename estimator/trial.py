@@ -25,6 +25,7 @@ from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel
 from harness.data import TaskData
+from jobs.sizes import is_decoder
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,14 +66,12 @@ class Job:
         self.density = 1.0
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
-        from jobs import choice
-
         self.args = args
-        self.is_gpt = choice.is_decoder(args.model)
+        self.is_gpt = is_decoder(args.model)
         if self.n_classes:
             n = self.n_classes
         elif self.is_gpt:
-            n = choice.size_of(args).vocabulary or 65  # Shakespeare's characters
+            n = args.task.models.size_of(args).vocabulary or 65  # Shakespeare's characters
         elif args.context is not None:
             n = 2  # good and bad reviews
         else:
@@ -238,7 +237,7 @@ def run_script(
     prepare(ranks, as_on_a_gpu, rank)
     import common
     from harness import cli
-    from jobs import decoder
+    from jobs import language_models
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
@@ -248,11 +247,12 @@ def run_script(
     ShortRun.total_steps = steps
     stand_in_for_training(common, job)
     nn.Module.to_empty = lambda module, **_: module
-    common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
+    common.init_weights = lambda *_: None  # fake tensors have no data
+    language_models.init_weights = lambda *_: None
     deepspeed_engine.resume_or_exit = ShortRun.load_engine
     if layers:
-        find = decoder.size_of_name
-        decoder.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)
+        find = language_models.size_of_name
+        language_models.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)
     if ranks is not None:
         common.make_store = lambda args: None
         common.hangs.listen = lambda timeout: None

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from harness.cli import fail
 from harness.state import check_weights
 from harness.world import world
-from libraries import weights
-from libraries.download import fetch
 
 
 def check_model_name(model: str) -> None:
@@ -88,6 +86,8 @@ UNUSED = re.compile(r"(?i)aux|.*\.(running_mean|running_var|num_batches_tracked)
 def load_weights(args, model: nn.Module, new_head: bool) -> None:
     """Load ``--weights``, without auxiliary heads and statistics of a BatchNorm that the model
     lacks. ``new_head``: a last layer for other classes is no error, but starts from scratch."""
+    from libraries import weights
+
     expected = model.state_dict()
     found = imagenet_weights(args) if args.weights == "imagenet" else weights.load(args.weights)
     found = {re.sub(OLD_NAMES, r"\1\2", name): tensor for name, tensor in found.items()}
@@ -109,6 +109,8 @@ def load_weights(args, model: nn.Module, new_head: bool) -> None:
 def imagenet_weights(args) -> dict[str, Tensor]:
     """torchvision's weights, downloaded by one rank per machine and read by all."""
     import torchvision
+
+    from libraries.download import fetch
 
     published = torchvision.models.get_model_weights(args.model).DEFAULT
     file = Path(torch.hub.get_dir(), "checkpoints", Path(published.url).name)

@@ -53,6 +53,7 @@ def decay_matrices(model: nn.Module, spared: tuple[type, ...] = ()) -> list[dict
     others = []
     for p in model.parameters():
         if p.requires_grad:
-            (others if p.ndim < 2 or p in exempt else decaying).append(p)
+            group = others if p.ndim < 2 or p in exempt else decaying
+            group.append(p)
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

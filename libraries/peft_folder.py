@@ -134,7 +134,7 @@ def init(args, layers: dict[str, nn.Linear]) -> None:
         return read_weights(Path(args.adapter), "", found, "--adapter", [FILE])
     for name, layer in layers.items():
         a = layer.lora_A.weight
-        seed = zlib.crc32(f"{name}.lora_A".encode(), args.seed)  # of 32 bits: see decoder.draw()
+        seed = zlib.crc32(f"{name}.lora_A".encode(), args.seed)  # of 32 bits: see draw()
         random = torch.Generator().manual_seed(seed)
         drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), math.sqrt(5), generator=random)
         drawn = drawn.to(a.device)

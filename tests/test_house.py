@@ -18,7 +18,7 @@ FILES = sorted([*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room)
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 TASK = {"common", "jobs", "libraries", "parallel", "harness", "hangs"}  # below a lesson
 PROGRAM = {"report", "techniques"}
-LESSON = {"common", "libraries", "parallel"}
+LESSON = {"common", "jobs", "libraries", "parallel"}
 MAY_KNOW = {  # of ours, besides the own room; for a lesson: LESSON
     **dict.fromkeys(("techniques", "hangs"), set()),
     "harness": {"hangs"},

@@ -25,7 +25,7 @@ from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
-from jobs import decoder
+from jobs.sizes import size_of_name
 from libraries import download, hub
 from report import matrix
 from techniques import LIBRARIES, TECHNIQUES
@@ -68,7 +68,7 @@ def places(tmp_path_factory, image_folder):
     for name, text in DEEPSPEED.items():
         (root / f"{name}.json").write_text(text)
     (root / "no_weights").mkdir()
-    config = hub.make_config(decoder.size_of_name("mixtral-1x2x8", None, None), 16, 27, False)
+    config = hub.make_config(size_of_name("mixtral-1x2x8", None, None), 16, 27, False)
     (root / "no_weights" / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
     (root / "adapted" / "adapter").mkdir(parents=True)
     (root / "same").mkdir()
