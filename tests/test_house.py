@@ -174,6 +174,41 @@ def test_a_line_says_one_thing(room):
     assert len(found) <= most, f"a name or a line of its own for one of {found}"
 
 
+IMPORTED = """
+import atexit, runpy, sys
+from pathlib import Path
+
+def show():
+    files = [Path(module.__file__ or "") for module in list(sys.modules.values())
+             if hasattr(module, "__file__")]
+    print(*(file.relative_to(Path.cwd()) for file in files if file.is_relative_to(Path.cwd())))
+
+atexit.register(show)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+DDP = "pytorch_torchrun_DDP.py --dataset synthetic --device cpu --max-steps 1 --batch-size 4"
+DDP += " --train-samples 8 --eval-samples 4"
+TASKS = {  # how many of our files a run imports besides the script, and which not, by its flags
+    "--model resnet18 --image-size 32": (28, "jobs/model_parts.py parallel/ libraries/"),
+    "--model gpt-1x1x8 --context 8": (33, "jobs/images.py jobs/classifiers.py libraries/"),
+}
+OTHERS = "jobs/experts.py jobs/llama.py jobs/reviews.py jobs/token_files.py harness/profile.py "
+
+
+@pytest.mark.parametrize("flags", TASKS)
+def test_a_run_imports_the_files_of_its_task(flags, tmp_path):
+    """Whoever reads a run down to the last line reads these files."""
+    most, without = TASKS[flags]
+    (tmp_path / "show.py").write_text(IMPORTED)
+    command = f"python {tmp_path}/show.py {DDP} {flags} --output-dir {tmp_path}/run"
+    found = succeed(command).stdout.splitlines()[-1].split()
+    assert "harness/run.py" in found and len(found) <= most, found
+    for name in (OTHERS + without).split():
+        assert not any(file.startswith(name) for file in found), name
+
+
 ROUNDED = re.compile(r"(?:model|module|layer|block|stage|network|make_model\(.*\))")
 CASTS = {("pytorch_half_precision.py", "model.to(dtype)")}  # 16 bits for all are its subject
 
