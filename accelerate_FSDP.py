@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import batch_norms, blocks_of
 from libraries.accelerate_launch import check_launch
 
 accelerate = common.import_optional("accelerate")
@@ -81,10 +82,10 @@ def main():
     model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     if rank > 0:
         torch.manual_seed(args.seed + rank)
-    if args.dtype == "bfloat16" and (norms := common.batch_norms(model)):
+    if args.dtype == "bfloat16" and (norms := batch_norms(model)):
         fully_shard(norms)  # FSDP: a unit of their own, in fp32
     # Accelerate: the names of the units that are gathered one at a time
-    model._no_split_modules = list({type(block).__name__ for block in common.blocks_of(model)})
+    model._no_split_modules = list({type(block).__name__ for block in blocks_of(model)})
 
     # 4. Optimizer and schedule
     fused = args.optimizer == "adamw"  # FSDP: PyTorch has no fused SGD for DTensors

@@ -31,28 +31,25 @@ from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
 from harness.snapshots import delivery
 from harness.state import load_file, save_file
+from harness.storage import local_folder
 from harness.world import count_cores, make_store, print0, this_script, together, world
 from jobs import choice
-from jobs.choice import Settings, check_tensor_parallel, init_weights, size_of
-from jobs.classifiers import batch_norms, blocks_of, units_of
-from jobs.experts import SplitExperts
-from remote.storage import local_folder
+from jobs.choice import Settings, init_weights
 
 # -------------------------------------------------------------------------------- command line
 
 
-def argument_parser(doc: str, only_gpt=False, experts=False, own=False) -> ArgumentParser:
+def argument_parser(doc: str, only_gpt=False, experts=False) -> ArgumentParser:
     """A parser with the flags that all training scripts share; a script adds its own flags.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
-        only_gpt: the technique supports only GPTs and Llamas; with ``own`` also --module.
+        only_gpt: the technique supports only GPTs and Llamas.
         experts: the help shows the flags of a mixture of experts.
     """
     parser = cli.make_parser(doc)
     choice.add_all_flags(parser, only_gpt, experts)
     parser.only_gpt = only_gpt
-    parser.own = own
     parser.experts = experts or not only_gpt
     return parser
 
@@ -61,13 +58,13 @@ def parse_args(parser: ArgumentParser) -> Settings:
     """Read the command line, fill in defaults that depend on device, model and data, and check all
     flags. Nobody changes the settings that this returns."""
     args = given = check_flags(read_flags(parser, Settings))
-    if parser.only_gpt and not (parser.own and args.module):
+    if parser.only_gpt:
         choice.check_is_gpt(args)
     args = choice.resolve(args)
     if args.experts and not parser.experts:
         named = f"--experts {args.experts}" if given.experts else f"--model {args.model}"
         if args.model == "llama":
-            named = f"--weights {args.weights}, a {size_of(args).kind}"
+            named = f"--weights {args.weights}, a {choice.kind_of(args)}"
         fail(f"{named}: {this_script()}.py has no mixture; use pytorch_EP.py")
     return args
 
@@ -85,10 +82,11 @@ def prepare_process(args: Settings) -> None:
     hangs.prepare(script, records, world().rank, world().size, one_machine)
     if args.profile_memory and args.device == "cpu":
         harness.world.keep_no_free_memory()
+    if harness.world.is_first_here():
+        cli.check_output_url(args.output_dir)
     if world().rank == 0:
         cli.check_writable(folder, f"--output-dir {folder}")
         cli.lock(folder, f"--output-dir {folder}")
-        cli.check_output_url(args.output_dir)
     if args.double:
         torch.set_default_dtype(torch.float64)
 
@@ -113,8 +111,7 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
     task = f"{args.task.data.describe(args)}, dataset {args.dataset}"
     where = f"{ranks} x {device_name(device)}{backend}"
-    model = size_of(args).kind if args.model == "llama" else args.model  # that of the folder
-    print0(f"{this_script()}: {where}, {model} {task}, {batch}")
+    print0(f"{this_script()}: {where}, {choice.kind_of(args)} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}{choice.describe_defaults(args)}")
     hangs.listen(args.timeout)
     if check := getattr(args.task.models, "check_model_name", None):
@@ -215,7 +212,7 @@ def make_loader(
 
 
 def make_model(args: Settings, classes: list[str], channels_last: bool = True) -> nn.Module:
-    """``--model`` or ``--module``, on the CPU, with ``--weights``.
+    """``--model`` with ``--weights``, on the CPU.
 
     Args:
         classes: class names, or the vocabulary.
@@ -319,8 +316,6 @@ def evaluate(
         cut: a batch's labels to those for which this rank has logits, if ranks share sequences.
         head: makes logits of outputs ``[tokens, width]``.
     """
-    if own := getattr(loader.dataset, "evaluate", None):  # the user's own loss
-        return own(model, loader, device)
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct answers, labels
     seen = 0

@@ -29,6 +29,7 @@ from harness import flops
 from harness.cli import check_writable, fail, make_parser, number
 from harness.settings import fill
 from harness.world import count_cores
+from jobs import sizes
 from libraries import hub
 from report import draw
 from techniques import TECHNIQUES
@@ -85,8 +86,8 @@ def make_flags() -> argparse.ArgumentParser:
     flag("--module", metavar="FILE:FUNCTION",
          help="your own model instead. The function returns a module that takes images; or a "
          "module and a batch for it (a tensor, tuple or dict); or a module, a batch and a function "
-         "that computes the loss from output and batch (default: cross_entropy of the logits); or "
-         "what else the training scripts' --module takes. Trained with AdamW by default, as there")
+         "that computes the loss from output and batch (default: cross_entropy of the logits). "
+         "Trained with AdamW by default, as in examples/")
     flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
          help="GLOBAL batch size, divided among the GPUs (default: 128)")
     flag("--gpus", type=number(int, 1), default=4, metavar="N", help="number of GPUs (default: 4)")
@@ -139,7 +140,7 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     if args.scale and not args.step_ms and (args.measured or not is_decoder(args)):
         args = fill(args, step_ms=step_of(args.measured))
     if args.module and "--optimizer" not in others:
-        others += ["--optimizer", "adamw"]  # as the training scripts train it
+        others += ["--optimizer", "adamw"]  # as examples/ do
     folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
     args = fill(args, model="llama" if not args.module and hub.is_folder(folder) else "resnet50")
     return args, ["--model", args.model, *others]
@@ -171,9 +172,7 @@ def check(args) -> None:
 
 
 def is_decoder(args) -> bool:
-    from jobs.choice import is_decoder
-
-    return not args.module and is_decoder(args.model)
+    return not args.module and sizes.is_decoder(args.model)
 
 
 def step_of(path: Path | None) -> float:
@@ -308,12 +307,12 @@ def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:
 
 def size_of(flags: list[str]):
     """The size of a decoder, from the scripts' own flags; ``None`` for other models."""
-    from jobs import choice, decoder
+    from jobs import choice, language_models
 
     parser = make_parser("")
     choice.add_all_flags(parser)
     args, _ = parser.parse_known_args(flags)
-    return (decoder.size_of(args), args) if choice.is_decoder(args.model) else (None, args)
+    return (language_models.size_of(args) if sizes.is_decoder(args.model) else None), args
 
 
 def layers_of(flags: list[str]) -> int:

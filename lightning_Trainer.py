@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import units_of
 from libraries import deepspeed_engine
 
 lightning = common.import_optional("lightning")
@@ -43,13 +44,12 @@ class Task(lightning.LightningModule):
         self.sampler = sampler
         self.fsdp = args.strategy == "fsdp"
         self.deepspeed = args.strategy == "deepspeed_stage_2"
-        self.held = {}
 
     def configure_model(self):
         if not self.fsdp:
             return
         mesh = self.device_mesh["data_parallel"]
-        for unit in common.units_of(self.model):  # FSDP: blocks, gathered one at a time
+        for unit in units_of(self.model):  # FSDP: blocks, gathered one at a time
             fully_shard(unit, mesh=mesh)
         fully_shard(self.model, mesh=mesh)  # FSDP: the other parameters
         self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards
@@ -75,7 +75,7 @@ class Task(lightning.LightningModule):
     def on_train_start(self):  # Trainer: has set its SIGTERM handler; Run's replaces it
         if self.deepspeed:
             self.trainer.model.lr_scheduler = self.scheduler
-            self.held = deepspeed_engine.resume(self.run, self.trainer.model)
+            deepspeed_engine.resume_or_exit(self.run, self.trainer.model)
         else:
             self.trainer.model.broadcast_buffers = False  # DDP: broadcast before evaluation
             self.run.resume_or_exit(self.model, self.optimizer, self.scheduler)
@@ -83,7 +83,7 @@ class Task(lightning.LightningModule):
 
     def save(self):
         if self.deepspeed:
-            deepspeed_engine.save(self.run, self.trainer.model)
+            deepspeed_engine.save_then_exit_if_asked(self.run, self.trainer.model)
         else:
             self.run.save_then_exit_if_asked(self.model, self.optimizer, self.scheduler)
 
@@ -246,7 +246,8 @@ def main():
 
     if rank == 0:
         common.save_model(args, task.weights)
-    run.finish(model, task.optimizer, **task.held)
+    # DeepSpeed: has buffers of its own for gradients and optimizer
+    run.finish(model, None if task.deepspeed else task.optimizer)
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
     # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()

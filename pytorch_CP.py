@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import size_of
+from jobs.model_parts import blocks_of
 from parallel import attention, attention_kernels
 
 
@@ -136,7 +138,7 @@ class OwnPositions(nn.Module):
 
 def check(args, world_size: int) -> None:
     """Check that positions and heads can be divided among the ranks."""
-    heads = common.size_of(args).kv_heads
+    heads = size_of(args).kv_heads
     chunks = 2 * world_size
     if args.context % chunks:
         common.fail(
@@ -192,7 +194,7 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     attend = ATTENTIONS[args.attention](dist.new_group())  # CP: not behind DDP's buckets
-    for block in common.blocks_of(model):
+    for block in blocks_of(model):
         block.attention.attend = attend  # CP: only attention mixes positions
     positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: own positions
     if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation

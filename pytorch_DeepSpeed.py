@@ -91,7 +91,7 @@ def main():
     )
     dtype = next(model.parameters()).dtype  # DeepSpeed: bfloat16 if the file says so
     run = common.Run(args, device, train_loader)
-    held = deepspeed_engine.resume(run, model)  # DeepSpeed: each rank reads its shards
+    deepspeed_engine.resume_or_exit(run, model)  # DeepSpeed: each rank reads its shards
 
     # 5. Train
     for epoch in run.epochs_left():
@@ -104,13 +104,13 @@ def main():
             model.step()  # DeepSpeed: steps optimizer and scheduler, and clears the gradients
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
-                deepspeed_engine.save(run, model)  # DeepSpeed: each rank writes its shards
+                deepspeed_engine.save_then_exit_if_asked(run, model)  # DeepSpeed: one file per rank
 
         # 6. Evaluate
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
-        deepspeed_engine.save(run, model)
+        deepspeed_engine.save_then_exit_if_asked(run, model)
 
     # 7. Save and report
     run.load_best_weights()  # with --eval-every; otherwise the last ones stay
@@ -118,7 +118,7 @@ def main():
     weights = deepspeed_engine.gather_weights(model)
     if rank == 0:
         common.save_model(args, weights)
-    run.finish(model, model.basic_optimizer, **held)
+    run.finish(model, optimizer=None)  # DeepSpeed: has buffers of its own
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
     # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()

@@ -31,6 +31,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import size_of
+from jobs.model_parts import batch_norms, units_of
 from parallel.mesh import check_experts
 
 
@@ -129,7 +131,7 @@ def main():
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
     ep = args.ep or world_size
-    check_experts(args, common.size_of(args), ep, world_size)
+    check_experts(args, size_of(args), ep, world_size)
     common.announce(args, device)
     # EP: hides the advice to flatten mesh dimensions
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -154,13 +156,13 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
+        if norms := batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh)
     for block in model.blocks:  # EP: a unit of their own, of which FSDP shards the width
         experts = block.mlp.experts
         options = {"mesh": table["shard"], "shard_placement_fn": experts.width_dim}
         fully_shard(experts, **options, mp_policy=policy)
-    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     for block in model.blocks:  # EP: gather them before the CPU waits for the number of tokens

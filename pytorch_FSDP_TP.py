@@ -36,6 +36,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import check_tensor_parallel
+from jobs.model_parts import units_of
+from parallel.experts import SplitExperts
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -58,7 +61,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         if hasattr(attention, name):
             plan[f"attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     if hasattr(mlp, "experts"):
-        plan["mlp"] = common.SplitExperts(between)
+        plan["mlp"] = SplitExperts(between)
     else:  # TP: a Llama's also has a gate
         plan |= {
             "mlp": PrepareModuleInput(**gather),
@@ -144,7 +147,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
+    check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
     mesh = init_device_mesh(device.type, (rows, args.tp), mesh_dim_names=("dp", "tp"))
     row = mesh["dp"].get_local_rank()
     batch_size = args.batch_size // rows  # 2-D: a row's share of the global batch
@@ -161,7 +164,7 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in common.units_of(model):
+    for unit in units_of(model):
         fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)  # 2-D: over the rows
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     model.to_empty(device=device)  # TP: memory for this rank's shards

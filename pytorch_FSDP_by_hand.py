@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import blocks_of
 from parallel.flat import WholeState
 
 
@@ -81,7 +82,7 @@ class Bucket:
 
 def make_buckets(parameters: list[nn.Parameter], model: nn.Module) -> list[Bucket]:
     """One bucket per block with parameters of the group, and one for those outside the blocks."""
-    block_of = {p: block for block in [model, *common.blocks_of(model)] for p in block.parameters()}
+    block_of = {p: block for block in [model, *blocks_of(model)] for p in block.parameters()}
     filled = {}
     for p in parameters:
         filled.setdefault(block_of[p], []).append(p)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import batch_norms, units_of
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -81,9 +82,9 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if norms := common.batch_norms(model):  # FSDP: a unit of their own, in fp32
+        if norms := batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh)
-    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards

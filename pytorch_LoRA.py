@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import units_of
 from libraries import peft_folder
 
 
@@ -55,7 +56,7 @@ def merge(weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Ten
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True, own=True)
+    parser = common.argument_parser(__doc__, only_gpt=True)
     parser.add_argument("--local-rank", "--local_rank")  # FSDP: torch.distributed.launch passes it
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
@@ -103,7 +104,7 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import blocks_of, units_of
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class Muon(torch.optim.AdamW):
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
-    parser = common.argument_parser(__doc__, only_gpt=True, own=True)
+    parser = common.argument_parser(__doc__, only_gpt=True)
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
         help="dtype of compute and of the gathered weights (default: float32)",
@@ -129,14 +130,14 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
 
     # 4. Optimizer and schedule
-    of_blocks = [p for block in common.blocks_of(model) for p in block.parameters()]
+    of_blocks = [p for block in blocks_of(model) for p in block.parameters()]
     matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
     options = common.optimizer_class(args)[1]
     optimizer = Muon(common.parameter_groups(args, model), matrices, **options)

@@ -34,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import check_tensor_parallel, size_of
+from jobs.model_parts import units_of
 from parallel import attention
 from parallel.mesh import add_flags, gather_weights, resolve
 from parallel.pipelining import divide, make_shapes
@@ -70,7 +72,7 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, table, dtype) -> 
         experts = [[block.mlp.experts] if table else [] for block in blocks]
         for own in sum(experts, []):
             fully_shard(own, mesh=table[dims], shard_placement_fn=own.width_dim, **often)
-        for unit in common.units_of(stage):
+        for unit in units_of(stage):
             fully_shard(unit, mesh=mesh[dims], **often)
         fully_shard(stage, mesh=mesh[dims], **options)
         if args.keep_last:  # ND: backward needs it first
@@ -141,13 +143,13 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
-    args = resolve(args, common.size_of(args), world_size)
+    args = resolve(args, size_of(args), world_size)
     shares = args.dp_replicate * args.dp_shard  # ND: tp, pp and cp ranks read the same batch
     batch_size = args.batch_size // shares
     owners = [0]
     microbatches = 1
     if args.pp > 1:
-        layers = common.size_of(args).layers
+        layers = size_of(args).layers
         at_once = batch_size // args.accumulate
         owners, microbatches = divide(args, layers, args.pp, at_once)
     common.announce(args, device, readers=shares)
@@ -170,7 +172,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    common.check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
+    check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
     share = mesh["replicate"].get_local_rank() * args.dp_shard
     share += mesh["shard"].get_local_rank() // args.cp
     shared = {"num_replicas": shares, "rank": share}
@@ -226,7 +228,7 @@ def main():
     if args.pp > 1:
         size = batch_size // parts, *args.row[:-1], args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
-        width = common.size_of(args).width
+        width = size_of(args).width
         classes = len(train_set.classes)
         shapes = make_shapes(size, width, classes, between, dtype)
         made = stages, len(owners), microbatches, shapes, loss_fn, device, pipeline

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import size_of
 from parallel.pipelining import divide, gather_weights
 
 
@@ -168,7 +169,7 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
-    size = common.size_of(args)
+    size = size_of(args)
     owners, microbatches = divide(args, size.layers, world_size)  # PP: also rejects invalid flags
     common.announce(args, device, readers=1)  # PP: the batch is not divided among the ranks
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank

@@ -37,6 +37,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import check_tensor_parallel
+from parallel.experts import SplitExperts
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -59,7 +61,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> 
         if hasattr(attention, name):
             plan[f"attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     if hasattr(mlp, "experts"):
-        plan["mlp"] = common.SplitExperts(between)
+        plan["mlp"] = SplitExperts(between)
     else:  # TP: a Llama's also has a gate
         plan |= {
             "mlp": PrepareModuleInput(**gather),
@@ -140,7 +142,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    common.check_tensor_parallel(args, world_size, f"{world_size} ranks", train_set.classes)
+    check_tensor_parallel(args, world_size, f"{world_size} ranks", train_set.classes)
     batch_size = args.batch_size  # TP: the whole global batch
     replica = {"num_replicas": 1, "rank": 0}  # TP: every rank reads every sample
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.language_models import check_tensor_parallel
 
 
 class Copy(torch.autograd.Function):
@@ -160,7 +161,7 @@ def main():
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
-    common.check_tensor_parallel(args, world_size, f"{world_size} ranks", train_set.classes)
+    check_tensor_parallel(args, world_size, f"{world_size} ranks", train_set.classes)
     batch_size = args.batch_size  # TP: the whole global batch
     replica = {"num_replicas": 1, "rank": 0}  # TP: every rank reads every sample
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import batch_norms, blocks_of
 
 aten = torch.ops.aten
 # checkpointing: --selective keeps every second result of these
@@ -87,7 +88,7 @@ def main():
     offload = contextlib.nullcontext
     if args.offload:  # checkpointing: forward copies what is kept to the CPU, backward back
         offload = partial(save_on_cpu, pin_memory=True)
-    for block in common.blocks_of(model):  # checkpointing: forward keeps only each block's input
+    for block in blocks_of(model):  # checkpointing: forward keeps only each block's input
         recompute(block, args.selective, offload, **options)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
@@ -170,7 +171,7 @@ def keep_some():
 @contextlib.contextmanager
 def counted_once(block: nn.Module, again):
     """checkpointing: do not update BatchNorm's running statistics a second time."""
-    buffers = [buffer for norm in common.batch_norms(block) for buffer in norm.buffers()]
+    buffers = [buffer for norm in batch_norms(block) for buffer in norm.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         with again:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import units_of
 
 GPU = torch.cuda.is_available()  # DCP: pinned memory for the copy, which is kept for the next save
 STAGER = DefaultStager(StagingOptions(GPU, False, False, GPU))  # DCP: not before 2.14
@@ -124,7 +125,7 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import units_of
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -80,7 +81,7 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in common.units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         again = unit is not model.head  # chunked: this one is gathered once for all chunks
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters

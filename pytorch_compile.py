@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import common
+from jobs.model_parts import blocks_of
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -64,7 +65,7 @@ def main():
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
     if args.blocks:
-        for block in common.blocks_of(model):
+        for block in blocks_of(model):
             block.compile()  # compile: in place; a wrapper would rename the parameters
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import RandomSampler
 
 import common
+from jobs.model_parts import batch_norms
 
 
 def main():
@@ -112,7 +113,7 @@ def to_half(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     the tokens of experts, or add up small steps."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    for norm in common.batch_norms(model):
+    for norm in batch_norms(model):
         norm.to(dtype)
     return model
 
@@ -121,7 +122,7 @@ def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A working copy in half precision. BatchNorm stays in fp32 and is shared with the model, not
     copied: its parameters are few, and its running statistics move by small steps. All buffers are
     shared, so what forward counts is what the optimizer's step finds."""
-    norms = {id(module): module for module in common.batch_norms(model)}
+    norms = {id(module): module for module in batch_norms(model)}
     buffers = {id(buffer): buffer for buffer in model.buffers()}
     half_model = copy.deepcopy(model, memo=norms | buffers)
     for module in half_model.modules():

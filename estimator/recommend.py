@@ -23,8 +23,14 @@ MACHINE = 8  # GPUs; tensor parallelism stays within one
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH = 5  # stop after this many combinations that fit
 SECONDS = 45  # or after this time
-ROWS = "torchrun_DDP", "DDP_AMP --dtype bfloat16", "DDP_ZeRO --use_zero", "FSDP --dtype bfloat16"
-ROWS += "HSDP --shard 8 --dtype bfloat16", "FSDP_offload --dtype bfloat16"  # of an own model
+ROWS = {  # for a user's own model: the file of examples/ that has the technique
+    "torchrun_DDP": "ddp.py",
+    "DDP_AMP --dtype bfloat16": "amp.py",
+    "DDP_ZeRO --use_zero": "zero.py",
+    "FSDP --dtype bfloat16": "fsdp.py",
+    "HSDP --shard 8 --dtype bfloat16": "hsdp.py",
+    "FSDP_offload --dtype bfloat16": "offload.py",
+}
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
 
 
@@ -79,13 +85,16 @@ class Way(Setup):
 class RowWay(Way):
     """For the user's own model: a row of the table, with its blocks recomputed or not."""
 
-    def words(self) -> list[str]:
-        return list(self.command[1:])
+    example: str = ""  # a file of examples/
 
     def describe(self) -> str:
-        if self.ac == "full":
-            return f"{self.name}, activation checkpointing of the largest nn.ModuleList"
-        return self.name
+        if self.ac == "none":
+            return self.name
+        return f"{self.name}, activation checkpointing of the largest nn.ModuleList"
+
+    def launch(self, flags: Sequence[str], batch_size: int) -> str:
+        """The file to copy: the scripts train models of this repository."""
+        return f"copy examples/{self.example} (docs/your_own_model.md)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,12 +292,14 @@ def recommend_rows(
 ) -> list[Prediction]:
     """The same for the user's own model, of the rows of data parallelism: without offload first,
     then without recomputation, then what sends least."""
-    names = ROWS if half else dict.fromkeys(name.partition(" --dtype")[0] for name in ROWS)
     machines, left = divmod(gpus, MACHINE)
     tasks = []
-    for name, ac in itertools.product(names, ("none", "full")):
+    for (name, example), ac in itertools.product(ROWS.items(), ("none", "full")):
+        if not half:
+            name, _, _ = name.partition(" --dtype")
         row = vars(techniques.make_technique(name, gpus, flags))
-        way = RowWay(**row, ac=ac, offload=row["on_host"] == techniques.ALL_ON_HOST)
+        offload = row["on_host"] == techniques.ALL_ON_HOST
+        way = RowWay(**row, ac=ac, offload=offload, example=example)
         model = OwnModel(own.make, own.given, recomputes=ac == "full")
         if "HSDP" not in name or (machines > 1 and not left):
             tasks.append(partial(techniques.predict, way, batch_size, flags, None, model))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from harness.cli import fail
-from jobs.choice import FAMILIES
+from jobs.sizes import is_decoder
 
 GIB = 2**30
 WIDTH = 100  # of the output
@@ -24,11 +24,6 @@ COLUMNS = {  # of a table: the kinds of memory in each
 
 def describe(args, flags: list[str]) -> str:
     return args.module or " ".join(flags).removeprefix("--model ")
-
-
-def words_of(args, flags: list[str]) -> list[str]:
-    """The flags of a training script: ``flags`` begin with ``--model`` and a name."""
-    return ["--module", args.module, *flags[2:]] if args.module else list(flags)
 
 
 def fits(args, prediction) -> bool:
@@ -88,7 +83,8 @@ def optimizer_of(flags: list[str]) -> str:
     words = " ".join(flags).replace("=", " ").split()
     if "--optimizer" in words:
         return words[words.index("--optimizer") + 1]
-    texts = any(word in " ".join(words) for word in (*FAMILIES, "encoder", "bert", "reviews"))
+    given = " ".join(words)
+    texts = is_decoder(given) or any(word in given for word in ("encoder", "bert", "reviews"))
     return "adamw" if texts else "sgd"
 
 
@@ -160,9 +156,9 @@ def print_ways(args, flags: list[str], found: list, mfu, speeds: list[list[float
         print(f"   {', '.join(costs_of(one))}")
         if mfu:
             print("   {:,.0f} to {:,.0f} tokens/s per GPU".format(*speeds[number - 1]))
-        print(f"   {way.launch(words_of(args, flags), args.batch_size)}")
+        print(f"   {way.launch(flags, args.batch_size)}")
     if args.module and any(one.technique.ac == "full" for one in found):
-        print("\nactivation checkpointing, in the function of --module:")
+        print("\nactivation checkpointing, where the model is made:")
         print("for block in model.LAYERS:")
         print("    block.forward = partial(checkpoint, block.forward, use_reentrant=False)")
 
@@ -214,7 +210,7 @@ def json_of(args, flags: list[str], found) -> dict:
         "technique": found.technique.name, "batch_size": found.batch_size,
         "kinds": found.kinds, "inputs": found.inputs, "mistake": found.mistake,
         "peak": found.peak, "host": found.host, "sent": found.sent, "sent_in": sent_in,
-        "command": [*found.technique.command, *words_of(args, flags)],
+        "command": [] if args.module else [*found.technique.command, *flags],
         "gpus": gpus_of(found.technique),
     }  # fmt: skip
     if args.memory:

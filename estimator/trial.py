@@ -25,6 +25,7 @@ from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
 from estimator.own_model import OwnModel
 from harness.data import TaskData
+from jobs.sizes import is_decoder
 
 STEPS = 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,14 +66,12 @@ class Job:
         self.density = 1.0
 
     def make_datasets(self, args) -> tuple["Job", "Job"]:
-        from jobs import choice
-
         self.args = args
-        self.is_gpt = choice.is_decoder(args.model)
+        self.is_gpt = is_decoder(args.model)
         if self.n_classes:
             n = self.n_classes
         elif self.is_gpt:
-            n = choice.size_of(args).vocabulary or 65  # Shakespeare's characters
+            n = args.task.models.size_of(args).vocabulary or 65  # Shakespeare's characters
         elif args.context is not None:
             n = 2  # good and bad reviews
         else:
@@ -101,8 +100,8 @@ class Job:
 
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         if self.own:
-            batch = self.own.make_batch(n, self.images)
-            return batch, batch
+            numbers = self.own.make_batch(n, self.images)
+            return numbers, numbers
         if self.args.context is None:
             return self.images(n, dtype), torch.zeros(n, dtype=torch.int64)
         shape = (n, self.args.context) if self.is_gpt else (n,)
@@ -110,14 +109,14 @@ class Job:
         return rows, torch.zeros(shape, dtype=torch.int64)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return logits.mean() if self.own else TaskData.loss(self, logits, labels)
+        return logits if self.own else TaskData.loss(self, logits, labels)
 
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
 
     def describe(self) -> str:
         """Describe a sample, including sizes that are defaults."""
-        if self.own and self.own.batch is not None:
+        if self.own and self.own.example is not None:
             return f"inputs of {self.own.describe_sample()}"
         if self.args.context is not None:
             return f"{self.args.context} tokens"
@@ -151,7 +150,6 @@ class ShortRun:
     def __init__(self, args, device, train_loader: Loader, gpus: int = 1):
         self.args = args
         self.step = 0
-        self.held = {}
 
     def resume_or_exit(self, model: nn.Module, optimizer, scheduler=None, **others) -> None:
         gc.collect()  # frees the blocks of other stages
@@ -168,17 +166,11 @@ class ShortRun:
             optimizer.step()
             optimizer.zero_grad()
 
-    def load_engine(self, engine) -> dict:
-        """:meth:`resume_or_exit` for DeepSpeed, which has its own buffers."""
-        from libraries import deepspeed_engine
-
+    def load_engine(self, engine) -> None:
+        """:meth:`resume_or_exit` for DeepSpeed, which has made its shards before."""
         self.resume_or_exit(engine.module, engine.basic_optimizer)
-        self.held = deepspeed_engine.track_tensors(self, engine)
-        return self.held
 
     def before_update(self, *_) -> None:
-        for name, tensors in self.held.items():
-            self.live.mark(tensors, "gradients" if "gradient" in name else "parameters")
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
         self.before = self.live.kind
         self.live.kind = "update"
@@ -245,7 +237,7 @@ def run_script(
     prepare(ranks, as_on_a_gpu, rank)
     import common
     from harness import cli
-    from jobs import decoder
+    from jobs import language_models
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
@@ -255,11 +247,12 @@ def run_script(
     ShortRun.total_steps = steps
     stand_in_for_training(common, job)
     nn.Module.to_empty = lambda module, **_: module
-    common.init_weights = decoder.init_weights = lambda *_: None  # fake tensors have no data
-    deepspeed_engine.resume = ShortRun.load_engine
+    common.init_weights = lambda *_: None  # fake tensors have no data
+    language_models.init_weights = lambda *_: None
+    deepspeed_engine.resume_or_exit = ShortRun.load_engine
     if layers:
-        find = decoder.size_of_name
-        decoder.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)
+        find = language_models.size_of_name
+        language_models.size_of_name = lambda *name: dataclasses.replace(find(*name), layers=layers)
     if ranks is not None:
         common.make_store = lambda args: None
         common.hangs.listen = lambda timeout: None

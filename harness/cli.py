@@ -15,11 +15,13 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from harness.world import Failed, is_first_here, print0, this_script, together, world
-from remote.storage import DATA, Remote, RemoteError, fetch_files, is_url, local_folder, trim_url
+from harness import storage
+from harness.storage import is_url
+from harness.world import print0, this_script, world
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -100,7 +102,7 @@ def number(kind: type, low: float, below: float = math.inf, above: float = -1):
 
 def place(text: str) -> Path | str:
     """An argparse ``type``: a local path, or a URL."""
-    return trim_url(text) if is_url(text) else Path(text)
+    return storage.trim_url(text) if is_url(text) else Path(text)
 
 
 positive, not_negative = number(int, 1), number(int, 0)
@@ -148,26 +150,30 @@ def lock(folder: Path, flag: str) -> None:
         print0(f"{flag} is on a file system without locks: do not start another run in it")
 
 
+@contextlib.contextmanager
+def reachable(flag: str) -> Iterator[None]:
+    """End the run if a URL that the flag gave cannot be used."""
+    try:
+        yield
+    except storage.StorageError as error:
+        fail(f"{flag} {error}; give another, or a local path")
+
+
 def check_output_url(url: Path | str) -> None:
     """Check that files can be written to ``--output-dir``, if it is a URL."""
     if is_url(url):
-        try:
-            with tempfile.NamedTemporaryFile() as probe:
-                remote, file = Remote(url), Path(probe.name)
-                remote.upload(file.parent, [file.name])
-                remote.remove(file.name)
-        except RemoteError as error:
-            fail(f"--output-dir {error}; give another")
+        with reachable("--output-dir"), tempfile.NamedTemporaryFile() as probe:
+            file = Path(probe.name)
+            storage.upload(file.parent, [file.name], url)
+            storage.remove(f"{url}/{file.name}")
 
 
 @functools.cache
 def fetch_input(place: Path | str, flag: str) -> Path:
-    """The local path; the first rank of each machine downloads a URL, once. All ranks call it."""
+    """The local path; a URL is copied to each machine, once."""
     if not is_url(place):
         return Path(place)
-    path, again = local_folder(place, DATA), flag != "--data-dir"
-    try:
-        together(fetch_files, Remote(place), path, again, print0, here=is_first_here())
-    except Failed as error:
-        fail(f"{flag} {error}; give another, or a local path")
+    path = storage.local_folder(place, storage.DATA)
+    with reachable(flag):
+        storage.fetch(place, path)
     return path

@@ -19,16 +19,15 @@ def count_flops(args, data, model: nn.Module, device: torch.device) -> float | N
     """FLOPs of a training step for one sample, as PaLM counts them (Chowdhery et al. 2022,
     arXiv:2204.02311, appendix B): those of matrix products, convolutions and attention in one
     forward, by PyTorch's ``FlopCounterMode``, and twice as many for backward, but only as many of
-    products with frozen weights. ``None`` if the model cannot be counted. All ranks call it."""
-    own = getattr(args, "module", None)  # on all ranks, which may share it; others are rebuilt
-    if not own and world().rank:
+    products with frozen weights. ``None`` if it cannot be counted, and on all ranks but 0."""
+    if world().rank:
         return None
     from torch.utils.flop_counter import FlopCounterMode  # slow, and needed only once
 
     try:
-        with torch.device("cpu" if own else "meta"):
-            counted = model if own else args.task.models.make_model(args, data.classes)
-            inputs = data.example(1).to(device if own else "meta")
+        with torch.device("meta"):
+            counted = args.task.models.make_model(args, data.classes)
+            inputs = data.example(1).to("meta")
         counter = FlopCounterMode(display=False)
         eager = torch.compiler.set_stance("force_eager")
         kernels = [SDPBackend.MATH]
@@ -36,7 +35,7 @@ def count_flops(args, data, model: nn.Module, device: torch.device) -> float | N
             kernels += FUSED
         with torch.no_grad(), eager, sdpa_kernel(kernels), counter:
             counted.eval()(inputs)
-    except Exception:  # any of the user's, or an operation that the meta device lacks
+    except Exception:  # an operation that the meta device lacks raises one of several types
         return None
     by_kind = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
     total = sum(by_kind.values())

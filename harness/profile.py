@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from harness import trace_rows
 from harness.cli import fail
 from harness.clock import WARMUP_STEPS
+from harness.storage import local_folder
 from harness.world import world
-from remote.storage import local_folder
 
 
 class Look:

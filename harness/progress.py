@@ -145,12 +145,11 @@ class Display:
         self.bar.set_postfix({n: f"{v:.3f}" for n, v in shown.items()}, refresh=False)
         self.add_scalars("step", step, loss=loss, **values)
 
-    def evaluation(self, title: str, eval_step: int, **found: float | None) -> None:
-        known = {name: value for name, value in found.items() if value is not None}
-        self.add_scalars("epoch", eval_step, **known)
+    def evaluation(self, title: str, eval_step: int, **found: float) -> None:
+        self.add_scalars("epoch", eval_step, **found)
         loss = f"loss {found['train_loss']:.4f}, evaluation loss {found['eval_loss']:.4f}"
-        right = "" if (share := found["eval_accuracy"]) is None else f", accuracy {share:.2%}"
-        print0(f"{title}: {loss}{right}, {found['seconds']:.1f} s")
+        accuracy = f"accuracy {found['eval_accuracy']:.2%}"
+        print0(f"{title}: {loss}, {accuracy}, {found['seconds']:.1f} s")
 
     def add_scalars(self, group: str, step: int, **values: float) -> None:
         for name, value in values.items() if self.writer else ():

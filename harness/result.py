@@ -19,7 +19,10 @@ from harness.world import gather_objects, max_over_ranks, this_script, world
 
 def count_state_bytes(model: nn.Module, optimizer, **held: Iterable[Tensor]) -> dict[str, int]:
     """Persistent bytes per rank: parameters, gradients, optimizer state; the maximum over ranks,
-    which all call it. A library's own tensors, in ``held``, are added or replace those so named."""
+    which all call it. A library's own tensors, in ``held``, are added or replace those so named.
+    Empty without an ``optimizer``: DeepSpeed's buffers aren't counted."""
+    if optimizer is None:
+        return {}
     parameters = list(model.parameters())
     tensors = {
         "parameters": parameters,
@@ -105,9 +108,9 @@ def describe_end(result: dict) -> str:
         each = f"{each:.3g} T" if each > 1 else f"{1e3 * each:.3g} G"
         speed += f", {each}FLOP/s per device{share}"
     at = result["eval_step"].index(result["model_step"])
-    right = "" if (share := result["eval_accuracy"][at]) is None else f", accuracy {share:.2%}"
-    loss = f"loss {result['eval_loss'][at]:.4f}{right} of {result['eval_samples']:,}"
-    return f"done: {loss}, {speed}, peak memory {', '.join(memory)}"
+    loss = f"loss {result['eval_loss'][at]:.4f}"
+    accuracy = f"accuracy {result['eval_accuracy'][at]:.2%} of {result['eval_samples']:,}"
+    return f"done: {loss}, {accuracy}, {speed}, peak memory {', '.join(memory)}"
 
 
 def hparams(args, result: dict) -> tuple[dict, dict]:

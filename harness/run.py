@@ -22,7 +22,6 @@ from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
 from harness.guard import Guard
 from harness.measure import whole
-from harness.profile import closer_look
 from harness.progress import Display, RunState
 from harness.settings import as_words, values_of
 from harness.snapshots import SnapshotStore, delivery, read_snapshot
@@ -44,7 +43,11 @@ class Resumable:
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
         self.state = RunState(torch.zeros((), dtype=torch.float64, device=device))
         devices = [torch.device("cuda", gpu) for gpu in range(gpus)] if gpus > 1 else [device]
-        look = closer_look(args, self.total_steps, self.steps_per_epoch)
+        look = None
+        if args.trace or args.profile_memory:
+            from harness.profile import closer_look  # which other runs do not need
+
+            look = closer_look(args, self.total_steps, self.steps_per_epoch)
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
         identity = values_of(args, "identity") | self.train_set.describe()
         self.store = SnapshotStore(args, identity, self.state.name_best if args.eval_every else str)
@@ -135,11 +138,10 @@ class Resumable:
 
     def exit_if_done(self) -> None:
         """Exit if this run resumes from the end of one that had written its result, on rank 0."""
-        if self.is_done and together((self.store.output_dir / "result.json").exists)[0]:
+        if self.is_done and together(self.store.has_ended)[0]:
             at = f"{self.store.resumed} is at step {self.step} of {self.total_steps}"
             use = "resume with more --epochs or --max-steps, or start from scratch with"
             print0(f"nothing left to do: {at}; {use} --resume none")
-            self.store.copy_results()
             exit_all(0)
 
     def snapshot_is_due(self) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from harness.cli import ArgumentParser, fail, not_negative, number, place, positive
+from harness.storage import find_mistake, trim_url
 from harness.world import this_script, why_ranks_are_unclear, world
-from remote.storage import find_mistake, trim_url
 
 Kind = TypeVar("Kind")
 

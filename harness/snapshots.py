@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from harness.cli import fail, fetch_input
+from harness import storage
+from harness.cli import fail, fetch_input, reachable
 from harness.settings import spelled
 from harness.state import load_file, sync
-from harness.world import Failed, gather_objects, is_first_here, launch_id, print0, together, world
-from remote.mirror import Mirror
-from remote.storage import SUMS, RemoteError, is_url, list_files, local_folder
+from harness.storage import SUMS, StorageError, is_url, local_folder
+from harness.world import Failed, gather_objects, launch_id, print0, together, world
 
 FORMAT = 4  # of a snapshot: tensors as safetensors, and all else in state.pt
 WEIGHTS = "model.pt", "model.safetensors", "config.json", "generation_config.json"
@@ -29,6 +29,12 @@ def sha256(path: Path) -> str:
         while chunk := file.read(2**20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def list_files(folder: Path) -> list[str]:
+    """The files in a folder, but for the list of checksums."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path.name != SUMS)
 
 
 def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
@@ -74,9 +80,27 @@ def write_snapshot(folder: Path, write: Callable, kept: str = "") -> str | None:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder.parent).free:,}"
-        return f"{folder} could not be written ({error}; {free} bytes free)"
+        return f"{folder} could not be written ({error}; {free} bytes free); free some disk space"
     finally:
         shutil.rmtree(part, ignore_errors=True)
+    return None
+
+
+def write_to_url(url: str, write: Callable, kept: str = "") -> str | None:
+    """:func:`write_snapshot` to a URL, where nothing can be renamed. Each rank writes into a local
+    folder of its own and copies its files. The list of checksums, copied last, makes a snapshot
+    complete."""
+    part = local_folder(url).parent / f".rank-{world().rank}" / ".new.part"
+    try:
+        together(make_room, part)
+        together(write, part)
+        together(storage.remove, url, here=world().rank == 0)  # of an attempt that failed
+        sums = together(copy_files, part, url)
+        together(seal_at_url, part, url, sums, kept, here=world().rank == 0)
+    except Failed as error:
+        return f"{url} could not be written ({error}); check the server"
+    finally:
+        shutil.rmtree(part.parent, ignore_errors=True)
     return None
 
 
@@ -86,7 +110,7 @@ def delivery(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        newest = next(iter(list_snapshots(path.parent / "snapshots")), "none")
+        newest = next(iter(list_snapshots(path.parent / "snapshots")), "see --output-dir")
         again = f"free some disk space, then give --resume auto (snapshot: {newest})"
         fail(f"{path} could not be written ({error}); {again}", code=3)
 
@@ -106,10 +130,33 @@ def bring_to_disk(part: Path, names: list[str]) -> dict[str, str]:
     return {name: sha256(part / name) for name in names}
 
 
-def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]], kept: str) -> None:
-    """Write the checksums, rename the snapshot, and delete all but the last two and ``kept``."""
+def write_sums(part: Path, sums: list[dict[str, str]]) -> None:
+    """Write the list of the checksums of all ranks' files."""
     lines = sorted(f"{theirs[name]}  {name}\n" for theirs in sums for name in theirs)
     (part / SUMS).write_text("".join(lines))
+
+
+def copy_files(part: Path, url: str) -> dict[str, str]:
+    """Copy this rank's files to a URL, and return their checksums."""
+    names = list_files(part)
+    storage.upload(part, names, url)
+    return {name: sha256(part / name) for name in names}
+
+
+def seal_at_url(part: Path, url: str, sums: list[dict[str, str]], kept: str) -> None:
+    """Copy the checksums, and delete all snapshots but this one, the last two and ``kept``."""
+    write_sums(part, sums)
+    storage.upload(part, [SUMS], url)
+    folder, _, name = url.rpartition("/")
+    with contextlib.suppress(StorageError):  # the new one exists in any case
+        for old in storage.list_complete(folder.removesuffix("/snapshots"))[2:]:
+            if old not in (name, kept):
+                storage.remove(f"{folder}/{old}")
+
+
+def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]], kept: str) -> None:
+    """Write the checksums, rename the snapshot, and delete all but the last two and ``kept``."""
+    write_sums(part, sums)
     sync(part / SUMS)
     for place in {part, *((part / name).parent for theirs in sums for name in theirs)}:
         sync(place)
@@ -151,14 +198,12 @@ class SnapshotStore:
         self.folder = self.output_dir / "snapshots"
         self.about = {"format": FORMAT, "launch": launch_id(), "identity": identity}  # in state.pt
         self.resumed = None  # the path of the one that this run resumes from
-        self.mirror = None  # of a run in remote storage
-        if is_url(args.output_dir):
-            self.mirror = Mirror(args.output_dir, self.output_dir, find_damage, print0)
+        self.url = args.output_dir if is_url(args.output_dir) else None
+        self.saved = None  # the path or URL of the one that this run wrote last
 
     def save(self, name: str, state: dict, writers: list[Callable]) -> tuple[str | None, ...]:
         """Write the snapshot of a step: ``state.pt``, and what the writers write into its folder.
-        Returns its path or URL, if it was written, and the error with its fix, if there is one."""
-        folder = self.folder / name
+        Returns its path or URL, if it was written, or the error with its fix."""
 
         def write_all(part: Path) -> None:
             for write in writers:  # they communicate: none begins if the one before has failed
@@ -166,81 +211,92 @@ class SnapshotStore:
             if world().rank == 0:
                 torch.save(state, part / "state.pt")
 
-        if failure := write_snapshot(folder, write_all, self.kept()):
-            return None, f"{failure}; free some disk space"
-        if failure := self.copy_snapshot(folder):
-            return str(folder), f"{failure}; check the server"
-        return self.mirror.url_of(name) if self.mirror else str(folder), None
+        if self.url:
+            place = f"{self.url}/snapshots/{name}"
+            failure = write_to_url(place, write_all, self.kept())
+        else:
+            place = str(self.folder / name)
+            failure = write_snapshot(self.folder / name, write_all, self.kept())
+        self.saved = self.saved if failure else place
+        return None if failure else place, failure
 
-    def fetch(self) -> None:
-        """Download the newest remote snapshot to every machine."""
-        if self.mirror:
-            try:
-                together(self.mirror.pull, self.archive_local_files, here=is_first_here())
-            except Failed as error:
-                fail(f"--output-dir {error}; try again, or give another URL")
+    def list_own(self) -> list[Path]:
+        """Where the snapshots of this run are, newest first, or where :meth:`fetch` brings them."""
+        if not self.url:
+            return list_snapshots(self.folder)
+        return [self.folder / name for name in storage.list_complete(self.url)]
 
-    def copy_snapshot(self, folder: Path) -> str | None:
-        """Upload the last snapshot. Returns an error, on all ranks."""
-        if self.mirror:
-            self.mirror.behind.append(folder.name)
-            try:
-                together(self.mirror.push, self.kept(), here=world().rank == 0)
-            except Failed as error:
-                return f"{error}; the snapshot is kept in {folder}"
-        return None
+    def fetch(self, path: Path) -> None:
+        """Copy a snapshot of this run from its URL to every machine."""
+        if self.url and path.parent == self.folder:
+            storage.fetch(f"{self.url}/snapshots/{path.name}", path)
+
+    @reachable("--output-dir")
+    def has_ended(self) -> bool:
+        """Whether this run had written its result."""
+        if not self.url:
+            return (self.output_dir / "result.json").exists()
+        with storage.opened(f"{self.url}/result.json", "read") as (fs, path):
+            return fs.exists(path)
 
     def copy_results(self) -> None:
-        """Upload all results of a run."""
-        if self.mirror:
+        """Copy what rank 0's machine has written to the URL of a run."""
+        if self.url:
             try:
-                together(self.mirror.push_results, self.kept(), here=world().rank == 0)
+                together(self.upload_results, here=world().rank == 0)
             except Failed as error:
-                again = "to upload them, run the same command again with --resume auto"
+                again = "give --resume auto to copy them"
                 fail(f"{error}; all files are in {self.output_dir}; {again}", code=3)
-            print0(f"files copied to {self.mirror.remote.url}")
+            print0(f"files copied to {self.url}")
+
+    def upload_results(self) -> None:
+        """Copy all files but snapshots, ``result.json`` last: it says that the run has ended."""
+        others = ("snapshots", "previous", "result.json")
+        names = [name for name in list_files(self.output_dir) if name.split("/")[0] not in others]
+        names = [name for name in names if not name.startswith(".")]  # .lock, or unfinished
+        storage.upload(self.output_dir, names, self.url)
+        storage.upload(self.output_dir, ["result.json"], self.url)
 
     def find_kept(self) -> Path | None:
-        """The path of the snapshot ``kept()``: own, remote, or of the run that this one resumes."""
-        if self.mirror:
-            with contextlib.suppress(Failed):
-                together(self.mirror.pull_snapshot, self.kept(), here=is_first_here())
+        """The path of the snapshot ``kept()``: own, or of the run that this one resumes."""
+        with contextlib.suppress(StorageError):
+            self.fetch(self.folder / self.kept())
         folders = [self.folder, *([self.resumed.parent] if self.resumed else [])]
         found = [path for folder in folders if (path := folder / self.kept()).exists()]
         return next(iter(gather_objects(found)[0]), None)
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Path | str | None:
         """The snapshot that this run wrote last, or else resumes from."""
-        return next(iter(list_snapshots(self.folder)), self.resumed)
+        return self.saved or next(iter(list_snapshots(self.folder)), self.resumed)
 
     def asked_for(self) -> list[tuple[Path, None, bool]]:
         """What ``--resume`` selects, best first, as arguments of :func:`read_snapshot`."""
-        asked, folder = self.args.resume, self.folder
+        asked = self.args.resume
         if asked == "none":
             return []
-        if asked != "auto":
-            folder = fetch_input(asked, "--resume")
-            if (self.output_dir / "previous").resolve() in folder.resolve().parents:
-                fail(f"--resume {folder}: a new run replaces previous/; move it away first")
-            if any((folder / name).exists() for name in ("state.pt", SUMS, ".metadata")):
-                return [(folder, None, True)]
-            if (folder / "snapshots").is_dir():
-                folder = folder / "snapshots"
+        if asked == "auto":
+            return [(path, None, False) for path in self.list_own()]
+        folder = fetch_input(asked, "--resume")
+        if (self.output_dir / "previous").resolve() in folder.resolve().parents:
+            fail(f"--resume {folder}: a new run replaces previous/; move it away first")
+        if any((folder / name).exists() for name in ("state.pt", SUMS, ".metadata")):
+            return [(folder, None, True)]
+        if (folder / "snapshots").is_dir():
+            folder = folder / "snapshots"
         return [(path, None, False) for path in list_snapshots(folder)]
 
+    @reachable("--output-dir")
     def find(self) -> dict | None:
         """The content of ``state.pt`` of the snapshot to resume from, identical on every rank, or
         ``None``; its path is :attr:`resumed`. A run that its launcher has restarted uses its own
         snapshot, if it has written one; any other uses ``--resume``."""
         asked = self.args.resume
-        fetch_input(asked, "--resume")  # by all ranks; below it is already local
         restarted = any(gather_objects(world().restarts))  # each machine counts its own
-        if restarted or asked == "auto":
-            self.fetch()
-        own = list_snapshots(self.folder) if restarted else []
+        own = self.list_own() if restarted else []
         candidates = [(path, launch_id(), False) for path in own]
         candidates += self.asked_for()  # may be deleted by the time of a restart
         for candidate in gather_objects(candidates)[0]:  # as rank 0 sees them, best first
+            self.fetch(candidate[0])
             if snapshot := read_snapshot(*candidate):
                 return self.check(candidate[0], snapshot)
         if asked not in ("auto", "none"):
@@ -262,18 +318,16 @@ class SnapshotStore:
                 fail(f"--resume {path} is from a run with {both}; use the same, or --resume none")
         return snapshot
 
+    @reachable("--output-dir")
     def archive_previous_run(self) -> None:
-        """Move the files of an earlier run in this folder to ``previous/``. A remote run is never
+        """Move the files of an earlier run in this folder to ``previous/``. A run at a URL is never
         replaced by another one. Rank 0 does this."""
         own = self.resumes_itself()
-        try:
-            if self.mirror and not own and self.mirror.is_used():
-                fail(f"--output-dir {self.args.output_dir} has a run; use --resume auto or another")
-            self.archive_local_files()
-            if self.mirror:
-                self.mirror.begin(self.resumed.name if own else None)
-        except RemoteError as error:
-            fail(f"--output-dir {error}; try again, or give another URL")
+        if self.url and not own and (self.list_own() or self.has_ended()):
+            fail(f"--output-dir {self.url} has a run; use --resume auto or another URL")
+        self.archive_local_files()
+        if self.url:
+            storage.remove(f"{self.url}/result.json")  # it comes back when this run ends
 
     def resumes_itself(self) -> bool:
         """Whether the run resumes from a snapshot in its own folder."""

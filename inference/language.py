@@ -12,8 +12,8 @@ from harness.cli import fail
 from inference import export
 from inference.runtimes import Runner, TorchRunner
 from inference.trained import Trained
-from jobs.decoder import make_model, size_of
 from jobs.gpt import Decoder, attend
+from jobs.language_models import make_model, size_of
 from libraries import hub
 from libraries.weights import is_snapshot, load
 from parallel.attention_kernels import repeat

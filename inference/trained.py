@@ -9,7 +9,8 @@ from typing import Any
 from common import argument_parser
 from harness.cli import fail
 from harness.settings import fill
-from jobs.choice import Settings, is_decoder
+from jobs.choice import Settings
+from jobs.sizes import is_decoder
 from libraries import hub, weights
 
 # Settings of the run that define the weights and the test data

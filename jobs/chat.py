@@ -12,13 +12,14 @@ from torch import Tensor
 from harness.cli import fail, fetch_input
 from harness.data import how_many
 from harness.world import print0
-from jobs import decoder, text, token_files
+from jobs import language_models, text, token_files
 from jobs.conversations import documents_of
+from jobs.language_models import has_pretrained as has_pretrained
 from libraries import hub
 
 END = np.iinfo(np.int32).min  # follows each conversation in a token file
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
-describe, has_pretrained = text.describe, text.has_pretrained  # as those of text
+describe = text.describe
 
 
 def resolve(args):
@@ -33,7 +34,9 @@ def resolve(args):
 class Chat(text.Documents):
     """Documents of conversations, mostly one of each. Labels are the answers."""
 
-    unit, units, name = "doc", "documents", "chat"
+    unit = "doc"
+    units = "documents"
+    name = "chat"
 
     def describe(self) -> dict:
         return super().describe() | {"checksum": zlib.crc32(self.tokens.cpu().numpy())}
@@ -49,7 +52,8 @@ def make_datasets(args) -> tuple[Chat, Chat]:
 
 def load(args) -> tuple[Chat, Chat, str]:
     """The same without printing, and a description of both."""
-    path, folder = fetch_input(args.data_dir, "--data-dir"), hub.folder_of(args.weights)
+    path = fetch_input(args.data_dir, "--data-dir")
+    folder = hub.folder_of(args.weights)
     if not path.is_file():
         fail(f"--data-dir {path}: --dataset chat reads a file; give a .jsonl, each line {EXAMPLE}")
     tokenizer = hub.load_tokenizer(folder)
@@ -58,7 +62,7 @@ def load(args) -> tuple[Chat, Chat, str]:
         fail(f"--dataset chat: {folder} has no {lacks}; use a model for chat, or add that file")
     with path.open("rb") as file:
         total = sum(1 for _ in file)
-    vocabulary = hub.token_names(folder, decoder.size_of(args))
+    vocabulary = hub.token_names(folder, language_models.size_of(args))
     found = token_files.load(args, [path], total, partial(encode, tokenizer, path, args.context))
     train_set, trained = choose(args, "train", found[0], vocabulary)
     eval_set, evaluated = choose(args, "eval", found[1], vocabulary)
@@ -77,7 +81,8 @@ def choose(args, split: str, tokens: Tensor, vocabulary: list[str]) -> tuple[Cha
         of = {"train": "first nine tenths", "eval": "last tenth"}[split]
         why = f"no conversation of the {of} has an answer within --context {args.context}"
         fail(f"--data-dir {args.data_dir}: {why}; use more of them, or a larger --context")
-    skipped, kept = len(ends) - len(kept), kept[: how_many(args, split, len(kept))]
+    skipped = len(ends) - len(kept)
+    kept = kept[: how_many(args, split, len(kept))]
     inputs = ends - starts - 1
     long = (inputs[kept] > args.context).sum()
     places = np.stack([starts, np.minimum(inputs, args.context), counts], 1)
@@ -93,7 +98,8 @@ def encode(
 ) -> Iterator[np.ndarray]:
     """Yield the tokens of each document from line ``begin`` to ``end``, as :class:`Chat` takes
     them; stop after so many samples that have an answer within the context."""
-    n, pairs = 0, read(tokenizer, path, begin, end)
+    n = 0
+    pairs = read(tokenizer, path, begin, end)
     for answers, ids, offsets in token_files.tokenize(tokenizer, pairs, "offset_mapping"):
         first, last = np.array(offsets).reshape(-1, 2).T
         counted = np.zeros(len(ids), bool)

@@ -1,28 +1,25 @@
 """The settings of a training task, and which task they select: a GPT or a Llama learns from text or
 chat, an encoder from reviews, any other model from images.
 
-All tasks have the same functions, so their callers need not know which one it is. The modules of a
-task are imported when a run needs them.
+All tasks have the same functions, so their callers need not know which one it is. A run imports the
+files of its own task, and no others.
 """
 
-import importlib
+import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from harness.cli import ArgumentParser, fail, number, place, positive
 from harness.settings import Hardware, Output, Reproducibility, Training, add_flags, flag, flags_of
+from harness.storage import trim_url
 from harness.world import this_script, world
-from jobs.decoder import size_of
-from jobs.experts import loss_or_bias
-from libraries import hub, weights
-from remote.storage import trim_url
+from jobs.sizes import is_decoder
 
-FAMILIES = "gpt", "llama", "mistral", "mixtral", "qwen"  # of decoders: see jobs/decoder.py
 GPTS = "gpt-nano, gpt-mini, gpt2, qwen3-0.6b, ... (docs/job.md), gpt-4x4x128 or llama-4x4x128"
 ONLY_GPT = {  # help texts of a script that trains nothing else
     "model": f"{GPTS} (default: gpt-mini on a GPU, gpt-nano on a CPU)",
@@ -34,6 +31,11 @@ ONLY_GPT = {  # help texts of a script that trains nothing else
 }
 
 
+def loss_or_bias(text: str) -> float | str:
+    """The value of ``--balance``."""
+    return text if text == "bias" else number(float, 0)(text)
+
+
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -43,8 +45,6 @@ class Choice:
     model: str | None = flag(None, metavar="NAME", identity=True,
         help="any torchvision classifier (default: resnet50 on a GPU, resnet18 on a CPU); or "
         f"{GPTS}; for reviews: distilbert, or encoder-LxHxD")
-    module: str | None = flag(None, metavar="FILE:FUNCTION", identity=True,
-        help="your own model, with its data (docs/job.md)")
     dataset: str = flag("auto", metavar="NAME",
         choices="auto cifar10 folder shakespeare text chat reviews synthetic".split(),
         help="auto (default): CIFAR-10, or Shakespeare for a GPT, if present or downloadable, else "
@@ -116,34 +116,55 @@ class Experts:
 class Task(NamedTuple):
     """What the settings select."""
 
-    data_module: str  # in jobs/
-    models_module: str
+    name: str
     datasets: list[str]  # choices of --dataset
     flags: set[str]  # that it has and other tasks may not have
 
     @property
     def data(self) -> ModuleType:
         """Has ``resolve``, ``describe`` and ``make_datasets``."""
-        return importlib.import_module(f"jobs.{self.data_module}")
+        if self.name == "images":
+            from jobs import images
+
+            return images
+        if self.name == "reviews":
+            from jobs import reviews
+
+            return reviews
+        if self.name == "chat":
+            from jobs import chat
+
+            return chat
+        from jobs import text
+
+        return text
 
     @property
     def models(self) -> ModuleType:
         """Has ``make_model``, ``parameter_groups`` and the checks of a model."""
-        return importlib.import_module(f"jobs.{self.models_module}")
+        if self.name == "images":
+            from jobs import classifiers
+
+            return classifiers
+        if self.name == "reviews":
+            from jobs import encoder
+
+            return encoder
+        from jobs import language_models
+
+        return language_models
 
 
-OF_IMAGES = {field.name for field in flags_of(ImageOptions)}
-OF_TEXT = {field.name for subject in (TextOptions, Experts) for field in flags_of(subject)}
-IMAGES = Task("images", "classifiers", ["auto", "cifar10", "folder", "synthetic"], OF_IMAGES)
-TEXT = Task("text", "decoder", ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
-CHAT = Task("chat", "decoder", ["chat"], OF_TEXT)
-REVIEWS = Task("reviews", "encoder", ["auto", "reviews"], {"context", "dropout"})
-OWN = Task("own", "own", ["auto", "own"], {"module"})
+def names_of(*subjects: type) -> set[str]:
+    return {field.name for subject in subjects for field in flags_of(subject)}
 
 
-def is_decoder(name: str | None) -> bool:
-    """Whether ``--model`` names a decoder, even a misspelled one."""
-    return any(family in (name or "") for family in FAMILIES)
+OF_IMAGES = names_of(ImageOptions)
+OF_TEXT = names_of(TextOptions, Experts)
+IMAGES = Task("images", ["auto", "cifar10", "folder", "synthetic"], OF_IMAGES)
+TEXT = Task("text", ["auto", "shakespeare", "text", "synthetic"], OF_TEXT)
+CHAT = Task("chat", ["chat"], OF_TEXT)
+REVIEWS = Task("reviews", ["auto", "reviews"], {"context", "dropout"})
 
 
 # The fields of the last base come first.
@@ -156,8 +177,6 @@ class Settings(
     @property
     def task(self) -> Task:
         model = self.model or ""
-        if self.module:
-            return OWN
         if self.dataset == "reviews" or model.startswith("encoder") or model == "distilbert":
             return REVIEWS
         texts = CHAT if self.dataset == "chat" else TEXT
@@ -171,8 +190,13 @@ class Settings(
     @property
     def source(self) -> str | None:
         """For snapshots: the folder with a Llama's configuration and tokenizer, if it has one."""
-        own = self.task in (TEXT, CHAT) and hub.is_folder(self.weights)
-        return str(hub.folder_of(self.weights).absolute()) if own else None
+        if self.weights == "none" or self.task not in (TEXT, CHAT):
+            return None
+        from libraries import hub
+
+        if not hub.is_folder(self.weights):
+            return None
+        return str(hub.folder_of(self.weights).absolute())
 
 
 def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool = False) -> None:
@@ -186,7 +210,15 @@ def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool 
     add_flags(parser, Experts, shown=experts)
     for subject in (Output, Hardware, Reproducibility):
         group = add_flags(parser, subject)
+    hidden = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--module", type=refuse_module, **hidden)
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
+
+
+def refuse_module(given: str) -> NoReturn:
+    """The type of ``--module``, a flag of estimate.py: there a user's model is only predicted."""
+    use = "copy a file of examples/ (docs/your_own_model.md); estimate.py --module predicts memory"
+    fail(f"--module {given}: the scripts train the models of this repository; {use}")
 
 
 def init_weights(args, model: nn.Module, classes: list[str]) -> None:
@@ -194,36 +226,14 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
     of ``make_model()``; each rank gets its shards. For a decoder, ranks draw or read one parameter
     at a time. For other models, rank 0 has the whole model on its CPU. All ranks call it."""
     models = args.task.models
-    if one_by_one := getattr(models, "init_weights", None):
-        return one_by_one(args, model, classes)
+    if args.task in (TEXT, CHAT):
+        return models.init_weights(args, model, classes)
     weights = models.make_model(args, classes).state_dict() if world().rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
 
-def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) -> None:
-    """Check that the ranks, which ``flag`` sets, can split the model: heads, MLP, vocabulary and,
-    with ``--sequence-parallel``, positions."""
-    size, tokens = size_of(args), len(vocabulary)
-    sequence = getattr(args, "sequence_parallel", None)  # None: by hand, always the vocabulary
-    if size.kv_heads % ranks:
-        why = f"{size.kv_heads} heads are not divisible by {flag}"
-        fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
-    if size.mlp_width % ranks:
-        fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
-    if sequence and args.context % ranks:
-        fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
-    if sequence is not False and -(-tokens // ranks) * (ranks - 1) >= tokens:
-        why = f"with {flag}, a rank gets none of the {tokens} tokens of the vocabulary"
-        why = f"--sequence-parallel: {why}" if sequence else why
-        fail(f"{why}; use fewer ranks, or --tokenizer bytes")
-
-
 def check_is_gpt(args) -> None:
-    if args.task is OWN:
-        why = f"{this_script()}.py needs the layers of a decoder of ours, by name"
-        use = "use pytorch_FSDP.py, or copy a file of examples/ (docs/your_own_model.md)"
-        fail(f"--module {args.module}: {why}; {use}")
     if args.task not in (TEXT, CHAT):
         why = f"{this_script()}.py supports only decoders"
         fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
@@ -231,21 +241,10 @@ def check_is_gpt(args) -> None:
 
 def resolve(args):
     """Fill in the defaults of the task, and reject flags of other tasks."""
-    if not (args.module or args.dataset == "reviews") and args.model in (None, "gpt", "llama"):
-        path = Path(args.weights)
-        if path.name == "model.pt" and path.with_name("config.json").is_file():  # of a Llama's run
-            args = replace(args, weights=str(path.parent))
-        if hub.is_folder(args.weights):
-            args = replace(args, model="llama")
-    ours, model = args.task, f"--model {args.model}" if args.model else "the default model"
-    model = f"--module {args.module}" if args.module else model
-    named = args.weights in ("none", "imagenet") or "://" in args.weights
-    if not named and not has_pretrained(args) and (why := weights.why_unusable(args.weights)):
-        also = ", or imagenet" if ours is IMAGES else ""
-        if ours in (TEXT, CHAT) or ours is IMAGES and not args.model:
-            also += ", or a folder or name on the hub of a Llama, Mistral or Qwen"
-        use = f"give a model.pt, the folder of a run or a snapshot{also}"
-        fail(f"--weights {args.weights}: {why}; {use}")
+    if args.weights != "none":
+        args = resolve_weights(args)
+    ours = args.task
+    model = f"--model {args.model}" if args.model else "the default model"
     for name in sorted((OF_IMAGES | OF_TEXT) - ours.flags):
         if getattr(args, name) is not None:
             owners = ["images" if name in OF_IMAGES else "a GPT, such as --model gpt-nano"]
@@ -262,9 +261,31 @@ def resolve(args):
     return args
 
 
+def resolve_weights(args):
+    """Take the model from ``--weights`` if that is a folder of a Llama; check that it exists."""
+    from libraries import hub, weights
+
+    if args.dataset != "reviews" and args.model in (None, "gpt", "llama"):
+        path = Path(args.weights)
+        if path.name == "model.pt" and path.with_name("config.json").is_file():  # of a Llama's run
+            args = replace(args, weights=str(path.parent))
+        if hub.is_folder(args.weights):
+            args = replace(args, model="llama")
+    if args.weights == "imagenet" or "://" in args.weights or has_pretrained(args):
+        return args
+    if why := weights.why_unusable(args.weights):
+        also = ", or imagenet" if args.task is IMAGES else ""
+        if args.task in (TEXT, CHAT) or args.task is IMAGES and not args.model:
+            also += ", or a folder or name on the hub of a Llama, Mistral or Qwen"
+        use = f"give a model.pt, the folder of a run or a snapshot{also}"
+        fail(f"--weights {args.weights}: {why}; {use}")
+    return args
+
+
 def check_not_replaced(args) -> None:
     """Reject weights that this run would replace, or move to previous/ before a restart."""
-    own, path = Path(args.output_dir).resolve(), Path(args.weights).resolve()
+    own = Path(args.output_dir).resolve()
+    path = Path(args.weights).resolve()
     replaced = {"model.pt", "model.safetensors", "config.json", "snapshots", "previous"}
     if path == own or own in path.parents and path.relative_to(own).parts[0] in replaced:
         fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
@@ -272,7 +293,14 @@ def check_not_replaced(args) -> None:
 
 def has_pretrained(args) -> bool:
     """Whether ``--weights`` names pretrained weights of a decoder or an encoder, in a folder."""
-    return args.task not in (IMAGES, OWN) and args.task.data.has_pretrained(args)
+    if args.weights == "none" or args.task is IMAGES:
+        return False
+    return args.task.data.has_pretrained(args)
+
+
+def kind_of(args) -> str:
+    """The model, to print: ``--model``, or the kind of the one in the folder ``--weights``."""
+    return args.task.models.size_of(args).kind if args.model == "llama" else args.model
 
 
 def warmup_steps(args, total: int) -> int:

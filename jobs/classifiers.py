@@ -4,9 +4,6 @@ import difflib
 import itertools
 import math
 import re
-import warnings
-from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +13,6 @@ from torch import Tensor, nn
 from harness.cli import fail
 from harness.state import check_weights
 from harness.world import world
-from libraries import weights
-from libraries.download import fetch
 
 
 def check_model_name(model: str) -> None:
@@ -57,47 +52,6 @@ def use_group_norm(module: nn.Module) -> None:
             use_group_norm(child)
 
 
-BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
-LISTS = (nn.Sequential, nn.ModuleList)
-
-
-def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The BatchNorm layers, whose statistics change by amounts that half precision rounds away."""
-    return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The children with parameters of every nn.Sequential or nn.ModuleList: residual blocks or
-    layers in torchvision's models. A single BatchNorm is too small to count as a block. The user's
-    own module may have them in one place only, ``blocks_at``."""
-    if name := getattr(model, "blocks_at", ""):
-        yield from blocks_of(model.get_submodule(name))
-    elif isinstance(model, LISTS):
-        parts = (part for part in model if not isinstance(part, BATCH_NORMS))
-        yield from (part for part in parts if any(True for _ in part.parameters()))
-    else:
-        for child in model.children():
-            yield from blocks_of(child)
-
-
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """What FSDP gathers at a time: the blocks; and a decoder's embedding and head, which with a
-    large vocabulary are larger than a block, unless they share a matrix. A block that shares a
-    parameter with another module cannot be sharded alone."""
-    # Of an embedding under sequence parallelism; no operation in place follows.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    children = dict(model.named_children()) if hasattr(model, "unembed") else {}
-    ends = [children[name] for name in ("token", "head") if name in children]
-    uses = count_uses(model)
-    found = dict.fromkeys([*blocks_of(model), *ends])  # a block may be there more than once
-    return [unit for unit in found if count_uses(unit).items() <= uses.items()]
-
-
-def count_uses(module: nn.Module) -> Counter:
-    """How many modules have each parameter."""
-    return Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-
-
 def check_input(args, model: nn.Module) -> None:
     """Run the shape of a batch through the model, without computing anything."""
     size = args.image_size
@@ -116,17 +70,6 @@ def parameter_groups(model: nn.Module) -> list[dict]:
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
-def decay_matrices(model: nn.Module, spared: tuple[type, ...] = ()) -> list[dict]:
-    """Parameter groups of what is trained: ``--weight-decay`` applies to matrices, not to biases
-    and norms, nor to modules of the types ``spared``."""
-    exempt = {p for m in model.modules() if isinstance(m, spared) for p in m.parameters()}
-    groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-    for p in model.parameters():
-        if p.requires_grad:
-            groups[p.ndim < 2 or p in exempt]["params"].append(p)
-    return [group for group in groups if group["params"]]
-
-
 def check_deterministic(name: str, model: nn.Module) -> None:
     """Reject models without a deterministic backward on a GPU: of torchvision's classifiers those
     with the pooling of AlexNet and VGG (docs of torch.use_deterministic_algorithms)."""
@@ -143,6 +86,8 @@ UNUSED = re.compile(r"(?i)aux|.*\.(running_mean|running_var|num_batches_tracked)
 def load_weights(args, model: nn.Module, new_head: bool) -> None:
     """Load ``--weights``, without auxiliary heads and statistics of a BatchNorm that the model
     lacks. ``new_head``: a last layer for other classes is no error, but starts from scratch."""
+    from libraries import weights
+
     expected = model.state_dict()
     found = imagenet_weights(args) if args.weights == "imagenet" else weights.load(args.weights)
     found = {re.sub(OLD_NAMES, r"\1\2", name): tensor for name, tensor in found.items()}
@@ -164,6 +109,8 @@ def load_weights(args, model: nn.Module, new_head: bool) -> None:
 def imagenet_weights(args) -> dict[str, Tensor]:
     """torchvision's weights, downloaded by one rank per machine and read by all."""
     import torchvision
+
+    from libraries.download import fetch
 
     published = torchvision.models.get_model_weights(args.model).DEFAULT
     file = Path(torch.hub.get_dir(), "checkpoints", Path(published.url).name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from harness.cli import fail, import_optional
 from harness.state import check_weights
 from jobs import reviews
-from jobs.classifiers import decay_matrices
+from jobs.model_parts import decay_matrices
 from libraries import hub, weights
 
 # Layers, heads and width. DistilBERT: Sanh et al. 2019, arXiv:1910.01108.
@@ -32,7 +32,8 @@ def size_of(name: str) -> tuple[int, int, int] | None:
     return layers, heads, width
 
 
-check_model_name, parameter_groups = size_of, decay_matrices
+check_model_name = size_of
+parameter_groups = decay_matrices
 
 
 class Encoder(nn.Module):
@@ -43,7 +44,8 @@ class Encoder(nn.Module):
 
     def __init__(self, model: nn.Module, tokenizer: str):
         super().__init__()
-        self.encoder, self.pad = model, model.config.pad_token_id
+        self.encoder = model
+        self.pad = model.config.pad_token_id
         config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
         self.register_buffer("config", torch.tensor(list(config.encode()), dtype=torch.uint8))
         self.register_buffer("tokenizer", torch.tensor(list(tokenizer.encode()), dtype=torch.uint8))
@@ -72,7 +74,8 @@ def make_model(args, classes: list[str]) -> Encoder:
         longest = getattr(config, "max_position_embeddings", args.context)
         if args.context > longest:
             fail(f"--context {args.context}: {args.weights} has {longest} positions; use no more")
-    config.num_labels, config.pad_token_id = len(classes), tokenizer.pad_token_id
+    config.num_labels = len(classes)
+    config.pad_token_id = tokenizer.pad_token_id
     for name, value in config.to_dict().items():  # all dropout probabilities
         if "drop" in name and isinstance(value, float):
             setattr(config, name, args.dropout)

@@ -6,44 +6,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.cli import fail, number
 from harness.measure import local
-from harness.settings import fill
-from harness.world import this_script
 
 BIAS_STEP = 0.001  # by which --balance bias changes a bias (DeepSeek-V3, arXiv:2412.19437)
-
-
-def loss_or_bias(text: str) -> float | str:
-    """The value of ``--balance``."""
-    return text if text == "bias" else number(float, 0)(text)
-
-
-def resolve(args):
-    """Fill in the defaults of a mixture of experts, and check its flags."""
-    if this_script() == "pytorch_EP":
-        args = fill(args, experts=8)
-    if not args.experts:
-        if args.top_k is not None or args.balance is not None:
-            fail("--top-k and --balance are for a mixture of experts; add --experts 8")
-        return args
-    args = fill(args, top_k=1, balance=0.01)
-    pipeline = hasattr(args, "pipeline_schedule") and getattr(args, "pp", 2) > 1
-    if args.balance not in (0, "bias") and (
-        pipeline or args.accumulate > 1 or args.dtype == "float16"
-    ):  # they divide the loss, or scale it, but not the balancing loss
-        why = "is not for micro-batches or --dtype float16; use --balance bias, or 0"
-        fail(f"--balance {args.balance:g} {why}")
-    if args.balance == "bias" and this_script() == "pytorch_DP":
-        fail("--balance bias: the replicas of nn.DataParallel forget what they counted; use 0.01")
-    if args.top_k > args.experts:
-        fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
-    return args
 
 
 class AddGradientOf(torch.autograd.Function):
@@ -163,25 +131,34 @@ class MixtureOfExperts(nn.Module):
         normalize: a token's gates add up to 1.
     """
 
+    routes = True  # takes the padding, too: see MLP
+
     def __init__(
         self, width: int, inner: int, experts: int, top_k: int = 1, balance: float | str = 0.0,
         gated=False, dropout=0.0, normalize=False,
     ):  # fmt: skip
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
-        self.experts, self.dropout = Experts(experts, width, inner, gated), nn.Dropout(dropout)
-        self.count, self.top_k, self.balance, self.normalize = experts, top_k, balance, normalize
+        self.experts = Experts(experts, width, inner, gated)
+        self.dropout = nn.Dropout(dropout)
+        self.count = experts
+        self.top_k = top_k
+        self.balance = balance
+        self.normalize = normalize
         if balance == "bias":  # both fp32, and float64 with --double
             self.register_buffer("bias", torch.zeros(experts))
             self.register_buffer("load", torch.zeros(experts), persistent=False)
-        # Expert parallelism sets what runs the experts; tensor parallelism its number of ranks:
-        # they route the same tokens, and each has a part of the outputs and of their gradients.
-        # It also sets what sums these parts, which dropout must follow.
-        self.run_experts, self.copies, self.add_up = None, 1, None
+        self.run_experts = None  # expert parallelism sets what runs them
+        # Tensor parallelism sets its number of ranks: they route the same tokens, and each has a
+        # part of the outputs and of their gradients. It also sets what sums these parts, which
+        # dropout must follow.
+        self.copies = 1
+        self.add_up = None
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """``padding``: ``[batch, time]``, which tokens are padding; they count for no balance."""
-        tokens, router = x.flatten(0, 1), self.router.weight
+        tokens = x.flatten(0, 1)
+        router = self.router.weight
         if x.is_meta:  # FLOPs are counted: of top_k experts per token, whichever they are
             counts = [len(tokens) * self.top_k, *[0] * (self.count - 1)]
             outputs = self.experts(tokens.repeat(self.top_k, 1), None, counts)
@@ -230,7 +207,8 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         """1 if all experts are used equally, by all ``top_k`` choices; more the fewer are used. The
         load is that of all ranks: otherwise each would balance only its own tokens."""
-        load, ranks = load.to(probabilities.dtype), 1
+        load = load.to(probabilities.dtype)
+        ranks = 1
         if dist.is_initialized():
             dist.all_reduce(load)
             ranks = dist.get_world_size()
@@ -240,47 +218,15 @@ class MixtureOfExperts(nn.Module):
         return self.count * (load / load.sum() * probabilities.sum(0) / tokens).sum()
 
 
-class SplitExperts(ParallelStyle):
-    """Tensor parallelism of a mixture, for ``parallelize_module``: each rank has some of the inner
-    width of every expert, and their outputs are summed. ``between``: the layout of a block's
-    activations ``[batch, time, width]`` outside."""
-
-    def __init__(self, between: Replicate | Shard):
-        self.between = between
-
-    def _apply(self, mixture: MixtureOfExperts, mesh: DeviceMesh) -> MixtureOfExperts:
-        experts, mixture.copies = mixture.experts, mesh.size()
-        router = mixture.router.weight
-        replicas = distribute_tensor(router, mesh, [Replicate()])
-        mixture.router.weight = nn.Parameter(replicas, router.requires_grad)
-        for name, stack in list(experts.named_parameters(recurse=False)):
-            if not isinstance(stack, DTensor):  # --ep has divided them, by both
-                part = distribute_tensor(stack, mesh, [Shard(1 if name == "down" else 2)])
-                setattr(experts, name, nn.Parameter(part, stack.requires_grad))
-
-        def gather(_, inputs):
-            x = inputs[0]
-            x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [self.between])
-            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-        def add_up(outputs):
-            outputs = DTensor.from_local(outputs, mesh, [Partial()])
-            return outputs.redistribute(placements=[self.between]).to_local()
-
-        mixture.register_forward_pre_hook(gather)
-        mixture.add_up = add_up
-        return mixture
-
-
 def balance_at_steps(model: nn.Module) -> None:
     """After each step of an optimizer, raise the bias of experts that had less than the mean load
     since the last step, over all micro-batches and ranks, and lower the others' (Wang et al. 2024,
     arXiv:2408.15664). All ranks take a step together."""
-    place = weakref.ref(model.blocks)  # a hook is for all optimizers, and outlives the model
+    blocks_ref = weakref.ref(model.blocks)  # a hook is for all optimizers, and outlives the model
 
     @torch.no_grad()
     def balance(*_) -> None:
-        blocks = [getattr(block, "mlp", None) for block in place() or ()]
+        blocks = [getattr(block, "mlp", None) for block in blocks_ref() or ()]
         mixtures = [mixture for mixture in blocks if mixture]  # of this stage of a pipeline
         if not mixtures:
             return

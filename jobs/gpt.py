@@ -1,6 +1,5 @@
-"""A decoder-only transformer for next-token prediction, in the form of GPT-2; its sizes."""
+"""A decoder-only transformer for next-token prediction, in the form of GPT-2."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -8,59 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.cli import fail
-from jobs.experts import MixtureOfExperts
+from jobs.sizes import Size
 from parallel.attention_kernels import attend_to, repeat, see_documents, shares_heads
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """The shape of a decoder."""
-
-    layers: int
-    heads: int
-    width: int
-    context: int = 256  # default of --context, tokens per sequence
-    dropout: float = 0.0
-    kv_heads: int = 0  # heads of keys and values; 0: as many as heads of queries
-    mlp_width: int = 0  # within the MLP
-    vocabulary: int = 0  # tokens of the published model; 0 if there is none
-    head_dim: int = 0  # width of a head; 0: width / heads
-    experts: int = 0  # in each block, instead of one MLP
-    top_k: int = 1  # experts per token
-
-    mlp_matrices = 2
-    on_the_hub = False  # whether libraries/hub.py reads and writes its weights
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.width // self.heads
-
-    def complete(self, model: str, kv_heads: int | None, mlp_width: int | None) -> "Size":
-        """The shape with ``--kv-heads`` and ``--mlp-width`` of ``--model``, or their defaults."""
-        if kv_heads or mlp_width:
-            fail(f"--kv-heads and --mlp-width need a Llama, and --model is {model}; leave them out")
-        return dataclasses.replace(self, kv_heads=self.heads, mlp_width=4 * self.width)
-
-    def make_model(self, vocabulary: list[int], args, **options) -> "Decoder":
-        """``options``: ``tie``, and for experts those of :class:`MixtureOfExperts`."""
-        return GPT(vocabulary, self, args.context, args.dropout, **options)
-
-    def count_parameters(self, vocabulary: int) -> int:
-        """Number of parameters of an untied model, without norms, biases and positions."""
-        attention = 2 * self.head_width * (self.heads + self.kv_heads)  # per element of the width
-        mlp = max(1, self.experts) * self.mlp_matrices * self.mlp_width + self.experts
-        return (self.layers * (attention + mlp) + 2 * vocabulary) * self.width
-
-
-# gpt-nano and gpt-mini are nanoGPT's sizes for a CPU and for one GPU
-# (https://github.com/karpathy/nanoGPT); gpt2 is the smallest GPT-2 (Radford et al. 2019), with
-# which this one shares 12 layers of width 768, but not the 50,257 tokens.
-SIZES = {
-    "gpt-nano": Size(4, 4, 128, 64),
-    "gpt-mini": Size(6, 6, 384, 256, 0.2),
-    "gpt2": Size(12, 12, 768, 1024, 0.1),
-}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen=None) -> Tensor:
@@ -92,15 +40,19 @@ class Attention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.head_width = size.head_width
-        width, kv_width = (n * size.head_width for n in (size.heads, size.kv_heads or size.heads))
-        self.attend, self.rotate = attend, rotate
+        width = size.heads * size.head_width
+        kv_width = (size.kv_heads or size.heads) * size.head_width
+        self.attend = attend
+        self.rotate = rotate
         self.query = nn.Linear(size.width, width, bias=bias)
         self.key = nn.Linear(size.width, kv_width, bias=bias)
         self.value = nn.Linear(size.width, kv_width, bias=bias)
         self.out = nn.Linear(width, size.width, bias=False)
-        self.dropout, self.normalizes = nn.Dropout(dropout), make_norm is not None
+        self.dropout = nn.Dropout(dropout)
+        self.normalizes = make_norm is not None
         if make_norm:
-            self.query_norm, self.key_norm = make_norm(size.head_width), make_norm(size.head_width)
+            self.query_norm = make_norm(size.head_width)
+            self.key_norm = make_norm(size.head_width)
 
     def forward(self, x: Tensor, places) -> Tensor:
         angles, documents, _ = places
@@ -109,7 +61,8 @@ class Attention(nn.Module):
             q = self.query_norm(q).to(v.dtype)  # norms return fp32 under autocast
             k = self.key_norm(k).to(v.dtype)
         if self.rotate:
-            q, k = self.rotate(q, *angles), self.rotate(k, *angles)
+            q = self.rotate(q, *angles)
+            k = self.rotate(k, *angles)
         heads = self.attend(q, k, v, *documents)
         return self.dropout(self.out(heads.transpose(1, 2).flatten(2)))
 
@@ -121,17 +74,29 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """With GELU; ``gated``: SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
+    routes = False  # tokens to experts: see MixtureOfExperts
+
     def __init__(self, width: int, inner: int, dropout=0.0, gated=False):
         super().__init__()
         if gated:
             self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
-        self.dropout, self.gated = nn.Dropout(dropout), gated
+        self.dropout = nn.Dropout(dropout)
+        self.gated = gated
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.silu(self.gate(x)) * self.up(x) if self.gated else F.gelu(self.up(x))
         return self.dropout(self.down(hidden))
+
+
+def mlp_maker(**experts) -> Callable:
+    """What makes the MLP of a block: a mixture, if there are options of one."""
+    if not experts:
+        return MLP
+    from jobs.experts import MixtureOfExperts  # which other models do not need
+
+    return partial(MixtureOfExperts, **experts)
 
 
 class Block(nn.Module):
@@ -142,12 +107,12 @@ class Block(nn.Module):
         self.attention_norm = make_norm(width)
         self.attention = attention
         self.mlp_norm = make_norm(width)
-        self.mlp, self.routes = mlp, isinstance(mlp, MixtureOfExperts)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, places) -> Tensor:
         """``places``: from :meth:`Decoder.locate`; attention needs them in every block."""
         x = x + self.attention(self.attention_norm(x), places=places)
-        if self.routes:
+        if self.mlp.routes:
             return x + self.mlp(self.mlp_norm(x), padding=places[2])
         return x + self.mlp(self.mlp_norm(x))
 
@@ -156,10 +121,11 @@ class Decoder(nn.Module):
     """Tokens ``[batch, time]`` to logits ``[batch, time, vocabulary]``.
 
     Linear layers have no bias; a key's bias, for example, would cancel in the softmax. Weights are
-    initialized by :func:`jobs.decoder.init_weights`. ``vocabulary``: code points of the tokens'
-    characters, part of the state dict."""
+    initialized by :func:`jobs.language_models.init_weights`. ``vocabulary``: code points of the
+    tokens' characters, part of the state dict."""
 
-    before, after = ("token",), ("norm", "head")  # modules, before the blocks and after them
+    before = ("token",)  # modules before the blocks
+    after = ("norm", "head")  # and after them
 
     def __init__(
         self, vocabulary: list[int], size: Size, make_norm: Callable, make_attention: Callable,
@@ -190,7 +156,8 @@ class Decoder(nn.Module):
         them: angles, of packed rows which tokens are in one document, and which are padding. That
         is -1 in ``rows``."""
         positions = torch.arange(rows.shape[-1], device=rows.device) if order is None else order
-        tokens, documents = rows, ()
+        tokens = rows
+        documents = ()
         if rows.ndim == 3:
             tokens, in_document = rows.unbind(1)
             begins = positions - in_document  # where the document of each token begins, in its row
@@ -223,8 +190,8 @@ class GPT(Decoder):
         self, vocabulary: list[int], size: Size, context: int, dropout=0.0, tie=False, **experts
     ):
         make_attention = partial(Attention, size, dropout)
-        kind, inner = MixtureOfExperts if experts else MLP, size.mlp_width or 4 * size.width
-        make_mlp = partial(kind, size.width, inner, dropout=dropout, **experts)
+        inner = size.mlp_width or 4 * size.width
+        make_mlp = partial(mlp_maker(**experts), size.width, inner, dropout=dropout)
         super().__init__(vocabulary, size, nn.LayerNorm, make_attention, make_mlp, tie)
         self.position = nn.Embedding(context, size.width)
         self.dropout = nn.Dropout(dropout)

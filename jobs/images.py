@@ -19,7 +19,6 @@ from harness.cli import fail, fetch_input
 from harness.data import TaskData, Unreadable, how_many
 from harness.settings import fill
 from harness.world import print0, this_script, world
-from libraries.download import fetch
 
 # The reference task, and one that two CPU cores finish in about a minute.
 DEFAULTS = {
@@ -48,7 +47,8 @@ def describe(args) -> str:
 
 # ---------------------------------------------------------------------------------------- data
 # ImageNet's, which torchvision's pretrained weights expect
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 4 * 2**30  # per machine; larger data sets are decoded batch by batch
 
 
@@ -56,11 +56,17 @@ class Images(TaskData):
     """Images in memory, uint8 ``[n, 3, side, side]``, with labels ``[n]``: a batch is one index
     operation, and its device resizes it to the model's ``image_size`` (``flip``: mirrors half)."""
 
-    def __init__(self, images, labels: Tensor, classes: list[str], image_size: int, side=None):
-        self.images, self.labels, self.classes = images, labels, classes
-        self.image_size, self.side, self.flip = image_size, side, True
+    unit = "img"
+    units = "images"
+    tensors = ("images", "labels")
 
-    unit, units, tensors = "img", "images", ("images", "labels")
+    def __init__(self, images, labels: Tensor, classes: list[str], image_size: int, side=None):
+        self.images = images
+        self.labels = labels
+        self.classes = classes
+        self.image_size = image_size
+        self.side = side
+        self.flip = True
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -100,7 +106,8 @@ class ImagesOnDisk(Images):
     """Images in files that are decoded for each batch. ``images`` is an array of their paths as
     bytes, which loader processes share; of a list of strings, each would end up with a copy."""
 
-    workers, tensors = 4, ()
+    workers = 4
+    tensors = ()
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         images = [read_image(os.fsdecode(path), self.side) for path in self.images[indices]]
@@ -110,7 +117,8 @@ class ImagesOnDisk(Images):
 def find_images(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Every folder in and below ``root`` that is not hidden, with its images: the files whose
     extension is that of an image that Pillow opens. Prints what it ignores."""
-    kinds, ignored = Image.registered_extensions(), Counter()
+    kinds = Image.registered_extensions()
+    ignored = Counter()
     known = {s for s, k in kinds.items() if k in Image.OPEN and "image/" in Image.MIME.get(k, "")}
     for at, folders, files in os.walk(root, onerror=fail, followlinks=True):
         folders[:] = sorted(name for name in folders if not is_skipped(Path(at, name)))
@@ -137,14 +145,14 @@ def open_image(path: str) -> Iterator[Image.Image]:
             ImageOps.exif_transpose(image, in_place=True)
             yield image
     except Image.DecompressionBombError:
-        why, do = f"more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels", "make it smaller"
+        why = f"(more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels); make it smaller"
     except Exception as error:  # damaged files raise any of a dozen types
-        why, do = type(error).__name__, "repair or remove it"
+        why = f"({type(error).__name__}); repair or remove it"
     else:
         if image.mode != "F" and (image.mode != "I" or image.format in ("PNG", "PPM")):
             return  # 8 bits, or 16
-        why, do = "32-bit pixels of unknown range", "save it as an 8-bit or 16-bit image"
-    raise Unreadable(f"cannot read the image {path} ({why}); {do}")
+        why = "(32-bit pixels of unknown range); save it as an 8-bit or 16-bit image"
+    raise Unreadable(f"cannot read the image {path} {why}")
 
 
 def read_image(path: str, side: int) -> Tensor:
@@ -162,9 +170,12 @@ def read_image(path: str, side: int) -> Tensor:
 
 def make_datasets(args) -> tuple[Images, Images]:
     """The training and the evaluation set, of the same classes. Resolves ``auto``."""
-    name, why = args.dataset, None
+    name = args.dataset
+    why = None
     if name in ("auto", "cifar10"):
         from torchvision.datasets import CIFAR10  # takes seconds: the run has printed a line
+
+        from libraries.download import fetch
 
         data_dir = fetch_input(args.data_dir, "--data-dir")
         download = functools.partial(CIFAR10, data_dir, download=True)
@@ -174,7 +185,8 @@ def make_datasets(args) -> tuple[Images, Images]:
             fail(f"--dataset cifar10: not in {args.data_dir} or online ({why}); {use}")
         name = "synthetic" if why else "cifar10"
     make = {"cifar10": cifar10, "folder": folder, "synthetic": synthetic}[name]
-    train_set, eval_set = make(args, "train"), make(args, "eval")
+    train_set = make(args, "train")
+    eval_set = make(args, "eval")
     train_set.name = eval_set.name = name
     if odd := set(train_set.classes) ^ set(eval_set.classes):
         need = "both splits need the same class folders; only one of them has"
@@ -212,22 +224,26 @@ def folder(args, split: str, most: int | None = None) -> Images:
     roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
     if not roots:
         fail(f"--data-dir {args.data_dir}: no folder {' or '.join(names)} in it; give its parent")
-    root, paths, counts = roots[0], [], Counter()
+    root = roots[0]
+    paths = []
+    counts = Counter()
     for at, names in find_images(root):
         paths += [os.fsencode(os.path.join(at, name)) for name in names]
-        name, *_ = *Path(at).relative_to(root).parts, ""
-        counts[name] += len(names)
+        folders = Path(at).relative_to(root).parts
+        kind = folders[0] if folders else ""
+        counts[kind] += len(names)
     if beside := counts.pop(""):  # they come first
         print0(f"data: ignored {beside:,} images that are in no folder of {root}")
     empty = [name for name, n in counts.items() if not n]
     if empty or len(counts) < 2:
         has = f"there is none in {', '.join(empty)}" if empty else f"it has {len(counts)}"
         fail(f"--data-dir {args.data_dir}: {root} needs a folder of images per class, and {has}")
-    paths, classes = np.array(paths[beside:]), list(counts)
+    classes = list(counts)
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(counts.values())))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     order = order[: most or how_many(args, split, len(labels))]
-    paths, labels = paths[order], labels[order]
+    paths = np.array(paths[beside:])[order]
+    labels = labels[order]
     try:
         short_sides = []
         for path in paths[:100]:
@@ -252,7 +268,8 @@ def synthetic(args, split: str) -> Images:
     A class is a smooth random pattern; an image is the sum of this pattern, another one and noise.
     Image i does not depend on the number of images."""
     n = getattr(args, f"{split}_samples") or {"train": 50_000, "eval": 10_000}[split]
-    images, labels = torch.empty(n, 3, 32, 32, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
+    images = torch.empty(n, 3, 32, 32, dtype=torch.uint8)
+    labels = torch.empty(n, dtype=torch.int64)
     of_class = smooth_patterns(np.random.default_rng((args.seed, 0)), 10)
     for start in range(0, n, 1000):
         rng = np.random.default_rng((args.seed, {"train": 1, "eval": 2}[split], start))

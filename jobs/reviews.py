@@ -47,11 +47,15 @@ def describe(args) -> str:
 class Reviews(TaskData):
     """Reviews, truncated or padded to the same length: tokens ``[n, context]``, labels ``[n]``."""
 
-    unit, units, tensors = "rev", "reviews", ("tokens", "labels")
-    name, classes = "reviews", CLASSES
+    unit = "rev"
+    units = "reviews"
+    tensors = ("tokens", "labels")
+    name = "reviews"
+    classes = CLASSES
 
     def __init__(self, tokens: Tensor, labels: Tensor):
-        self.tokens, self.labels = tokens, labels
+        self.tokens = tokens
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -60,8 +64,8 @@ class Reviews(TaskData):
         """Tokens int64 ``[n, context]`` and labels int64 ``[n]``, in training, too."""
         [index] = batch
         index = index.to(self.tokens.device, non_blocking=True)
-        tokens, labels = self.tokens[index], self.labels[index]
-        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        tokens = self.tokens[index].to(device, non_blocking=True)
+        return tokens, self.labels[index].to(device, non_blocking=True)
 
     def example(self, n: int) -> Tensor:
         return self.tokens[:1].expand(n, -1)
@@ -97,7 +101,8 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     except OSError as error:
         why = f"{path.name} cannot be read ({error.strerror})"
         fail(f"--data-dir {path.parent}: {why}; give the folder that holds train.tsv and test.tsv")
-    texts, labels = [], []
+    texts = []
+    labels = []
     for number, line in enumerate(lines, 1):
         try:
             label, rating, text = line.decode("utf-8-sig").split("\t")

@@ -1,11 +1,6 @@
 """Text: tiny Shakespeare, your own files, synthetic text; tokens and sequences."""
 
-import codecs
-import hashlib
-import os
-from collections.abc import Iterator
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,33 +10,36 @@ from harness.cli import fail, fetch_input, need_compiler
 from harness.data import TaskData, how_many
 from harness.settings import fill, replace
 from harness.world import print0
-from jobs import decoder, experts, gpt, token_files
-from libraries import hub
-from libraries.download import fetch
+from jobs.language_models import has_pretrained, resolve_experts, size_of
+from jobs.sizes import GPTS
+from jobs.text_files import SHAKESPEARE, character, fetch_shakespeare, read, read_shakespeare
 
 MODELS = {"cuda": "gpt-mini", "cpu": "gpt-nano"}  # what --model gpt means
 AT_MOST = {"train": 2048, "eval": 1000}  # default number of samples on a CPU
-SHAKESPEARE = "tinyshakespeare.txt"
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def resolve(args):
     """Fill in defaults that depend on device and model, and check what needs no data."""
     if args.model == "gpt":
         args = replace(args, model=MODELS[args.device])
-    size = decoder.size_of(args)
+    size = size_of(args)
     own = has_pretrained(args)
-    if own and not size.on_the_hub:
-        fail(f"--weights {args.weights} contains a Llama; use --model llama, which takes its shape")
-    has_tokenizer = own and hub.has_tokenizer(hub.folder_of(args.weights))
-    context = min(size.context, 2048) if own else size.context
+    has_tokenizer = False
+    context = size.context
+    if own:
+        from libraries import hub  # which other runs do not need
+
+        if not size.on_the_hub:
+            use = "use --model llama, which takes its shape"
+            fail(f"--weights {args.weights} contains a Llama; {use}")
+        has_tokenizer = hub.has_tokenizer(hub.folder_of(args.weights))
+        context = min(context, 2048)
     defaults = {"context": context, "dropout": size.dropout, "optimizer": "adamw"}
     defaults |= {"tokenizer": "hub" if has_tokenizer else "chars"}
     defaults |= {"tie": getattr(size, "tie", False) or None}
     if size.experts:
         defaults |= {"experts": size.experts, "top_k": size.top_k, "balance": 0.0 if own else None}
-    args = experts.resolve(fill(args, **defaults))
+    args = resolve_experts(fill(args, **defaults))
     if own and args.experts and not size.experts:  # the default of pytorch_EP.py
         fail(f"--weights {args.weights}: the model has no experts; use pytorch_FSDP.py")
     if own and args.balance == "bias":
@@ -49,7 +47,7 @@ def resolve(args):
     if own and 0 < size.window < args.context:
         why = f"is beyond the sliding window of {args.weights}"
         fail(f"--context {args.context} {why}; use at most {size.window}")
-    if args.context > size.context and args.model in gpt.SIZES:
+    if args.context > size.context and args.model in GPTS:
         why = f"{args.model} has at most {size.context} positions"
         use = "use no more than that, or a model of the form gpt-LxHxD"
         fail(f"--context {args.context}: {why}; {use}")
@@ -67,11 +65,6 @@ def resolve(args):
     return fill(args, lr=0.1, weight_decay=0.0005)
 
 
-def has_pretrained(args) -> bool:
-    """Whether ``--weights`` is a folder of the hub; a model.pt may be of any run of ours."""
-    return hub.is_folder(args.weights)
-
-
 def describe(args) -> str:
     unit = {"bytes": "bytes", "hub": "tokens"}.get(args.tokenizer, "characters")
     return f"of {args.context} {unit}"
@@ -86,11 +79,15 @@ class Text(TaskData):
         vocabulary: the character of each token; for bytes U+0000 to U+00FF.
     """
 
-    unit, units, tensors = "win", "windows", ("tokens",)
+    unit = "win"
+    units = "windows"
+    tensors = ("tokens",)
     about = ""  # how documents were packed, to print
 
     def __init__(self, tokens: Tensor, vocabulary: list[str], context: int):
-        self.tokens, self.classes, self.context = tokens, vocabulary, context
+        self.tokens = tokens
+        self.classes = vocabulary
+        self.context = context
         self.length = context  # tokens of a sample, on average
 
     def __len__(self) -> int:
@@ -104,7 +101,8 @@ class Text(TaskData):
         """Tokens and labels, int64 ``[n, context]``, of windows that begin at ``i * context`` plus
         a random offset of up to ``context - 1`` tokens: a function of (seed, epoch, step),
         identical at every world size and after a resume, like the crops of images."""
-        [index], (rank, of) = batch, share
+        [index] = batch
+        rank, of = share
         rng = np.random.default_rng((seed, epoch, step))
         later = torch.from_numpy(rng.integers(self.context, size=len(index) * of))
         starts = index * self.context + later[rank::of]
@@ -118,7 +116,8 @@ class Text(TaskData):
 
     def windows(self, starts: Tensor, device) -> tuple[Tensor, Tensor]:
         """``context`` tokens from each start, and their labels, on the device of the text."""
-        end, where = len(self.tokens), self.tokens.device
+        end = len(self.tokens)
+        where = self.tokens.device
         places = send(starts, where)[:, None] + torch.arange(self.context + 1, device=where)
         tokens = self.tokens[places.clamp(max=end - 1)].long()
         labels = tokens[:, 1:].masked_fill(places[:, 1:] >= end, -100)
@@ -145,14 +144,18 @@ class Documents(Text):
             ``context``, and of labels.
     """
 
-    unit, units = "row", "rows"
+    unit = "row"
+    units = "rows"
 
     def __init__(self, tokens: Tensor, vocabulary: list[str], context: int, places, packed: bool):
         super().__init__(tokens, vocabulary, context)
-        self.packed, (self.starts, self.lengths, counts) = packed, places.T
+        self.packed = packed
+        self.starts, self.lengths, counts = places.T
         self.rows = np.arange(len(places) + 1)  # the first document of each, and all documents
         if packed:
-            self.rows, self.unit, self.units = next_fit(self.lengths, context), "row", "rows"
+            self.rows = next_fit(self.lengths, context)
+            self.unit = "row"
+            self.units = "rows"
         self.counts = np.add.reduceat(counts, self.rows[:-1])  # labels of each row
         self.length = self.lengths.sum() / len(self)
 
@@ -164,7 +167,8 @@ class Documents(Text):
 
     def prepare(self, batch, device, seed, epoch, step, dtype=None, share=(0, 1)):
         """See :meth:`prepare_evaluation`. Also counts the global batch's labels, for the loss."""
-        [index], (rank, of) = batch, share
+        [index] = batch
+        rank, of = share
         n = len(index) * of
         order = in_order(len(self), seed + epoch)[step * n : (step + 1) * n]
         if not np.array_equal(order[rank::of], index):
@@ -178,7 +182,8 @@ class Documents(Text):
         document."""
         rows = torch.from_numpy(np.stack([self.row(i) for i in batch[0].numpy()]))
         places, positions = send(rows, self.tokens.device).unbind(1)
-        tokens, labels = self.tokens[places].long(), self.tokens[places + 1].long()
+        tokens = self.tokens[places].long()
+        labels = self.tokens[places + 1].long()
         tokens = torch.where(tokens < 0, ~tokens, tokens).masked_fill(places < 0, -1)
         labels = labels.masked_fill((places < 0) | (labels < 0), -100)
         tokens = torch.stack([tokens, positions], 1) if self.packed else tokens
@@ -215,7 +220,9 @@ def send(tensor: Tensor, device) -> Tensor:
 def next_fit(lengths: np.ndarray, context: int) -> np.ndarray:
     """The first document of each row, and at the end the number of documents. A row ends before
     the first document that does not fit, so documents keep their order."""
-    ends, rows, used = lengths.cumsum(), [0], 0
+    ends = lengths.cumsum()
+    rows = [0]
+    used = 0
     while rows[-1] < len(ends):
         rows.append(int(np.searchsorted(ends, used + context, "right")))
         used = ends[rows[-1] - 1]
@@ -243,7 +250,8 @@ def make_datasets(args) -> tuple[Text, Text]:
 
 def load(args) -> tuple[Text, Text, str | None]:
     """The same without printing, and the reason if the data could not be downloaded."""
-    name, why = args.dataset, None
+    name = args.dataset
+    why = None
     if name in ("auto", "shakespeare"):
         why = fetch_shakespeare(fetch_input(args.data_dir, "--data-dir"))
         if why and name == "shakespeare":
@@ -252,66 +260,18 @@ def load(args) -> tuple[Text, Text, str | None]:
             fail(f"--dataset shakespeare: {SHAKESPEARE} {why}; {use}")
         name = "synthetic" if why else "shakespeare"
     if name == "text" and args.tokenizer == "hub":
-        (first, last), vocabulary = load_tokens(args)
+        from jobs import token_files  # which other tokenizers do not need
+
+        (first, last), vocabulary = token_files.load_text(args)
     elif name == "synthetic":
         texts = (made_up(args.seed, split, args.packed).encode() for split in ("train", "eval"))
         (first, last), vocabulary = encode(args, *texts)
     else:
         text = read_shakespeare(args) if name == "shakespeare" else read(args)
-        middle = token_files.character(text, len(text) * 9 // 10)  # the last tenth: evaluation
+        middle = character(text, len(text) * 9 // 10)  # the last tenth: evaluation
         (first, last), vocabulary = encode(args, text[:middle], text[middle:])
     train_set = cut(args, name, first, vocabulary, "train")
     return train_set, cut(args, name, last, vocabulary, "eval"), why
-
-
-def fetch_shakespeare(data_dir: Path) -> str | None:
-    """Download tiny Shakespeare (Karpathy 2015) if it is missing; see :func:`fetch`."""
-    path = data_dir / SHAKESPEARE
-
-    def download():
-        data_dir.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(URL, path, SHA256, progress=False)
-
-    return fetch(URL, path.is_file, download)
-
-
-def read_shakespeare(args) -> bytes:
-    path = fetch_input(args.data_dir, "--data-dir") / SHAKESPEARE
-    if hashlib.sha256(text := path.read_bytes()).hexdigest() != SHA256:
-        fail(f"{path} is damaged; remove it and start again")
-    return text
-
-
-def find_files(args) -> list[Path]:
-    """The file ``--data-dir``, or all files below that folder, sorted, without hidden ones."""
-    folder = fetch_input(args.data_dir, "--data-dir")
-    paths = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
-    paths = [path for path in paths if not path.name.startswith(".")]
-    if not paths:
-        fail(f"--data-dir {folder}: it contains no file; give a text file, or a folder of them")
-    if json := [path for path in paths if path.suffix in (".json", ".jsonl")]:
-        why = f"{json[0].name} is JSON, of which the model would also learn the syntax"
-        use = "use --dataset chat for conversations, or convert it to plain text"
-        fail(f"--data-dir {folder}: {why}; {use}")
-    for path in (path for path in paths if not os.access(path, os.R_OK)):
-        fail(f"--data-dir: {path} cannot be read; remove it")
-    return paths
-
-
-def read(args) -> bytes:
-    """All files, concatenated."""
-    texts = []
-    for path in find_files(args):
-        try:
-            texts.append(path.read_bytes().removeprefix(codecs.BOM_UTF8))  # of Windows
-            if args.tokenizer != "bytes":
-                texts[-1].decode()
-        except UnicodeDecodeError as error:
-            why = f"{path} is not UTF-8 ({error.reason} at byte {error.start})"
-            fail(f"--data-dir: {why}; convert or remove it, or use --tokenizer bytes")
-    if args.packed:  # on Windows, a line ends with \r\n: an empty one would not be found
-        return b"\n\n".join(texts).replace(b"\r\n", b"\n")
-    return b"\n".join(texts)
 
 
 def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
@@ -320,39 +280,19 @@ def encode(args, *texts: bytes) -> tuple[list[Tensor], list[str]]:
         found = [torch.from_numpy(np.frombuffer(text, np.uint8).copy()) for text in texts]
         return found, [chr(byte) for byte in range(256)]
     if args.tokenizer == "hub":
+        from jobs import token_files
+        from libraries import hub
+
         tokenizer = hub.load_tokenizer(args.weights)
         found = token_files.tokenize(tokenizer, ((text.decode(), None) for text in texts))
         tokens = [torch.tensor(ids, dtype=torch.int32) for _, ids in found]
-        return tokens, hub.token_names(args.weights, decoder.size_of(args))
+        return tokens, hub.token_names(args.weights, size_of(args))
     strings = [text.decode() for text in texts]
     vocabulary = sorted(set().union(*strings))
     kind, encoding = (np.uint8, "latin-1") if len(vocabulary) <= 256 else (np.int32, "utf-32-le")
     codes = {ord(character): code for code, character in enumerate(vocabulary)}
     coded = (string.translate(codes).encode(encoding, "surrogatepass") for string in strings)
     return [torch.from_numpy(np.frombuffer(text, kind).copy()) for text in coded], vocabulary
-
-
-def load_tokens(args) -> tuple[list[Tensor], list[str]]:
-    """The same for the files ``--data-dir`` and a tokenizer of the hub: see
-    :func:`jobs.token_files.load`. Every file ends with the token for the end of a sequence."""
-    paths, tokenizer = find_files(args), hub.load_tokenizer(args.weights)
-    total = sum(path.stat().st_size for path in paths)
-    tokens = token_files.load(args, paths, total, partial(tokenize, tokenizer, paths, args.context))
-    return tokens, hub.token_names(args.weights, decoder.size_of(args))
-
-
-def tokenize(
-    tokenizer, paths: list[Path], context: int, begin: int, end: int, samples: int | None
-) -> Iterator[list]:
-    """Yield the tokens of bytes ``begin`` to ``end`` of all files, enough for the samples."""
-    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    last = newline if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    parts, n = token_files.read_parts(paths, begin, end), 0
-    for ends, ids in token_files.tokenize(tokenizer, parts):
-        yield (ids := ids + (last if ends else []))
-        n += len(ids)
-        if samples and n > samples * context:
-            return
 
 
 def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> Text:
@@ -377,8 +317,11 @@ def cut(args, name: str, tokens: Tensor, vocabulary: list[str], split: str) -> T
 def pack(args, text: Text, split: str) -> Documents:
     """The documents of a text, which end with the tokenizer's token for the end of a sequence; of
     characters or bytes, with an empty line. Those that are too long are split into several."""
-    tokens, context = text.tokens.numpy(), args.context
+    tokens = text.tokens.numpy()
+    context = args.context
     if args.tokenizer == "hub":
+        from libraries import hub
+
         ends = np.flatnonzero(tokens == hub.load_tokenizer(args.weights).eos_token_id) + 1
     else:
         line = tokens == (text.classes.index("\n") if "\n" in text.classes else -1)
@@ -393,7 +336,8 @@ def pack(args, text: Text, split: str) -> Documents:
     lengths = np.minimum(np.repeat(inputs, parts) - number * context, context)
     places = np.stack([np.repeat(starts, parts) + number * context, lengths, lengths], 1)
     packed = Documents(text.tokens, text.classes, context, places, True)
-    kind, long = {"train": "training", "eval": "evaluation"}[split], (parts > 1).sum()
+    kind = {"train": "training", "eval": "evaluation"}[split]
+    long = (parts > 1).sum()
     split_up = f"{(parts > 0).sum():,} {kind} documents ({long:,} longer than --context, split)"
     packed.about = f"\npacked: {split_up}{packed.describe_rows()}"
     return packed
@@ -407,7 +351,8 @@ def made_up(seed: int, split: str, documents: bool | None = False) -> str:
     words = ["".join(rng.choice(letters, size=rng.integers(2, 8))) for _ in range(100)]
     follow = rng.integers(100, size=(100, 8)).tolist()
     rng = np.random.default_rng((seed, {"train": 1, "eval": 2}[split]))
-    word, said = 0, []
+    word = 0
+    said = []
     choices = rng.integers(8, size={"train": 200_000, "eval": 20_000}[split]).tolist()
     ends = (rng.random(len(choices)) < (0.5 if documents else 0)).tolist()
     for choice, end in zip(choices, ends, strict=True):

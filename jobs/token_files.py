@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import mmap
 import os
 import sys
 import tempfile
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from harness.cli import fail
 from harness.world import Failed, gather_objects, is_first_here, print0, together
+from jobs.language_models import size_of
+from jobs.text_files import find_files, read_parts
 from libraries import hub
 
 TOGETHER = 32  # parts that a tokenizer gets in one call, and encodes in parallel
-PART = 2**14  # bytes of text in a part
 MEET = 10  # seconds of encoding, after which a rank takes part in a collective
 VERSION = 2  # of what is encoded: another one does not read the files of earlier ones
 
@@ -39,7 +39,8 @@ def load(args, paths: list[Path], total: int, encode: Callable) -> list[Tensor]:
         encode: yields the tokens of the first ``samples``, or of all, between ``begin`` and
             ``end``, which are its arguments. It runs on one rank.
     """
-    middle, found = total * 9 // 10, []
+    middle = total * 9 // 10
+    found = []
     for split, begin, end in (("train", 0, middle), ("eval", middle, total)):
         samples = getattr(args, f"{split}_samples")
         about = args.dataset, begin, end, samples, samples and args.context
@@ -108,41 +109,37 @@ def write(places: list[Path], encode: Callable[[], Iterator[Iterable[int]]]) -> 
 def tokenize(tokenizer, pairs: Iterable[tuple[str, Any]], *also: str) -> Iterator[tuple]:
     """Encode texts, several at a time. Each has a companion, which is yielded with its
     ``input_ids`` and what ``also`` names, such as ``offset_mapping``."""
-    options, pairs = {"return_offsets_mapping": "offset_mapping" in also}, iter(pairs)
+    options = {"return_offsets_mapping": "offset_mapping" in also}
+    pairs = iter(pairs)
     while some := list(itertools.islice(pairs, TOGETHER)):
         texts, others = zip(*some, strict=True)
         found = tokenizer(list(texts), add_special_tokens=False, verbose=False, **options)
         yield from zip(others, *(found[name] for name in ("input_ids", *also)), strict=True)
 
 
-def read_parts(paths: list[Path], begin: int, end: int) -> Iterator[tuple[str, bool]]:
-    """Decode the bytes from ``begin`` to ``end`` of all files as one, in parts of whole lines
-    or words where possible: the text of each part, and whether its file ends with it."""
-    for path in paths:
-        size = path.stat().st_size
-        first, last = (min(max(place, 0), size) for place in (begin, end))
-        begin, end = begin - size, end - size
-        if first == last:
-            continue
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        first, last = character(data, first), character(data, last)
-        while first < last:
-            stop = character(data, min(first + PART, last))
-            if stop < last:  # after a line, or before a space, as a token may begin with it
-                space = data.rfind(b" ", first + 1, stop)
-                stop = data.rfind(b"\n", first, stop) + 1 or (space if space > 0 else stop)
-            try:
-                text = data[first:stop].decode()
-            except UnicodeDecodeError as error:
-                why = f"is not UTF-8 ({error.reason} at byte {first + error.start})"
-                fail(f"--data-dir: {path} {why}; convert or remove it")
-            yield text.removeprefix("\ufeff"), stop == size  # a byte-order mark of Windows
-            first = stop
+# ---------------------------------------------------------------------------------------- texts
+def load_text(args) -> tuple[list[Tensor], list[str]]:
+    """The tokens of the files ``--data-dir``, for training and for evaluation, and the vocabulary.
+    Every file ends with the token for the end of a sequence."""
+    paths = find_files(args)
+    tokenizer = hub.load_tokenizer(args.weights)
+    total = sum(path.stat().st_size for path in paths)
+    tokens = load(args, paths, total, partial(encode_files, tokenizer, paths, args.context))
+    return tokens, hub.token_names(args.weights, size_of(args))
 
 
-def character(data: bytes | mmap.mmap, place: int) -> int:
-    """Where the next character begins, at or after a byte."""
-    while place < len(data) and 0x80 <= data[place] < 0xC0:  # UTF-8's continuation bytes
-        place += 1
-    return place
+def encode_files(
+    tokenizer, paths: list[Path], context: int, begin: int, end: int, samples: int | None
+) -> Iterator[list]:
+    """Yield the tokens of bytes ``begin`` to ``end`` of all files, enough for the samples."""
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    last = newline if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    parts = read_parts(paths, begin, end)
+    n = 0
+    for ends, ids in tokenize(tokenizer, parts):
+        if ends:
+            ids = ids + last
+        yield ids
+        n += len(ids)
+        if samples and n > samples * context:
+            return

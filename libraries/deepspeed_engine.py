@@ -1,23 +1,20 @@
-"""What the DeepSpeed scripts need: configuration, import, checkpoints, the engine's tensors."""
+"""What the DeepSpeed scripts need: configuration, import, and checkpoints of its engine."""
 
 import contextlib
 import io
 import json
 import os
-import pydoc
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.cli import fail, import_optional
 from harness.world import print0, world
 
-# ---------------------------------------------------------------------------------- configuration
 IN_CHECKPOINTS = {  # DeepSpeed's own classes in its pickles
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -31,13 +28,13 @@ REPLACED = {  # an entry of the file, and the flags that it replaces
 
 def read_config(args) -> dict:
     """Read the JSON file and add the batch size. Print which flags the file replaces."""
-    path = args.deepspeed_config
+    given = f"--deepspeed_config {args.deepspeed_config}"
     try:
-        config = json.loads(Path(path).read_text())
+        config = json.loads(Path(args.deepspeed_config).read_text())
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not even text
-        fail(f"--deepspeed_config {path} is not a readable JSON file ({error})")
+        fail(f"{given} is not a readable JSON file ({error})")
     if not isinstance(config, dict):
-        fail(f"--deepspeed_config {path} contains a {type(config).__name__}, not an object")
+        fail(f"{given} contains a {type(config).__name__}, not an object")
     sizes = {
         "train_batch_size": args.batch_size,
         "train_micro_batch_size_per_gpu": args.batch_size // world().size,
@@ -46,13 +43,13 @@ def read_config(args) -> dict:
     for name, ours in sizes.items():
         if config.get(name, "auto") not in ("auto", ours):
             batch = f"--batch-size {args.batch_size} on {world().size} ranks makes it {ours}"
-            has = f"--deepspeed_config {path} has {name} {config[name]}"
-            fail(f"{has}, and {batch}; leave it out of the file")
+            fail(f"{given} has {name} {config[name]}, and {batch}; leave it out of the file")
     for entry, flags in REPLACED.items():
         if entry in config:
-            print0(f"{path} has its own {entry}, which replaces {flags}")
-    clip = {"gradient_clipping": args.clip_grad} if args.clip_grad else {}
-    return {"log_level": "error"} | config | clip | sizes
+            print0(f"{args.deepspeed_config} has its own {entry}, which replaces {flags}")
+    if args.clip_grad:
+        config["gradient_clipping"] = args.clip_grad
+    return {"log_level": "error"} | config | sizes
 
 
 def import_deepspeed(args, device: torch.device, config: dict):
@@ -73,7 +70,6 @@ def import_deepspeed(args, device: torch.device, config: dict):
     return deepspeed
 
 
-# ------------------------------------------------------------------------------------- snapshots
 def check_pickles(folder: Path) -> None:
     """Refuse files with classes that DeepSpeed does not use: to load one could run code."""
     for file in folder.glob("*.pt"):
@@ -82,25 +78,9 @@ def check_pickles(folder: Path) -> None:
             raise UnpicklingError(f"{file.name} contains {names}, which DeepSpeed does not use")
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The fp32 weights in a snapshot of any stage, without its ranks, on the CPU."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    library = import_optional("deepspeed.utils.zero_to_fp32")
-    check_pickles(folder / "zero")
-    first = min((folder / "zero").glob("*model_states.pt"))
-    with torch.serialization.safe_globals([pydoc.locate(name) for name in IN_CHECKPOINTS]):
-        weights = torch.load(first, "cpu", weights_only=True)["module"]  # stage 3: only the buffers
-    if any((folder / "zero").glob("*optim_states.pt")):  # not in stage 0
-        quiet = io.StringIO()
-        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-            fp32 = library.get_fp32_state_dict_from_zero_checkpoint(folder, "zero")  # integers, too
-        weights |= {n: t for n, t in fp32.items() if weights[n].is_floating_point()}
-    return weights
-
-
-def resume(run, engine) -> dict:
-    """Resume from the snapshot that ``--resume`` selects, or start; and attach to the engine.
-    Returns the tensors that :meth:`Run.finish` counts, by name; complete after the last step."""
+def resume_or_exit(run, engine) -> None:
+    """Resume from the snapshot that ``--resume`` selects, or start; and tell the run of the
+    engine's steps."""
 
     def read(path: Path, snapshot: dict) -> bool:
         try:
@@ -113,34 +93,17 @@ def resume(run, engine) -> dict:
             fail(f"--resume {path} contains no DeepSpeed checkpoint; give another, or none")
         return True
 
-    clear_padding(engine)
+    # Stage 3 pads each parameter to equal shards with memory that it does not initialize.
+    for shards in getattr(engine.optimizer, "fp32_partitioned_groups_flat", []):
+        shards.detach().nan_to_num_(0, 0, 0)
     ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
     run.resume_or_exit(engine.module, engine.basic_optimizer, ours, read=read, engine=engine)
     watch_steps(run, engine)
-    return track_tensors(run, engine)
-
-
-@torch.no_grad()
-def clear_padding(engine) -> None:
-    """Set the padding of stage 3 to zero, in the shards and in their fp32 copy. DeepSpeed pads each
-    parameter to equal shards but does not initialize the padding, which may then contain NaN."""
-    if not hasattr(next(engine.parameters()), "ds_tensor"):
-        return
-    optimizer, rank = engine.optimizer, dist.get_rank()
-    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    for parameters, fp32_copy in groups:
-        end = 0
-        for parameter in parameters:
-            size = parameter.partition_numel()
-            begin, end = end, end + size
-            real = max(0, parameter.ds_numel - rank * size)
-            for shard in (parameter.ds_tensor, fp32_copy[begin:end]):
-                shard[real:].zero_()
 
 
 def watch_steps(run, engine) -> None:
-    """Tell the run of the engine's steps: it calls the optimizer, or skips it, by itself."""
+    """The engine calls the optimizer, or skips it, by itself: clock and guard learn it here."""
     step = engine.step
     run.guard.overflow_is_normal = engine.fp16_enabled()
 
@@ -155,12 +118,12 @@ def watch_steps(run, engine) -> None:
     engine.step = watched_step
 
 
-def save(run, engine) -> None:
-    """Write a snapshot: DeepSpeed's checkpoint, and the state of the run. Exceptions of this rank
-    are deferred to the end; otherwise the other ranks would wait forever."""
-    save_file, failures = engine.checkpoint_engine.save, []
+def save_then_exit_if_asked(run, engine) -> None:
+    """Write a snapshot: DeepSpeed's checkpoint, and the state of the run."""
+    save_file = engine.checkpoint_engine.save
+    failures = []
 
-    def save_or_remember(*args, **kwargs):
+    def save_or_remember(*args, **kwargs):  # an error now would let the other ranks wait forever
         try:
             return save_file(*args, **kwargs)
         except (OSError, RuntimeError) as error:
@@ -177,29 +140,19 @@ def save(run, engine) -> None:
     run.save_then_exit_if_asked(None, None, engine.lr_scheduler, write=write)
 
 
-# ---------------------------------------------------------------------------------------- tensors
-def track_tensors(run, engine) -> dict[str, list[torch.Tensor]]:
-    """The tensors of this rank, by name, for memory accounting. DeepSpeed frees gradients during
-    its step, so they are recorded in the last one, just before the optimizer runs."""
-    parameters = list(engine.parameters())
-    held = {"parameters": parameters, "gradients": [], "fp32_copy": []}
-    stage3 = hasattr(parameters[0], "ds_tensor")
-    if stage3:  # which also keeps small parameters whole
-        held["parameters"] = [p.ds_tensor for p in parameters]
-        held |= {"gradient_buffer": [], "small_parameters": []}
-        if dist.get_world_size() > 1:  # on a single rank they are its shard
-            held["small_parameters"] += [p for p in parameters if p.ds_persist]
-
-    def before_step(optimizer, *_):
-        if run.step == run.total_steps:
-            updated = [p for group in optimizer.param_groups for p in group["params"]]
-            held["gradients"] += [p.grad for p in updated if p.grad is not None]
-            held["fp32_copy"] += [p for p in updated if p not in set(parameters)]
-            if stage3:  # the buffer for reduced gradients, before it copies them
-                held["gradient_buffer"].append(engine.optimizer.grad_partitions_flat_buffer)
-
-    engine.basic_optimizer.register_step_pre_hook(before_step)
-    return held
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights in a snapshot of any stage, without its ranks, on the CPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    library = import_optional("deepspeed.utils.zero_to_fp32")
+    check_pickles(folder / "zero")
+    first = min((folder / "zero").glob("*model_states.pt"))
+    weights = torch.load(first, "cpu", weights_only=False)["module"]  # stage 3: only the buffers
+    if any((folder / "zero").glob("*optim_states.pt")):  # not in stage 0
+        quiet = io.StringIO()
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            fp32 = library.get_fp32_state_dict_from_zero_checkpoint(folder, "zero")  # integers, too
+        weights |= {n: t for n, t in fp32.items() if weights[n].is_floating_point()}
+    return weights
 
 
 def gather_weights(engine) -> dict[str, torch.Tensor]:

@@ -4,8 +4,8 @@ import functools
 import urllib.request
 from collections.abc import Callable
 
+from harness.storage import answer_within
 from harness.world import gather_objects, is_first_here
-from remote.storage import answer_within
 
 
 def fetch(url: str, is_there: Callable[[], bool], download: Callable[[], object]) -> str | None:

@@ -92,12 +92,12 @@ def is_folder(weights: Path | str) -> bool:
 
 
 def read_config(folder: Path) -> dict:
-    """The fields of a :class:`jobs.llama.LlamaSize` that ``config.json`` describes."""
+    """The fields of a :class:`jobs.sizes.LlamaSize` that ``config.json`` describes."""
     try:
         return parse_config(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        use = "give another model's, or use --module FILE:FUNCTION or a script of examples/"
+        use = "give another model's, or copy a file of examples/ (docs/your_own_model.md)"
         fail(f"--weights {folder}: config.json cannot be used ({why}); {use}")
 
 
@@ -178,7 +178,7 @@ def scaling_of(rope: dict, config: dict) -> tuple[tuple[str, str | float], ...]:
 
 
 def make_config(size, context: int, vocabulary: int, tie: bool) -> dict:
-    """The content of ``config.json`` for a :class:`jobs.llama.LlamaSize`, without special tokens:
+    """The content of ``config.json`` for a :class:`jobs.sizes.LlamaSize`, without special tokens:
     where the file has none, transformers takes 1 and 2 for the begin and the end of a text."""
     name = size.kind.title().replace("_", "")
     config = {
@@ -266,7 +266,7 @@ def read_weights(
     several with an index. For a DTensor, only this rank's shard is read; the dtype may differ.
 
     Args:
-        kind: that of :class:`jobs.llama.LlamaSize`, or empty if tensors have the files' names.
+        kind: that of :class:`jobs.sizes.LlamaSize`, or empty if tensors have the files' names.
         names: of the files, if they are no model's.
         tie: the embedding is also the head; the folder's head, if it has one, must not differ.
     """
@@ -325,7 +325,7 @@ def load_tokenizer(weights: Path | str):
 
 
 def token_names(weights: Path | str, size) -> list[str]:
-    """The tokens by number, as many as the matrix of a :class:`jobs.llama.LlamaSize` has rows."""
+    """The tokens by number, as many as the matrix of a :class:`jobs.sizes.LlamaSize` has rows."""
     tokenizer = load_tokenizer(weights)
     n = max(size.vocabulary, len(tokenizer))
     return [token or "" for token in tokenizer.convert_ids_to_tokens(range(n))]

@@ -24,10 +24,10 @@ from harness.cli import fail, import_optional, number
 from harness.measure import whole
 from harness.settings import fill, replace
 from harness.snapshots import delivery
+from harness.storage import local_folder
 from harness.world import print0
 from libraries.hub import read_weights, their_names
 from libraries.weights import one_line_errors
-from remote.storage import local_folder
 
 FOLDER = "adapter"
 CONFIG = "adapter_config.json"
@@ -88,22 +88,19 @@ def complete(args):
 
 def entries(args, layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Each tensor's name in the file, for a Llama as in transformers; its layer, and name in it."""
-    size = getattr(args.task.models, "size_of", lambda args: None)(args)
+    size = args.task.models.size_of(args)
     for layer, part in itertools.product(layers, ("lora_A.weight", "lora_B.weight")):
         theirs = f"{layer}.weight"
-        if size and size.on_the_hub:
+        if size.on_the_hub:
             [theirs] = their_names(size.kind, {theirs: None})
         yield f"base_model.model.{theirs.removesuffix('weight')}{part}", layer, part
 
 
 def find_layers(args, model: nn.Module) -> dict[str, nn.Linear]:
     """The layers with an adapter, by name: those of ``--targets``, in our names or transformers',
-    or those of ``--adapter``. A subclass of nn.Linear, as in nn.MultiheadAttention, may be used
-    without its forward being called."""
-    own = f"--module {args.module}" if args.module else f"--model {args.model}"
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        fail(f"{own}: BatchNorm's statistics would change, and no adapter has them; use GroupNorm")
-    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    or those of ``--adapter``."""
+    own = f"--model {args.model}"
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = {}
     if args.adapter:
         layers = {name: layer for name, layer, _ in entries(args, linears)}
@@ -137,7 +134,7 @@ def init(args, layers: dict[str, nn.Linear]) -> None:
         return read_weights(Path(args.adapter), "", found, "--adapter", [FILE])
     for name, layer in layers.items():
         a = layer.lora_A.weight
-        seed = zlib.crc32(f"{name}.lora_A".encode(), args.seed)  # of 32 bits: see decoder.draw()
+        seed = zlib.crc32(f"{name}.lora_A".encode(), args.seed)  # of 32 bits: see draw()
         random = torch.Generator().manual_seed(seed)
         drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), math.sqrt(5), generator=random)
         drawn = drawn.to(a.device)
@@ -185,7 +182,7 @@ def save(args, layers: dict[str, nn.Linear], weights: dict[str, Tensor]) -> None
     config = PLAIN | {"r": args.rank, "lora_alpha": args.alpha, "lora_dropout": 0.0}
     config |= {"target_modules": sorted({name.split(".")[-3] for name in tensors})}
     config |= {"base_model_name_or_path": None if args.weights == "none" else str(args.weights)}
-    config |= {"inference_mode": True} | ({} if args.module else {"task_type": "CAUSAL_LM"})
+    config |= {"inference_mode": True, "task_type": "CAUSAL_LM"}
     folder = local_folder(args.output_dir) / FOLDER
     with delivery(folder):
         folder.mkdir(exist_ok=True)

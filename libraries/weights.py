@@ -15,8 +15,6 @@ from harness.cli import fail, fetch_input
 from harness.snapshots import FORMAT, find_damage, list_snapshots
 from harness.state import TENSORS, load_file
 from harness.world import gather_objects, print0, world
-from libraries import deepspeed_engine
-from parallel import local_sgd
 
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
 ADAPTERS = "adapters: load them and their base with peft, or train with --merge"  # of LoRA
@@ -61,7 +59,13 @@ def load(place: Path | str, mmap: bool = False) -> dict[str, Tensor]:
         read(place, weights)
         return weights
     with one_line_errors(place):
-        return (deepspeed_engine if (path / "zero").is_dir() else local_sgd).read_weights(path)
+        if (path / "zero").is_dir():
+            from libraries import deepspeed_engine  # which other files do not need
+
+            return deepspeed_engine.read_weights(path)
+        from parallel import local_sgd
+
+        return local_sgd.read_weights(path)
 
 
 def unwrap(state: dict, place: Path | str) -> dict[str, Tensor]:

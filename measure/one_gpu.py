@@ -33,7 +33,7 @@ import common
 from estimator import fakes, trial
 from estimator.live_bytes import LiveBytes
 from harness import cli, measure
-from jobs import decoder
+from jobs import language_models
 from measure.outcome import reason
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ def run_alone(row: dict, device: str, folder: Path) -> dict:
     common.make_loader = trial.Loader
     common.make_datasets = job.make_datasets
     common.make_model = job.make_model
-    common.init_weights = decoder.init_weights = fill
+    common.init_weights = language_models.init_weights = fill
     common.make_store = common.hangs.listen = lambda _: None  # nobody else is there
     cli.check_writable = cli.lock = lambda folder, flag: None  # nothing is written
     sys.argv = [*row["command"], "--device", device, "--output-dir", str(folder / "run")]

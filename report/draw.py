@@ -221,8 +221,7 @@ def in_lanes(bars: list[Bar]) -> list[int]:
     lanes = []
     ends = []  # of each lane: when its last bar ends
     for bar in bars:
-        free = [lane for lane, end in enumerate(ends) if end <= bar.begin]
-        lane = free[0] if free else len(ends)
+        lane = next((i for i, end in enumerate(ends) if end <= bar.begin), len(ends))
         ends[lane : lane + 1] = [bar.end]
         lanes.append(lane)
     return lanes

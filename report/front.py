@@ -60,13 +60,9 @@ def pictures(results: dict) -> dict[str, dict]:
     found = {}
     for language, words in LANGUAGES.items():
         words = words and words | WORDS["front"]
-        found[f"memory{language}"] = {
-            "values": values,
-            "line": MEMORY,
-            "words": words,
-            "title": words.get(TITLE, TITLE),
-            "limit": words.get(LIMIT, LIMIT),
-        }
+        data = {"values": values, "line": MEMORY, "words": words}
+        data |= {"title": words.get(TITLE, TITLE), "limit": words.get(LIMIT, LIMIT)}
+        found[f"memory{language}"] = data
     return found
 
 

@@ -138,10 +138,8 @@ def schematics(root: Path) -> dict[str, str]:
     """The picture of each technique that has one."""
     paths = (root / "docs" / "images").glob("schematic-*.svg")
     names = [path.stem.removeprefix("schematic-") for path in paths if ".zh-CN" not in path.name]
-    return {
-        f"schematic-{name}": f"![Schematic: {name}](../images/schematic-{name}.svg)"
-        for name in names
-    }
+    picture = "![Schematic: {0}](../images/schematic-{0}.svg)"
+    return {f"schematic-{name}": picture.format(name) for name in names}
 
 
 def fill_navigation(root: Path) -> str:

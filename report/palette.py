@@ -14,13 +14,12 @@ def theme_style() -> str:
     """The style of an SVG with the variables ``--ink``, ``--page`` and ``--panel``. A browser shows
     it in the theme of the page that has it (an older one: of the system), so each picture paints
     its own background, on which its text is legible either way."""
-    light = variables(THEMES["light"])
-    dark = variables(THEMES["dark"])
-    return f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    dark = f"@media(prefers-color-scheme:dark){{svg{{{variables('dark')}}}}}"
+    return f"<style>svg{{{variables('light')}}}{dark}</style>"
 
 
-def variables(theme: dict[str, str]) -> str:
-    return ";".join(f"--{name}:{colour}" for name, colour in theme.items())
+def variables(theme: str) -> str:
+    return ";".join(f"--{name}:{colour}" for name, colour in THEMES[theme].items())
 
 
 def text_on(colour: str) -> str:

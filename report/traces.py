@@ -46,9 +46,8 @@ def bars_of(rows: list[dict], first: float) -> Rank:
     bars = {kind: [] for kind in KINDS}
     for row in rows:
         begin = (row["ts"] - first) / 1e3
-        end = begin + row["dur"] / 1e3
         size = row.get("args", {}).get("bytes")
-        bars[row["cat"]].append(Bar(row["name"], begin, end, size))
+        bars[row["cat"]].append(Bar(row["name"], begin, begin + row["dur"] / 1e3, size))
     return bars
 
 

@@ -23,8 +23,9 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 from estimator import fakes, gpu_rules
-from jobs.gpt import GPT, Size
-from jobs.llama import Llama, LlamaSize
+from jobs.gpt import GPT
+from jobs.llama import Llama
+from jobs.sizes import LlamaSize, Size
 
 
 class OnFakes(fake_tensor.FakeTensorMode):

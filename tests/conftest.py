@@ -104,7 +104,7 @@ class Finished(NamedTuple):
     def our_warnings(self):
         """Python's warnings that point at a line of ours."""
         scripts = r"(?:pytorch|accelerate|lightning|transformers)_\w+"
-        rooms = r"(?:harness|hangs|remote|parallel|libraries|jobs)/\w+"
+        rooms = r"(?:harness|hangs|parallel|libraries|jobs)/\w+"
         ours = rf"^\S*\b(?:common|{scripts}|{rooms})\.py:\d+: .*$"
         return re.findall(ours, self.stderr, re.MULTILINE)
 

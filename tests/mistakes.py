@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 script = next(word for word in sys.argv[1:] if word.endswith(".py"))
 sys.argv = [script, *(word for word in sys.argv[1:] if word != script)]  # launch adds a flag before
 
-from jobs import experts, gpt  # noqa: E402
+from jobs import experts, gpt, sizes  # noqa: E402
 
 MISTAKES = yaml.safe_load((ROOT / "tests/tables.yaml").read_text())["silent_mistakes"]
 
@@ -30,7 +30,7 @@ MISTAKES = yaml.safe_load((ROOT / "tests/tables.yaml").read_text())["silent_mist
 class FusedAttention(gpt.Attention):
     """Queries, keys and values by one matrix, as many GPTs have it."""
 
-    def __init__(self, size: gpt.Size, dropout: float):
+    def __init__(self, size: sizes.Size, dropout: float):
         super().__init__(size, dropout)
         del self.query, self.key, self.value
         self.fused = nn.Linear(size.width, 3 * size.width, bias=False)

@@ -42,7 +42,7 @@ def test_architectures(name, only):
 
 
 def test_a_module_of_ones_own_is_recommended():
-    """Without recomputation first, which takes less memory; with the command."""
+    """Without recomputation first, which takes less memory; with the file to copy."""
     flags = f"--module {FILE}:gemma -b 64 --gpus 2 --recommend --memory 1 --spare 0"
     text = estimate(flags).stdout
     peaks = dict(re.findall(r"^\d\. (.*): peak (\S+) MiB", text, re.M))
@@ -50,5 +50,5 @@ def test_a_module_of_ones_own_is_recommended():
     again = ", activation checkpointing of the largest nn.ModuleList"
     assert again not in "".join(plain) and last.endswith(again)
     assert float(peaks[last]) < float(peaks[last.removesuffix(again)])
-    assert f"torchrun --nproc_per_node=2 pytorch_FSDP.py --module {FILE}:gemma" in text
+    assert "copy examples/fsdp.py (docs/your_own_model.md)" in text
     assert "for block in model.LAYERS:" in text

@@ -16,7 +16,7 @@ from test_text import settled
 import common
 from harness import world
 from jobs import chat as chat_data
-from jobs import conversations, text, token_files
+from jobs import conversations, text, text_files, token_files
 from libraries import hub
 
 JOB = "--context 32 --batch-size 12 --max-steps 3 --double --lr 0.01 --dataset chat"
@@ -188,7 +188,7 @@ def test_defaults(more, lr, top, chat):
 
 def test_text_is_encoded_once(chat, tmp_path, monkeypatch):
     """Files end with the end of a sequence; no more than the samples need is encoded."""
-    monkeypatch.setattr(token_files, "PART", 2**10)
+    monkeypatch.setattr(text_files, "PART", 2**10)
     said, folder, new = "the question is öü, ", tmp_path / "text", tmp_path / "new" / "tokens"
     folder.mkdir()
     (folder / "a").write_text("to be ", encoding="utf-8-sig")

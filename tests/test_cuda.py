@@ -19,7 +19,7 @@ import common
 import harness.world
 from harness import clock, result, state
 from harness.data import TaskData
-from jobs import classifiers, images, llama, text
+from jobs import classifiers, images, llama, sizes, text
 from parallel import attention_kernels
 from techniques import IN_A_V, TECHNIQUES
 
@@ -279,7 +279,7 @@ def test_queries_keys_and_values_have_one_dtype(family, cuda, monkeypatch):
     """Under autocast, also behind norms, which return fp32: ring attention would send twice as many
     bytes, and no flash kernel would take them."""
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
-    seen, size = [], llama.FAMILIES[family](1, 4, 64).complete(family, 2, None)
+    seen, size = [], sizes.FAMILIES[family](1, 4, 64).complete(family, 2, None)
 
     def attend(q, k, v):
         seen.extend((q.dtype, k.dtype, v.dtype))

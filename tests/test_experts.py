@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from jobs import decoder, experts, llama
+from jobs import experts, language_models, llama, sizes
 from jobs.experts import MixtureOfExperts, balance_at_steps
 from jobs.text import Documents
 
@@ -160,11 +160,12 @@ def test_the_bias_follows_the_load():
 def test_weights_have_the_routers_bias(tmp_path):
     """Without it, a run that starts with them would route otherwise."""
     flags = "--model gpt-2x1x8 --context 8 --experts 4 --balance bias --dataset synthetic"
-    model = decoder.make_model(settled(flags), ["a", "b"])
+    model = language_models.make_model(settled(flags), ["a", "b"])
     for block in model.blocks:
         block.mlp.bias.uniform_()
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = decoder.make_model(settled(f"{flags} --weights {tmp_path}/model.pt"), ["a", "b"])
+    again = settled(f"{flags} --weights {tmp_path}/model.pt")
+    loaded = language_models.make_model(again, ["a", "b"])
     assert same_bits(loaded.state_dict(), model.state_dict())
 
 
@@ -212,7 +213,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from jobs.experts import MixtureOfExperts, SplitExperts
+from jobs.experts import MixtureOfExperts
+from parallel.experts import SplitExperts
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -259,7 +261,7 @@ def test_half_precision_balances_what_forward_counts(flags, run_once):
 @pytest.mark.parametrize("packed", [False, True])
 def test_padding_counts_for_no_balance(balance, packed):
     """Rows with four times as much room end with the same gradients, and counts."""
-    size = llama.mixtral(2, 2, 16).complete("", None, None)
+    size = sizes.mixtral(2, 2, 16).complete("", None, None)
     options = {"experts": 4, "top_k": 2, "balance": balance}
     model, draw = llama.Llama(list(range(64)), size, **options), torch.Generator().manual_seed(0)
     for parameter in model.parameters():

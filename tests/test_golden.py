@@ -16,7 +16,7 @@ from small_resnet import SmallResNet
 
 import common
 from harness.settings import read_flags
-from jobs import classifiers, decoder, encoder
+from jobs import classifiers, encoder, language_models
 from jobs.choice import Settings, resolve
 
 GPT = "--model gpt-2x2x16 --context 8 --dataset synthetic --train-samples 20 --eval-samples 4"
@@ -175,10 +175,9 @@ def test_a_resnet_is_trained_as_written_out_here(flags, kind, options, decay, fa
 def test_initial_weights(model):
     """GPT-2's: normal with a deviation of 0.02, and of 0.02 / sqrt(2 * layers) for matrices that
     add to the residual. All differ, by name and by --seed."""
-    draws = [
-        decoder.make_model(settled(f"--model {model} --seed {seed}"), ["a"] * 65).state_dict()
-        for seed in (0, 1)
-    ]
+    settings = [settled(f"--model {model} --seed {seed}") for seed in (0, 1)]
+    made = [language_models.make_model(args, ["a"] * 65) for args in settings]
+    draws = [model.state_dict() for model in made]
     first, second = ({n: t for n, t in draw.items() if n != "vocabulary"} for draw in draws)
     adds = {name for name in first if name.endswith(("out.weight", "down.weight"))}
     assert len(adds) == 16

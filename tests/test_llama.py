@@ -28,8 +28,8 @@ from test_inference import infer
 
 import common
 from harness.settings import read_flags
-from jobs import decoder
 from jobs.choice import Settings
+from jobs.sizes import size_of_name
 from libraries import hub, peft_folder
 
 transformers = pytest.importorskip("transformers")
@@ -405,7 +405,7 @@ WRONG = TABLES["unknown_in_config"]
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_known_is_one_line(name, tmp_path):
-    config = hub.make_config(decoder.size_of_name("llama-2x4x48", None, None), 64, 27, False)
+    config = hub.make_config(size_of_name("llama-2x4x48", None, None), 64, 27, False)
     config |= {name: WRONG[name]}
     config = {key: value for key, value in config.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))

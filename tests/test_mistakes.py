@@ -25,7 +25,7 @@ from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
-from jobs import decoder
+from jobs.sizes import size_of_name
 from libraries import download, hub
 from report import matrix
 from techniques import LIBRARIES, TECHNIQUES
@@ -68,7 +68,7 @@ def places(tmp_path_factory, image_folder):
     for name, text in DEEPSPEED.items():
         (root / f"{name}.json").write_text(text)
     (root / "no_weights").mkdir()
-    config = hub.make_config(decoder.size_of_name("mixtral-1x2x8", None, None), 16, 27, False)
+    config = hub.make_config(size_of_name("mixtral-1x2x8", None, None), 16, 27, False)
     (root / "no_weights" / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
     (root / "adapted" / "adapter").mkdir(parents=True)
     (root / "same").mkdir()
@@ -150,7 +150,6 @@ def read_mistakes():
 
 
 MISTAKES = read_mistakes()
-WITH_SERVERS = MISTAKES.pop("1 x pytorch_SingleGPU with servers")  # test_remote.py starts them
 OF_IMAGES = MISTAKES.pop("0 x model_inference of images")  # test_inference.py trains it
 PREDICTED = MISTAKES.pop("0 x estimate that predicts")  # test_estimate.py does, in processes
 OF_A_GPT = MISTAKES.pop("0 x model_inference of a GPT")  # test_language.py trains it

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import cases, refused
 from test_text import JOB, settled
 
-from jobs import decoder, text
+from jobs import language_models, text
 from parallel import attention_kernels
 
 
@@ -27,7 +27,7 @@ def test_packed_documents_are_trained_as_if_alone(model):
     end is read from the text; a long one is several."""
     args = settled(f"{JOB} --model {model} --context 32 --packed")
     _, dataset = text.make_datasets(args)
-    model = decoder.make_model(args, dataset.classes).double()
+    model = language_models.make_model(args, dataset.classes).double()
     rows, labels = dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu")
     alone, parts = 0, 0
     for document in documents_of(dataset):
@@ -98,7 +98,7 @@ def test_packed_rows_do_not_break_what_is_compiled(part, monkeypatch):
     """FlexAttention is part of the graph, and attends as the mask does."""
     args = settled(f"{JOB} --model llama-2x2x32 --kv-heads 1 --context 32 --packed")
     dataset, _ = text.make_datasets(args)
-    model = decoder.make_model(args, dataset.classes)
+    model = language_models.make_model(args, dataset.classes)
     rows, _ = dataset.prepare_evaluation((torch.arange(3),), "cpu")
     expected = model(rows)
     monkeypatch.setattr(attention_kernels, "has_flex", lambda tensor: True)

@@ -12,7 +12,7 @@ from torch import nn
 
 import common
 from harness.settings import read_flags
-from jobs import decoder, gpt, text
+from jobs import gpt, language_models, sizes, text
 from jobs.choice import Settings, resolve
 
 JOB = "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20"
@@ -132,7 +132,7 @@ def test_synthetic_text_is_drawn_from_the_seed():
 @pytest.mark.parametrize("experts", [{}, {"experts": 2}])
 def test_where_a_gpt_drops(experts):
     """As GPT-2: the sum of the embeddings, and what each attention and MLP add to it."""
-    model = gpt.GPT(list(range(11)), gpt.Size(2, 2, 16), 12, dropout=0.25, **experts)
+    model = gpt.GPT(list(range(11)), sizes.Size(2, 2, 16), 12, dropout=0.25, **experts)
     names = {layer: n for n, layer in model.named_modules() if isinstance(layer, nn.Dropout)}
     dropped = []
     for layer in names:
@@ -144,8 +144,8 @@ def test_where_a_gpt_drops(experts):
 
 
 def test_norms_and_embeddings_do_not_decay():
-    model = gpt.GPT(list(range(11)), gpt.Size(2, 2, 16), 12)
-    decayed, others = decoder.parameter_groups(model)
+    model = gpt.GPT(list(range(11)), sizes.Size(2, 2, 16), 12)
+    decayed, others = language_models.parameter_groups(model)
     assert others["weight_decay"] == 0
     names = {id(p): name for name, p in model.named_parameters()}
     kept = ("attention_norm", "mlp_norm", "norm", "token", "position")
@@ -168,9 +168,9 @@ def test_plateau_goes_on_after_a_resume(tmp_path):
 def test_weights_know_their_characters(tmp_path):
     """Another text has other characters, or as many, which shapes would not tell."""
     flags = "--model gpt-1x1x8 --context 8 --dataset synthetic"
-    model = decoder.make_model(settled(flags), ["a", "b"])
+    model = language_models.make_model(settled(flags), ["a", "b"])
     torch.save(model.state_dict(), tmp_path / "model.pt")
     args = settled(f"{flags} --weights {tmp_path}/model.pt")
-    decoder.make_model(args, ["a", "b"])
+    language_models.make_model(args, ["a", "b"])
     with refused("was trained on other characters"):
-        decoder.make_model(args, ["c", "d"])
+        language_models.make_model(args, ["c", "d"])

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 from harness.world import world
+from jobs.model_parts import blocks_of
 
 source = inspect.getsource(_muon._zeropower_via_newtonschulz)
 for cast in ("grad.to(dtype=torch.bfloat16, copy=True)", "grad.bfloat16()"):  # the latter: 2.11
@@ -57,7 +58,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(args, model, fused=True):
-    matrices = [p for block in common.blocks_of(model) for p in block.parameters() if p.ndim == 2]
+    matrices = [p for block in blocks_of(model) for p in block.parameters() if p.ndim == 2]
     ours = {id(p) for p in matrices}
     groups = common.parameter_groups(args, model)
     groups = [g | {"params": [p for p in g["params"] if id(p) not in ours]} for g in groups]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
 from jobs.gpt import MLP, Attention, Decoder
-from jobs.llama import LlamaSize
+from jobs.sizes import LlamaSize
 from pytorch_TP import parallelize
 
 VOCABULARY = 128_256

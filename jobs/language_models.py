@@ -1,13 +1,11 @@
-"""Which decoder a command line selects, a GPT or a Llama; its weights, initialized or read, whole
-or in shards; and its parameter groups for the optimizer."""
+"""Which decoder a command line selects; its weights, initialized or read, whole or in shards; and
+its parameter groups for the optimizer."""
 
 import dataclasses
-import difflib
-import functools
 import json
 import math
-import re
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,52 +13,85 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.cli import fail
+from harness.settings import fill
 from harness.state import check_weights
-from jobs import gpt, llama
-from jobs.classifiers import decay_matrices
-from jobs.experts import balance_at_steps
-from jobs.gpt import Decoder, Size
-from jobs.llama import LlamaSize
-from libraries import hub, weights
+from harness.world import this_script
+from jobs.gpt import GPT, Decoder
+from jobs.model_parts import decay_matrices
+from jobs.sizes import LlamaSize, Size, size_of_name
 
-FAMILIES = {"gpt": Size, **llama.FAMILIES}  # a model: a file, a row
-SIZES = gpt.SIZES | llama.SIZES
-parameter_groups = functools.partial(decay_matrices, spared=(nn.Embedding,))
+parameter_groups = partial(decay_matrices, spared=(nn.Embedding,))
+
+
+def has_pretrained(args) -> bool:
+    """Whether ``--weights`` is a folder of the hub; a model.pt may be of any run of ours."""
+    if args.weights == "none":
+        return False
+    from libraries import hub  # which other runs do not need
+
+    return hub.is_folder(args.weights)
 
 
 def size_of(args) -> Size:
-    """The shape of ``--model``, with ``--kv-heads``, ``--mlp-width``, ``--experts`` and
+    """The size of ``--model``, with ``--kv-heads``, ``--mlp-width``, ``--experts`` and
     ``--top-k``; for ``--model llama`` that in the folder ``--weights``."""
-    own = {name: n for name in ("experts", "top_k") if (n := getattr(args, name))}
+    given = {name: getattr(args, name) for name in ("experts", "top_k") if getattr(args, name)}
     if args.model != "llama":
-        return dataclasses.replace(size_of_name(args.model, args.kv_heads, args.mlp_width), **own)
+        return dataclasses.replace(size_of_name(args.model, args.kv_heads, args.mlp_width), **given)
+    from libraries import hub
+
     folder = hub.folder_of(args.weights)
     if not (folder / "config.json").is_file():
         fail("--model llama takes its shape from --weights; give a folder with a config.json")
     size = LlamaSize(**hub.read_config(folder))
-    for name, n in {**own, "kv_heads": args.kv_heads, "mlp_width": args.mlp_width}.items():
-        if n not in (None, has := getattr(size, name)):
+    given |= {"kv_heads": args.kv_heads, "mlp_width": args.mlp_width}
+    for name, n in given.items():
+        has = getattr(size, name)
+        if n not in (None, has):
             why = f"the model in {args.weights} has {has or 'none'}"
             fail(f"--{name.replace('_', '-')} {n}: {why}; leave it out")
     return size
 
 
-@functools.cache
-def size_of_name(name: str, kv_heads: int | None, mlp_width: int | None) -> Size:
-    family, _, shape = name.partition("-")
-    if name in SIZES:
-        size = SIZES[name]
-    elif family in FAMILIES and re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
-        size = FAMILIES[family](*map(int, shape.split("x")))
-    else:
-        close = difflib.get_close_matches(name, SIZES) or gpt.SIZES
-        example = "such as gpt-4x4x128 for 4 layers of 4 heads and width 128"
-        use = f"try {', '.join(close)}, or {'-, '.join(FAMILIES)}-LxHxD, {example}"
-        fail(f"--model {name} is no decoder; {use}")
-    if size.width % size.heads and not size.head_dim:
-        why = f"width {size.width} is not divisible by {size.heads} heads"
-        fail(f"--model {name}: {why}; use a multiple")
-    return size.complete(name, kv_heads, mlp_width)
+def resolve_experts(args):
+    """Fill in the defaults of a mixture of experts, and check its flags."""
+    if this_script() == "pytorch_EP":
+        args = fill(args, experts=8)
+    if not args.experts:
+        if args.top_k is not None or args.balance is not None:
+            fail("--top-k and --balance are for a mixture of experts; add --experts 8")
+        return args
+    args = fill(args, top_k=1, balance=0.01)
+    pipeline = hasattr(args, "pipeline_schedule") and getattr(args, "pp", 2) > 1
+    parts = pipeline or args.accumulate > 1 or args.dtype == "float16"
+    if parts and args.balance not in (0, "bias"):
+        # They divide the loss, or scale it, but not the balancing loss.
+        why = "is not for micro-batches or --dtype float16; use --balance bias, or 0"
+        fail(f"--balance {args.balance:g} {why}")
+    if args.balance == "bias" and this_script() == "pytorch_DP":
+        fail("--balance bias: the replicas of nn.DataParallel forget what they counted; use 0.01")
+    if args.top_k > args.experts:
+        fail(f"--top-k {args.top_k} is more than --experts {args.experts}; use no more")
+    return args
+
+
+def check_tensor_parallel(args, ranks: int, flag: str, vocabulary: list[str]) -> None:
+    """Check that the ranks, which ``flag`` sets, can split the model: heads, MLP, vocabulary and,
+    with ``--sequence-parallel``, positions."""
+    size = size_of(args)
+    tokens = len(vocabulary)
+    sequence = getattr(args, "sequence_parallel", None)  # None: by hand, always the vocabulary
+    if size.kv_heads % ranks:
+        why = f"{size.kv_heads} heads are not divisible by {flag}"
+        fail(f"--model {args.model}: {why}; use a number of ranks that divides them")
+    if size.mlp_width % ranks:
+        fail(f"--mlp-width {size.mlp_width} is not divisible by {flag}; use a multiple")
+    if sequence and args.context % ranks:
+        fail(f"--context {args.context} is not divisible by {flag}; use a multiple")
+    if sequence is not False and -(-tokens // ranks) * (ranks - 1) >= tokens:
+        why = f"with {flag}, a rank gets none of the {tokens} tokens of the vocabulary"
+        why = f"--sequence-parallel: {why}" if sequence else why
+        fail(f"{why}; use fewer ranks, or --tokenizer bytes")
 
 
 # -------------------------------------------------------------------------------------- weights
@@ -71,6 +102,8 @@ def make_model(args, vocabulary: list[str]) -> Decoder:
     with torch.device("meta"):
         model = make_shapes(args, vocabulary)
     if args.balance == "bias":
+        from jobs.experts import balance_at_steps
+
         balance_at_steps(model)
     if device.type != "meta":
         model.to_empty(device=device)
@@ -79,16 +112,24 @@ def make_model(args, vocabulary: list[str]) -> Decoder:
 
 
 def make_shapes(args, vocabulary: list[str]) -> Decoder:
-    size, options = size_of(args), {"tie": bool(args.tie)}
+    """The model, on the default device, with weights that nobody has set."""
+    size = size_of(args)
+    points = code_points(args, vocabulary)
+    options = {"tie": bool(args.tie)}
     if size.experts:
         options |= {"experts": size.experts, "top_k": size.top_k, "balance": args.balance or 0.0}
-    return size.make_model(code_points(args, vocabulary), args, **options)
+    if isinstance(size, LlamaSize):
+        from jobs.llama import Llama
+
+        return Llama(points, size, **options)
+    return GPT(points, size, args.context, args.dropout, **options)
 
 
 def code_points(args, vocabulary: list[str]) -> list[int]:
     """Code points of the characters; for another tokenizer, the token ids."""
-    hub_tokens = args.tokenizer == "hub"
-    return list(range(len(vocabulary))) if hub_tokens else [ord(token) for token in vocabulary]
+    if args.tokenizer == "hub":
+        return list(range(len(vocabulary)))
+    return [ord(token) for token in vocabulary]
 
 
 @torch.no_grad()
@@ -106,13 +147,16 @@ def init_weights(args, model: nn.Module, vocabulary: list[str]) -> None:
     if args.weights == "none":
         for name, parameter in parameters.items():
             set_whole(parameter, draw(args, name, parameter.shape))
-    elif weights.is_snapshot(args.weights) or not hub.is_folder(args.weights):
-        read_ours(args, parameters | buffers, points)
-    else:
-        shared = "head.weight" in parameters and args.tie
-        tied = {"token.weight": parameters.pop("head.weight")} if shared else {}
-        kind, tie = size_of(args).kind, bool(args.tie)
-        hub.read_weights(hub.folder_of(args.weights), kind, tied | parameters, tie=tie)
+        return
+    from libraries import hub, weights
+
+    if weights.is_snapshot(args.weights) or not hub.is_folder(args.weights):
+        return read_ours(args, parameters | buffers, points)
+    tied = {}
+    if args.tie and "head.weight" in parameters:
+        tied["token.weight"] = parameters.pop("head.weight")
+    folder = hub.folder_of(args.weights)
+    hub.read_weights(folder, size_of(args).kind, tied | parameters, tie=bool(args.tie))
 
 
 def set_whole(tensor: Tensor, whole: Tensor) -> None:
@@ -137,6 +181,8 @@ def draw(args, name: str, shape: torch.Size) -> Tensor:
 
 def read_ours(args, tensors: dict[str, Tensor], points: Tensor) -> None:
     """Fill parameters and buffers from a ``model.pt`` or a snapshot, and check that it fits."""
+    from libraries import hub, weights
+
     shards = weights.shapes_of(args.weights)
     found = shards or weights.load(args.weights, mmap=True)
     flags = f"--model {args.model} --context {args.context}"
@@ -166,11 +212,16 @@ def write_folder(args, weights: dict[str, Tensor], folder: Path) -> None:
     has. What the folder ``--weights`` says beyond the shape is kept, such as the tokens at which
     ``generate()`` stops, unless the text has other tokens."""
     size = size_of(args)
-    if not size.on_the_hub or size.experts and size.kind not in hub.MIXTURES:
+    if not size.on_the_hub:
+        return
+    from libraries import hub
+
+    if size.experts and size.kind not in hub.MIXTURES:
         return
     if args.balance == "bias":  # which transformers would leave out
         return
-    vocabulary, context = len(weights["token.weight"]), args.context
+    vocabulary = len(weights["token.weight"])
+    context = args.context
     source = hub.folder_of(args.weights) if hub.is_folder(args.weights) else None
     own = source and (args.tokenizer == "hub" or not hub.has_tokenizer(source))
     if own and args.model == "llama":  # otherwise its shape is another

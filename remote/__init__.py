@@ -1,1 +1,0 @@
-"""Storage by URL: inputs that are downloaded, and the copy of a run."""

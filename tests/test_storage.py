@@ -1,0 +1,82 @@
+"""Output, snapshots and inputs at URLs: in the files of this machine, and in memory."""
+
+import argparse
+import shutil
+import sys
+import time
+
+import pytest
+from conftest import ROOT, launcher, succeed
+from fsspec.implementations.memory import MemoryFileSystem
+
+from harness import storage
+from harness.cli import fetch_input
+from harness.snapshots import FORMAT, SnapshotStore
+
+JOB = "--model gpt-1x2x16 --context 16 --dataset synthetic --train-samples 96 --eval-samples 12"
+JOB += " --batch-size 24 --epochs 3 --eval-every 2 --lr 100 --warmup-steps 99"  # diverges
+
+
+def test_a_run_goes_on_elsewhere(tmp_path):
+    """On one rank instead of two, when nothing is left of the first machine: also its best weights
+    come from the URL."""
+    for script, ranks, flags in (("FSDP", 2, "--max-steps 6"), ("SingleGPU", 1, "--resume auto")):
+        machine = tmp_path / script
+        machine.mkdir()
+        command = launcher(f"{ROOT}/pytorch_{script}", ranks).replace(".py.py", ".py")
+        command += f" {JOB} --output-dir file://{tmp_path}/store {flags}"
+        said = succeed(command, cwd=machine, forked=True).stdout
+        shutil.rmtree(machine)
+    assert "step-00000006-evaluated at epoch 2, step 7" in said
+    assert "evaluation: step 2," in said and "model.pt has its weights" in said
+    assert {"model.pt", "result.json"} < {path.name for path in (tmp_path / "store").iterdir()}
+
+
+def save(store, step, note=""):
+    state = {"run": {"step": step}, "format": FORMAT, "identity": {}, "note": note}
+    return store.save(f"step-{step:08}", state, [lambda part: (part / "own").write_text(note)])
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return SnapshotStore(argparse.Namespace(output_dir=f"memory://{tmp_path}", resume="auto"), {})
+
+
+@pytest.mark.parametrize("done", range(3))
+def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
+    """An upload ends after some files. What only this machine has, is not taken either."""
+    for step in (1, 2, 3):
+        assert save(store, step) == (f"{store.url}/snapshots/step-{step:08}", None)
+    put, left = MemoryFileSystem.put_file, iter(range(done))
+    with monkeypatch.context() as broken:
+        broken.setattr(MemoryFileSystem, "put_file", lambda *a, **k: [next(left), put(*a, **k)])
+        saved, failure = save(store, 4)
+    assert saved is None and "check the server" in failure
+    assert storage.list_complete(store.url) == ["step-00000003", "step-00000002"]
+    args = argparse.Namespace(output_dir=store.output_dir, resume="auto")
+    with monkeypatch.context() as local:
+        local.setitem(sys.modules, "fsspec", None)  # which only a URL needs
+        assert save(SnapshotStore(args, {}), 9) == (f"{store.folder}/step-00000009", None)
+    assert store.find()["run"]["step"] == 3
+    save(store, 3, "again")
+    assert store.find()["note"] == "again"
+
+
+def test_an_input_is_copied_until_it_changes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files, place = MemoryFileSystem(), f"{tmp_path}/data"
+    files.pipe({f"{place}/a": b"a", f"{place}/b": b"b"})
+    for expected in (["a", "b"], ["a", "b"], ["a"]):
+        if expected == ["a"]:
+            files.rm(f"{place}/b")
+        folder = fetch_input.__wrapped__(f"memory://{place}", "--data-dir")
+        assert [path.read_text() for path in sorted(folder.iterdir())] == expected
+    assert capsys.readouterr().out.count("copying") == 2
+
+
+def test_a_server_that_never_answers(store, monkeypatch):
+    monkeypatch.setattr(storage, "ANSWER", 0.1)
+    monkeypatch.setattr(MemoryFileSystem, "exists", lambda *_: time.sleep(9))
+    with pytest.raises(storage.StorageError, match="cannot be read .TimeoutError: no answer"):
+        storage.list_complete(store.url)
