@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from benchmark import RESULTS, ROOT, all_versions, today, write_json
 from harness.cli import ArgumentParser, fail
 from harness.measure import git_commit, hardware
-from report import fresh
+from measure.runner import RESULTS, all_versions, today, write_json
 from report.results import load
 
 FAR = 0.02  # of what the last steps change: a GPU may add up in another order
@@ -77,8 +76,7 @@ def report(device: str, work: Path, results: Path, out: Path | None) -> None:
     suite = load(RESULTS / "gpu.partial.json")
     if suite and not load(RESULTS / "gpu.json").get("complete"):
         suite["rows"] = [row for row in suite["rows"] if row["runs"] or row["failed"]]
-        commands = [run["command"] for row in suite["rows"] for run in row["runs"]]
-        found["gpu.json"] = suite | {"files": fresh.files_of(ROOT, commands)}
+        found["gpu.json"] = suite
     for name, value in found.items():
         write_json(results / name, value)
     if out:

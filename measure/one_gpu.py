@@ -2,7 +2,7 @@
 
     python -m measure.one_gpu --output-dir runs/one_gpu
 
-Each row of config/suite_one_gpu.json is a script with its flags, a rank, and the number of ranks.
+Each row of measure/suites/one_gpu.json is a script with its flags, a rank, and the number of ranks.
 The script's own training loop runs as this rank of PyTorch's ``fake`` process group, which sends
 nothing: from an all-gather or an all-to-all a rank gets its own data, from a reduce-scatter its own
 part. Weights and tokens are random. Five steps are run, of which the last three are measured, and a
@@ -37,9 +37,11 @@ from jobs import language_models
 from measure.outcome import reason
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITE = ROOT / "config" / "suite_one_gpu.json"
-STEPS, WARMUP = 5, 2
-GPU, PATIENCE = threading.Lock(), 60  # seconds that a row may use it
+SUITE = ROOT / "measure" / "suites" / "one_gpu.json"
+STEPS = 5
+WARMUP = 2  # steps that are not measured
+GPU = threading.Lock()
+PATIENCE = 60  # seconds that a row may use it
 
 
 class Tokens(trial.Job):
@@ -104,11 +106,15 @@ def run_alone(row: dict, device: str, folder: Path) -> dict:
     fakes.stand_in_for_ranks()
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # no other rank is on this machine
     answer_alone()
-    live, run = LiveBytes(block=1), TimedRun if device == "cuda" else trial.ShortRun
-    run.live, run.total_steps = live, trial.STEPS
+    live = LiveBytes(block=1)
+    run = TimedRun if device == "cuda" else trial.ShortRun
+    run.live = live
+    run.total_steps = trial.STEPS
     job = Tokens(row["classes"], None, torch.contiguous_format)
-    common.Run, common.make_loader = run, trial.Loader
-    common.make_datasets, common.make_model = job.make_datasets, job.make_model
+    common.Run = run
+    common.make_loader = trial.Loader
+    common.make_datasets = job.make_datasets
+    common.make_model = job.make_model
     common.init_weights = language_models.init_weights = fill
     common.make_store = common.hangs.listen = lambda _: None  # nobody else is there
     cli.check_writable = cli.lock = lambda folder, flag: None  # nothing is written
@@ -137,7 +143,8 @@ def predict(row: dict, device: str, folder: Path) -> dict:
 
 def rows_of(suite: Path) -> dict[str, dict]:
     """The rows of a suite, by name, with all words of their commands."""
-    found, rows = json.loads(suite.read_text()), {}
+    found = json.loads(suite.read_text())
+    rows = {}
     empty = dict.fromkeys(("predicted", "allocated", "reserved", "step_seconds", "failed"))
     for case in found["cases"]:
         row = found["usual"] | empty | case
@@ -150,7 +157,8 @@ def start_row(args: Namespace, do: str, name: str) -> dict:
     """The last line that a row prints in a process of its own, or why it failed."""
     words = [sys.executable, "-m", "measure.one_gpu", name, "--do", do, "--device", args.device]
     words += ["--suite", args.suite, "--output-dir", args.output_dir]
-    path, measures = args.output_dir / f"{do} {name}.txt", do == "measure"
+    path = args.output_dir / f"{do} {name}.txt"
+    measures = do == "measure"
     with path.open("w") as log:
         options = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         process = subprocess.Popen(words, cwd=ROOT, **options)
@@ -161,8 +169,11 @@ def start_row(args: Namespace, do: str, name: str) -> dict:
                 process.kill()
                 process.wait()
                 return {"failed": f"timed out after {PATIENCE} s"}
-    text, code = path.read_text(), process.returncode
-    found = {"failed": reason(text, code)} if code else json.loads(text.splitlines()[-1])
+    text = path.read_text()
+    if code := process.returncode:
+        found = {"failed": reason(text, code)}
+    else:
+        found = json.loads(text.splitlines()[-1])
     print(f"{do} {name}: {found}", flush=True)
     return found
 

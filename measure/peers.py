@@ -36,7 +36,8 @@ class Pictures(Dataset):
     """What torchvision's datasets hand out: a PIL image, transformed one by one."""
 
     def __init__(self, images, side):
-        self.images, self.labels = images.images, images.labels
+        self.images = images.images
+        self.labels = images.labels
         self.transform = transforms.Compose(
             [
                 transforms.ToPILImage(),
@@ -77,7 +78,8 @@ def main():
 
     def step(images, labels):
         if args.loop == "pytorch_train":
-            images, labels = images.to(device), labels.to(device)
+            images = images.to(device)
+            labels = labels.to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype != "float32"):
             logits = model(images)
@@ -87,7 +89,8 @@ def main():
         if args.loop == "pytorch_train":  # its running loss and accuracy
             return loss.item(), (logits.argmax(1) == labels).sum().item()
 
-    clock, state = StepClock([device]), RunState(torch.zeros(()))
+    clock = StepClock([device])
+    state = RunState(torch.zeros(()))
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     clock.start()
     for images, labels in itertools.islice(batches, args.max_steps):

@@ -2,10 +2,9 @@
 
 import json
 import string
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-
-from report import fresh
 
 # Columns by table: a title, of which chinese.json has the Chinese one, and a format string.
 TABLES = json.loads(Path(__file__).with_name("tables.json").read_text())
@@ -37,12 +36,29 @@ def draw(rows: Collection[dict], columns: dict[str, str], empty: bool = True) ->
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def footer(root: Path, found: dict, file: str, *before: str, after: str = "", commands=None) -> str:
-    """The line below a table: machine and what was run (``before``), versions, repeats (``after``),
-    the file in results/, and what of the measured code has changed since (:func:`fresh.note`)."""
-    named = [f"{n} {v}" for n, v in found["versions"].items() if n == "torch" or "onnx" in n]
-    parts = [*filter(None, [*before, ", ".join(named), after]), f"[results/{file}](results/{file})"]
-    return f"\n\n{'; '.join(parts)}{fresh.note(root, found, commands)}"
+def footer(found: dict, name: str, machine: str, entries: Collection, runs: str = "") -> str:
+    """The line below a table: where its figures are from, and the command that measures them.
+
+    Args:
+        found: what is in results/``name``.json.
+        machine: which has measured them, or that they are predicted.
+        entries: of the table; those that an earlier measurement has left say so in ``from``.
+        runs: how many there were of each row.
+    """
+    origins = Counter(entry.get("from", origin(found, machine)) for entry in entries)
+    lines = (
+        [f"{line} ({n} rows)" for line, n in origins.items()] if len(origins) > 1 else [*origins]
+    )
+    link = f"[results/{name}.json](results/{name}.json)"
+    parts = [*lines, runs, f"`python benchmark.py --suite {name}`", link]
+    return "\n\n" + "; ".join(filter(None, parts))
+
+
+def origin(found: dict, machine: str) -> str:
+    """Machine, PyTorch, date and commit of a result, if it was measured in a clone."""
+    commit, _, changed = (found["git_commit"] or "no commit").partition("-")
+    commit = commit[:9] + (" with uncommitted changes" if changed else "")
+    return "; ".join([machine, f"torch {found['versions']['torch']}", found["date"], commit])
 
 
 def machine_line(machine: dict, on_cpu: bool = True) -> str:

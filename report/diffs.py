@@ -65,7 +65,8 @@ def without_imports(text: str) -> list[str]:
 def training(text: str) -> list[str]:
     """The lines of an example until the optimizer's step, without its model, its data, and what
     saves and resumes."""
-    lines, kept = text.splitlines(), []
+    lines = text.splitlines()
+    kept = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             left_out = {
@@ -125,7 +126,8 @@ def whole_blocks(root: Path) -> dict[str, str]:
         code = fenced("python", without_docstring(path.read_text()))
         found[f"own-{path.stem}"] = f"[{name}]({name}):\n\n{code}"
     for path in sorted((root / "examples" / "silent").glob("*.py")):
-        if MARK.search(source := path.read_text()):
+        source = path.read_text()
+        if MARK.search(source):
             code = marked(ast.parse(source).body, source.splitlines())
             found[f"silent-{path.stem}"] = fenced("python", [f"# {path.relative_to(root)}", *code])
     return found
@@ -142,7 +144,8 @@ def marked(body: list[ast.stmt], lines: list[str]) -> Iterator[str]:
 
 def excerpt(root: Path, row: Technique) -> tuple[str, list[str]]:
     """What a page shows of a script: its diff, or of a long one the lines that matter."""
-    source, diff = (root / f"{row.script}.py").read_text(), pair_of(root, row).diff()
+    source = (root / f"{row.script}.py").read_text()
+    diff = pair_of(root, row).diff()
     if row.shows:
         return "python", definitions(source, row.shows)
     return ("diff", diff) if len(diff) <= LONGEST_SCRIPT else ("python", tagged_lines(source))

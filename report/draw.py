@@ -11,9 +11,8 @@ from pathlib import Path
 
 from report.blocks import size_name
 from report.palette import COLLECTIVES, MEMORY, PHASES, text_on, theme_style
-from report.results import WORDS, name_of
+from report.results import WORDS
 from report.traces import Bar, Rank, joined, read_traces
-from techniques import technique
 
 INK = "#010203"  # stands in pictures.mplstyle for the ink of the page's theme
 PAGE = "#fdfeff"  # and for its background
@@ -29,13 +28,8 @@ LANES = 0.34
 
 def plots(results: dict[str, dict]) -> dict[str, dict]:
     """The data of the plots in results/, by name."""
-    plots = {"collectives": bandwidths(results["collectives"])}
-    makers = {"local_sgd": ("local_sgd", loss_by_bytes), "shakespeare": ("loss", loss_by_tokens)}
-    for suite, (name, make) in makers.items():
-        rows = [row for row in results[suite]["rows"] if row["runs"] and row["table"] == suite]
-        if rows:
-            plots[name] = make(rows)
-    return plots
+    rows = [row for row in results["shakespeare"]["rows"] if row["runs"]]
+    return {"collectives": bandwidths(results["collectives"]), "loss": loss_by_tokens(rows)}
 
 
 def loss_by_tokens(rows: list[dict]) -> dict:
@@ -48,22 +42,6 @@ def loss_by_tokens(rows: list[dict]) -> dict:
         "lines": {name: {"-": scaled(curve, millions)} for name, curve in curves.items()},
         "widths": [1 + 2 * i for i in reversed(range(len(curves)))],
     }
-
-
-def loss_by_bytes(rows: list[dict]) -> dict:
-    """The loss on text against the bytes that a rank has sent, by theory."""
-    lines = {}
-    for row in rows:
-        run = row["runs"][0]
-        ranks = run["world_size"]
-        options = run["options"] | {"optimizer": run["optimizer"]}
-        sent = sum(technique(run["technique"]).sends(ranks, options).values())
-        if ranks > 1:
-            lines[name_of(row)] = {"-": scaled(run["curve"], sent * run["parameters"] / 1e6)}
-    said = f"training loss ({run['model']}, {ranks} ranks)"
-    axes = {"xlabel": "MB sent by a rank", "ylabel": said, "xscale": "log"}
-    legend = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15), "ncols": 2}
-    return {"axes": axes, "lines": lines, "legend": legend}
 
 
 def scaled(curve: list[tuple[int, float]], unit: float) -> tuple[list[float], list[float]]:
@@ -88,13 +66,6 @@ def bandwidths(sweep: dict) -> dict:
         "ylabel": f"bus bandwidth, GB/s ({sweep['ranks']} ranks, {sweep['backend']})",
     }  # fmt: skip
     return {"axes": axes, "lines": lines, "key": {"--": "latency + size / bandwidth"}}
-
-
-def percent_by_ranks(unit: str, lines: dict, ranks: list[int], key: dict) -> dict:
-    """A plot of percentages by number of ranks; for the others see :func:`draw_lines`."""
-    axes = {"xlabel": "ranks", "ylabel": unit, "xscale": "log", "ylim": (0, 110)}
-    axes |= {"xticks": ranks, "xticklabels": [f"{n:,}" for n in ranks]}
-    return {"axes": axes, "lines": lines, "key": key}
 
 
 def timelines(root: Path) -> dict[str, dict]:

@@ -399,12 +399,6 @@ def become(monkeypatch):
     world.cache_clear()
 
 
-@pytest.fixture
-def measured(record_property):
-    """Notes what a test measured, for docs/proof.md: measure/collect_proof.py reads it."""
-    return lambda table, **values: record_property(table, json.dumps(values))
-
-
 @pytest.fixture(scope="session")
 def review_folder(tmp_path_factory):
     """120 reviews to train with and 30 to be judged by, which a small model tells apart."""

@@ -340,10 +340,10 @@ def dropout():
 
 
 def parts():
-    """Record when each rank of a pipeline computes what. It writes ``parts-RANK.json`` into
-    --output-dir: a list of steps, each of which is a list of parts. A part has its kind (F for
-    forward, B for backward, I and W for its halves, with respect to inputs and weights), stage,
-    micro-batch, begin and end by the clock, and the seconds in between in which it had a core."""
+    """Record in which order each rank of a pipeline computes. It writes ``parts-RANK.json`` into
+    --output-dir: a list of steps, each of which is a list of parts. A part is its kind (F for
+    forward, B for backward, I and W for its halves, with respect to inputs and weights), stage and
+    micro-batch."""
     from torch.distributed.pipelining import PipelineStage
 
     steps = []
@@ -353,19 +353,14 @@ def parts():
 
         @functools.wraps(original)
         def noted(stage, number, *args, **kwargs):
-            begin, core = time.perf_counter(), time.thread_time()
-            result = original(stage, number, *args, **kwargs)
-            core, end = time.thread_time() - core, time.perf_counter()
-            what = "I" if kind == "B" and not kwargs.get("full_backward", True) else kind
-            part = {"what": [what, stage.stage_index, number]}
-            steps[-1].append(part | {"begin": begin, "end": end, "core": core})
-            return result
+            of_inputs = kind == "B" and not kwargs.get("full_backward", True)
+            steps[-1].append(["I" if of_inputs else kind, stage.stage_index, number])
+            return original(stage, number, *args, **kwargs)
 
         setattr(PipelineStage, method, noted)
 
     def note_steps(run, batches):
         for batch in batches:
-            dist.barrier()  # all ranks begin a step together
             steps.append([])
             yield batch
         path = run.args.output_dir / f"parts-{RANK}.json"

@@ -1,6 +1,5 @@
 """benchmark.py: measure end to end, interrupt and resume, render, and check the pages."""
 
-import functools
 import json
 import re
 import shlex
@@ -12,16 +11,16 @@ import psutil
 import pytest
 import torch
 from checkout import copy_checkout
-from conftest import ROOT, environment, launch, wait_for
+from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from measure import everything
-from report import draw, pages
+from measure import again, gpus, runner
+from report import draw, pages, translations
 from report.results import Unusable
 from techniques import TECHNIQUES
 
 JOB = "--dataset synthetic --train-samples 64 --eval-samples 16 --batch-size 16 --epochs 1"
-SUITES = sorted(path.stem.removeprefix("suite_") for path in ROOT.glob("config/suite_*"))
+SUITES = sorted(path.stem for path in ROOT.glob("measure/suites/*.json"))
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def write_suite(checkout, *rows, **more):
     rows = [dict(zip(("name", "command", "timeout"), row, strict=False)) for row in rows]
     suite = {"about": "a test", "job": JOB, "repeats": 1, "tables": ["quick"], "rows": rows} | more
     suite["rows"] += suite.pop("others", [])
-    (checkout / "config/suite_quick.json").write_text(json.dumps(suite))
+    (checkout / "measure/suites/quick.json").write_text(json.dumps(suite))
 
 
 def run(checkout, flags, code=0):
@@ -62,7 +61,7 @@ def test_a_row_that_fails_says_why(checkout):
             {"name": "none", "command": "python none.py", "needs": ["none_such"]},
         ],
     )
-    finished = run(checkout, "--suite quick")
+    finished = run(checkout, "--suite quick", code=1)
     assert "failed: flags, memory, package, bug, program, silent; left" in finished.lines[-1]
     assert "left out: odd x3, none" in finished.lines[-1]
     whole = (checkout / "results/quick.json").read_text()
@@ -137,7 +136,8 @@ def test_render_and_check(checkout):
     pages.render(*pages.find_changes(checkout))
     assert not changes(checkout)
     (checkout / "docs/images/schematic-TP.svg").write_text("")
-    blocks, texts = {"README": "front-gpt", "docs/measuring": "cpu", "docs/proof": "bytes"}, {}
+    blocks, texts = {"README": "front-gpt", "docs/measuring": "peers"}, {}
+    blocks |= {"docs/techniques/FSDP": "FSDP"}
     for name, block in blocks.items():
         for path in (checkout / f"{name}.md", checkout / f"{name}.zh-CN.md"):
             text = texts[path] = path.read_text()
@@ -150,7 +150,7 @@ def test_render_and_check(checkout):
     assert "schematic-TP.svg; run" in said
     run(checkout, "--render")
     assert all(path.read_text() == text for path, text in texts.items())
-    path = checkout / "results/cpu.json"
+    path = checkout / "results/peers.json"
     results = json.loads(path.read_text())
     for measured in results["rows"][0]["runs"]:
         measured["images_per_second"] *= 10
@@ -158,14 +158,14 @@ def test_render_and_check(checkout):
     assert {"docs/measuring.md", "docs/measuring.zh-CN.md"} <= changes(checkout)
     path.write_text(path.read_text()[:1000])
     [line] = run(checkout, "--render", code=2).errors
-    assert "cpu.json" in line and "measure it again" in line
+    assert "peers.json" in line and "measure it again" in line
 
 
 WRONG = [  # a file, what stands in it, and what would be wrong in its place
-    ("results/cpu.json", '"schema": 1', '"schema": 99'),
+    ("results/peers.json", '"schema": 1', '"schema": 99'),
     ("README.md", "<!-- front-gpt -->", ""),
-    ("docs/proof.md", "<!-- end -->", ""),
-    ("docs/inference.md", "<!-- inference -->", "<!-- inferences -->"),
+    ("docs/measuring.md", "<!-- end -->", ""),
+    ("docs/measuring.md", "<!-- peers -->", "<!-- peer -->"),
 ]
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_rendered_from_what_is_wrong(name, old, new, checkout):
 
 # ------------------------------------------------------------------ rows, and what leaves them out
 @pytest.fixture
-def gpus(monkeypatch):
+def see_gpus(monkeypatch):
     """A function that lets PyTorch see so many GPUs, of a name and a compute capability."""
 
     def see(count, name="NVIDIA A100", capability=(8, 0)):
@@ -188,19 +188,19 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
-        monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda package: True)
+        monkeypatch.setattr(runner.importlib.util, "find_spec", lambda package: True)
 
     return see
 
 
 def left_out(suite):
-    rows = benchmark.read_suite(suite)["rows"]
+    rows = runner.read_suite(suite)["rows"]
     return {row["name"]: row["left_out"] for row in rows if row["left_out"]}
 
 
-def test_rows_that_gpus_cannot_run_say_why(gpus, monkeypatch):
+def test_rows_that_gpus_cannot_run_say_why(see_gpus, monkeypatch):
     for count in (1, 2, 3, 4, 6, 8):
-        gpus(count)
+        see_gpus(count)
         halves = {f"GPT: FSDP_TP --tp 2 x{n}": n for n in {1, count} if n % 2}
         groups = "{} ranks cannot be divided into groups of 2".format
         expected = {name: groups(n) for name, n in halves.items()}
@@ -208,18 +208,18 @@ def test_rows_that_gpus_cannot_run_say_why(gpus, monkeypatch):
             why = f"a batch of 24 cannot be divided into {4 * count} parts"
             expected[f"GPT: gradient_accumulation --accumulate 4 x{count}"] = why
         assert left_out("gpu") == expected
-    gpus(5)
+    see_gpus(5)
     why = left_out("gpu")
     assert why["torchrun_DDP x5"] == "a batch of 96 cannot be divided into 5 parts"
     assert "20 parts" in why["gradient_accumulation --accumulate 4 x5"]
     assert "DP" not in why and "torchrun_DDP x1" not in why
-    gpus(1, "Tesla P40", (6, 1))
+    see_gpus(1, "Tesla P40", (6, 1))
     why = left_out("gpu")
-    for row in benchmark.read_suite("gpu")["rows"]:
+    for row in runner.read_suite("gpu")["rows"]:
         if "bfloat16" in row["command"]:
             assert why.pop(row["name"]) == "Tesla P40 has no bfloat16"
     assert list(why) == ["GPT: FSDP_TP --tp 2 x1"]
-    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name != "deepspeed")
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: name != "deepspeed")
     why = left_out("gpu")
     assert why["DeepSpeed zero_stage1 x1"] == "deepspeed is not installed"
 
@@ -227,7 +227,7 @@ def test_rows_that_gpus_cannot_run_say_why(gpus, monkeypatch):
 def test_each_script_that_one_gpu_can_run_is_measured_on_one():
     """On ResNet-50, if it trains images, and on GPT-2."""
     commands = {"gpu": "", "gpu-gpt": ""}
-    for row in benchmark.read_suite("gpu")["rows"]:
+    for row in runner.read_suite("gpu")["rows"]:
         if row["table"] in commands and row["ranks"] == 1:
             commands[row["table"]] += f" {shlex.join(row['command'])} "
     for row in TECHNIQUES:
@@ -248,7 +248,7 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
     benchmark.main()
     printed = capsys.readouterr().out
     assert sorted((ROOT / "results").iterdir()) == before
-    for row in benchmark.read_suite(suite)["rows"]:
+    for row in runner.read_suite(suite)["rows"]:
         assert f"{row['name']}: {shlex.join(row['command'])}" in printed
         # whose --num_gpus takes the machine's first GPUs, whatever CUDA_VISIBLE_DEVICES says
         assert row["command"][0] != "deepspeed"
@@ -258,12 +258,11 @@ def test_a_dry_run_starts_nothing(suite, monkeypatch, capsys):
 
 @pytest.mark.full
 def test_a_suite_of_text(checkout):
-    """Tokens, the curve of the loss, and memory from a run of its own; all in results/."""
+    """Tokens, the curve of the loss, and memory; all in results/."""
     job = "--device cpu --model gpt-1x2x16 --context 8 --dataset synthetic --train-samples 32 "
     job += "--eval-samples 4 --batch-size 8 --epochs 1 --print-freq 2"
-    memory = "--profile-memory --max-steps 3"
-    row = ("SingleGPU", "python pytorch_SingleGPU.py")
-    write_suite(checkout, row, job=job, curves=True, memory=memory)
+    row = ("SingleGPU", "python pytorch_SingleGPU.py --profile-memory")
+    write_suite(checkout, row, job=job, curves=True)
     finished = run(checkout, "--suite quick")
     assert "tokens/s (min–max)" in finished.stdout and "| loss |" in finished.stdout
     found = json.loads((checkout / "results/quick.json").read_text())
@@ -271,40 +270,128 @@ def test_a_suite_of_text(checkout):
     [measured] = row["runs"]
     assert measured["steps"] == 4 and measured["context"] == 8
     assert "--output-dir" in measured["command"]
-    assert "--profile-memory --max-steps 3" in row["memory"]["command"]
-    memory = row["memory"]["peak_memory_gib"]
-    assert measured["peak_memory_gib"] == memory and 0 < memory["allocated"] < memory["process"]
+    memory = measured["peak_memory_gib"]
+    assert 0 < memory["allocated"] < memory["process"]
     assert "| peak GiB (allocated) |" in finished.stdout
     assert [step for step, _ in measured["curve"]] == [2, 4]
     tokens, _ = draw.loss_by_tokens(found["rows"])["lines"]["SingleGPU"]["-"]
     assert tokens == pytest.approx([128e-6, 256e-6])
 
 
-# ------------------------------------------------------------------------------ all that there is
-def test_all_is_measured_once(checkout, monkeypatch, capsys):
-    counted, fails = checkout / "counted", checkout / "fails"
-    fails.touch()
-    parts = {
-        "good": {"commands": [f"echo >> {counted}", f"echo said >> {counted}"]},
-        "bad": {"commands": [f"echo to the log; test ! -e {fails}"]},
-        "gpu": {"needs_gpu": True, "commands": ["false"]},
-    }
-    (checkout / "config/measure_all.json").write_text(json.dumps(parts))
-    monkeypatch.setattr(everything, "busy_cores", lambda: 0.1)
-    measure = functools.partial(everything.measure, checkout, "0" * 40, gpu=False)
-    assert measure() == ["bad"]
-    assert (checkout / "runs/all/bad.log").read_text() == "to the log\n"
-    fails.unlink()
-    assert not measure() and counted.read_text() == "\nsaid\n", "the good one is not run again"
-    everything.print_plan(checkout, gpu=False)
-    assert re.search(r"good +\d+\.\d min  done", capsys.readouterr().out)
-    with pytest.raises(Unusable, match="--only gone: the parts are good, bad"):
-        measure(only=["gone"])
+# ----------------------------------------------------------------------- once more, and what stays
+ABOUT = {"hardware": {"cpu": "a CPU", "cores": 2, "cpu_flags": [], "gpus": []}}
+OLD = ABOUT | {"versions": {"torch": "2.14"}, "date": "2026-11-01", "git_commit": "1" * 40}
+NEW = ABOUT | {"versions": {"torch": "2.15"}, "date": "2026-12-01", "git_commit": "2" * 40}
+
+
+def row_of(name, speed, memory):
+    run = {"tokens_per_second": speed, "peak_memory_gib": {"process": memory, "reserved": None}}
+    return {"name": name, "failed": None, "runs": [run]}
+
+
+def test_what_is_close_to_the_measurement_before_stays():
+    """A row at a time: times within 10%, memory within 2%; then the line says where it is from."""
+    old = OLD | {"rows": [row_of("a", 100, 1.0), row_of("b", 100, 1.0), row_of("c", 100, 1.0)]}
+    new = NEW | {"rows": [row_of("a", 109, 1.019), row_of("b", 89, 1.0), row_of("c", 100, 1.03)]}
+    first, *others = again.keep_old(new, old)["rows"]
+    line = "a CPU, 2 cores; torch 2.14; 2026-11-01; 111111111"
+    assert first == old["rows"][0] | {"from": line} and others == new["rows"][1:]
+    old_one, new_one = OLD | {"rows": old["rows"][:1]}, NEW | {"rows": new["rows"][:1]}
+    assert again.keep_old(new_one, old_one) == old_one, "all of it stays"
+    once_more = again.keep_old(NEW | {"rows": [first, row_of("d", 1, 1)]}, new | {"rows": [first]})
+    assert once_more["rows"][0]["from"] == line, "not that of the file that has kept it"
+    printed = {"a": {"output": ["took 1.0 s, 2.00 GiB"]}, "b": {"output": ["took 1.0 s"]}}
+    texts = {"a": {"output": ["took 1.09 s, 2.03 GiB"]}, "b": {"output": ["took 1.0 h"]}}
+    kept = again.keep_old(NEW | {"outputs": texts}, OLD | {"outputs": printed}, "predicted")
+    assert kept["outputs"]["a"]["output"] == printed["a"]["output"]
+    assert kept["outputs"]["a"]["from"].startswith("predicted; torch 2.14")
+    assert kept["outputs"]["b"] == texts["b"]
+    assert again.keep_old(NEW, {}) == NEW
+
+
+RECORDS = """#!/bin/sh
+echo "$*" >> called
+test "$*" != "benchmark.py --suite peers"
+"""
+
+
+def test_a_release_goes_on_after_a_failure(checkout):
+    """And each of its commands has flags that exist: test_docs.py does not see them."""
+    (checkout / "bin").mkdir()
+    python = checkout / "bin/python"
+    python.write_text(RECORDS)
+    python.chmod(0o755)
+    path = f"{python.parent}:{environment()['PATH']}"
+    finished = launch("bash measure/release.sh", cwd=checkout, PATH=path)
+    assert finished.code == 1 and finished.stderr == "failed: peers\n"
+    assert "== gpt: python benchmark.py --suite gpt\n== gpt: 0 min\n" in finished.stdout
+    called = (checkout / "called").read_text().splitlines()
+    measured = {line.rpartition(" ")[2] for line in called if "--suite" in line}
+    assert measured == {*SUITES} - {"quick", "gpu", "one_gpu"}
+    assert called[-1] == "benchmark.py --render"
+    for line in called:
+        assert (checkout / line.split()[0]).is_file()
+
+
+def test_a_row_once_more(checkout):
+    """Each figure is printed beside the stored one, and nothing is written into results/."""
+    tiny = "--model gpt-1x2x16 --context 8 --max-steps 2"
+    write_suite(checkout, ("a", f"python pytorch_SingleGPU.py {tiny}"), ("b", "false"))
+    figures = {"tokens_per_second": 1.0, "eval_loss": 100.0}
+    stored = {"schema": 1, "rows": [{"name": "a", "failed": None, "runs": [figures]}]}
+    (checkout / "results/quick.json").write_text(json.dumps(stored))
+    before = {path: path.read_text() for path in checkout.glob("results/*.*")}
+    lines = run(checkout, "--suite quick --only a --again").lines
+    assert lines[0].startswith("a: python pytorch_SingleGPU.py")
+    loss = re.search(r"eval_loss: (\S+), stored 100, ratio (\S+)", "".join(lines))
+    assert float(loss[1]) / 100 == pytest.approx(float(loss[2]), abs=1e-3)
+    assert any("peak_memory_gib process: " in line and "not stored" in line for line in lines)
+    assert before == {path: path.read_text() for path in checkout.glob("results/*.*")}
+    [line] = run(checkout, "--suite quick --only b --again", code=3).errors
+    assert "b failed" in line
+    [line] = run(checkout, "--suite outputs --again", code=2).errors
+    assert "--again measures rows" in line
+
+
+def test_tables_need_neither_pytorch_nor_matplotlib():
+    code = "import sys, benchmark; print({'torch', 'matplotlib'} & {*sys.modules})"
+    assert succeed(f'python -c "{code}"').stdout.strip() == "set()"
+
+
+def test_common_changes_no_page(checkout):
     (checkout / "common.py").write_text("changed = True")
-    monkeypatch.setattr(everything, "busy_cores", lambda: 1.3)
-    with pytest.raises(Unusable, match=r"other programs use 1\.3 cores"):
-        measure(only=["bad"])
-    assert counted.read_text() == "\nsaid\n"
+    assert not changes(checkout), "python benchmark.py --render"
+
+
+def test_an_english_page_may_change_alone(checkout):
+    """Its Chinese one is then behind, until somebody marks it."""
+    page, chinese = checkout / "docs/course.md", checkout / "docs/course.zh-CN.md"
+    translations.mark(chinese, checkout)
+    behind = translations.list_behind(checkout)
+    assert "docs/course.zh-CN.md" not in behind
+    page.write_text(page.read_text() + "\nAnother sentence.\n")
+    assert translations.list_behind(checkout) == sorted([*behind, "docs/course.zh-CN.md"])
+    translations.mark(chinese, checkout)
+    assert translations.list_behind(checkout) == behind
+    text = chinese.read_text()
+    chinese.write_text(re.sub(r"<!-- course -->.*?<!-- end -->", "", text, flags=re.S))
+    assert not changes(checkout), "a table that a Chinese page lacks is no error"
+
+
+def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
+    """But what the last one says itself stands."""
+    script = 'mkdir -p "$3"; echo \'{"ranks": 2, "git_commit": "its own"}\' > "$3/made.json"'
+    (tmp_path / "measure.sh").write_text(script)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    suite = {"steps": ["sh measure.sh --sweep --output-dir {folder}"], "writes": "made.json"}
+    found = runner.run_steps(suite, tmp_path / "runs")
+    assert found["ranks"] == 2 and found["git_commit"] == "its own"
+    assert found["command"] == "sh measure.sh --sweep" and found["date"] == runner.today()
+    assert found["hardware"] == runner.hardware() and found["versions"]["torch"]
+    printed = f"printf 'a\\n{tmp_path}/b'"  # a path of this machine, which is left out
+    suite = {"outputs": {"lines": printed, "data": "echo '{\"--json\": 1}'"}}
+    found = runner.run_steps(suite, tmp_path / "runs")["outputs"]
+    assert [one["output"] for one in found.values()] == [["a", "b"], {"--json": 1}]
 
 
 def test_utilization_is_of_the_gpus_and_the_time_that_trained():
@@ -312,9 +399,9 @@ def test_utilization_is_of_the_gpus_and_the_time_that_trained():
     busy = [0, 100, 100, 40, 60, 0, 100, 80, 0]
     samples = [(float(i), {"GPU-a": busy[i], "GPU-b": 30, "GPU-split": None}) for i in range(9)]
     spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
-    assert benchmark.mean_utilization(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
-    both = benchmark.mean_utilization(samples, ["GPU-a", "GPU-b"], spans)
+    assert gpus.mean_utilization(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
+    both = gpus.mean_utilization(samples, ["GPU-a", "GPU-b"], spans)
     assert both == {"utilization_percent": 45}
     for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
-        assert benchmark.mean_utilization(samples, unknown, spans) is None
-    assert benchmark.mean_utilization(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
+        assert gpus.mean_utilization(samples, unknown, spans) is None
+    assert gpus.mean_utilization(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"

@@ -211,7 +211,7 @@ def is_usual(one):
     "one",
     tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED),
 )
-def test_contract(one, run_once, measured):
+def test_contract(one, run_once):
     flags = f"{one.case.flags} {one.job} --snapshot-every {SAVED}"
     finished, folder = run_once(one.technique.script, one.n, flags, "sent waits products")
     weights, result = read_run(folder)
@@ -219,10 +219,10 @@ def test_contract(one, run_once, measured):
     check_files(one, folder, weights, result)
     check_waits(one, folder)
     if one.rounds or "differs" in one.technique.traits:
-        check_rounding(one, run_once, weights, result, measured)
+        check_rounding(one, run_once, weights, result)
     else:
-        check_parity(one, run_once, folder, weights, result, measured)
-    check_theory(one, weights, result, measured)
+        check_parity(one, run_once, folder, weights, result)
+    check_theory(one, weights, result)
 
 
 def check_files(one, folder, weights, result):
@@ -318,19 +318,11 @@ def check_steps(rank, waited):
     assert not waited, f"on rank {rank}, steps {steps} waited for the device, by {waited}"
 
 
-def check_parity(one, run_once, folder, weights, result, measured):
+def check_parity(one, run_once, folder, weights, result):
     reference = single(one, run_once)
     expected, expected_result = read_run(reference)
     assert list(weights) == list(expected), "other names than the single process, or another order"
     difference = relative_difference(weights, expected)
-    table = "parity_shared" if "needs_gpt" in one.technique.traits else "parity_gpt"
-    table = "parity" if one.model == "images" else table
-    table = "combinations" if "--packed" in one.script else table
-    model = {"tied": " --tie", "llama": " --model llama-4x12x24 --kv-heads 6"}.get(one.model, "")
-    script = one.script.removesuffix(" --merge") + model
-    about = {"script": script, "ranks": one.n, "optimizer": one.optimizer}
-    if one.technique.name != "SingleGPU":  # whose proof is in test_golden.py, not in itself
-        measured(table, **about, value=difference)
     check_weights(one, difference)
     norm = ["gradient_norm"] * ("--clip-grad" in one.job)
     for name in ("train_loss", "eval_loss", "eval_accuracy", *norm):
@@ -352,15 +344,13 @@ def check_weights(one, difference):
     assert difference < most, f"{about} the most that rounding in float64 explains"
 
 
-def check_rounding(one, run_once, weights, result, measured):
+def check_rounding(one, run_once, weights, result):
     """It learns as well as in fp32: images over all epochs, as rounding alone changes the last."""
     expected, expected_result = read_run(single(one, run_once))
     assert list(weights) == list(expected), "other names than the single process, or another order"
     assert differing(weights, expected), "it did not round"
     name, first = ("train_loss", 0) if one.model == "images" else ("eval_loss", -1)
     loss, fp32 = (torch.tensor(r[name][first:]).mean().item() for r in (result, expected_result))
-    if one.rounds and one.model == "images" and one.optimizer == "adamw":
-        measured("loss", script=one.script, ranks=one.n, value=loss, fp32=fp32)
     far = "differs" in one.technique.traits or "--dtype float16" in one.script  # skips steps
     assert loss == pytest.approx(fp32, rel=0.1 if far else 0.02), f"its {name} is not that of fp32"
     if "--clip-grad" in one.job:
@@ -369,7 +359,7 @@ def check_rounding(one, run_once, weights, result, measured):
     assert "--dtype" not in one.script or f"--dtype {result['precision']}" in one.script
 
 
-def check_theory(one, weights, result, measured):
+def check_theory(one, weights, result):
     """What a rank keeps, and sends in a step, in bytes of fp32 per parameter."""
     unit = 1 if one.rounds else 2
     numbers = sum(p.numel() for name, p in weights.items() if name != "vocabulary")
@@ -391,11 +381,6 @@ def check_theory(one, weights, result, measured):
     close = 0.02 if one.technique.name == "ND_parallel" else 0.05
     kept_theory_of = pytest.approx(kept_theory, rel=0.9 if tensors else close, abs=0.01)
     assert kept == kept_theory_of, "a rank keeps other bytes per parameter than techniques.py says"
-    if "needs_gpt" in one.technique.traits and one.optimizer == "adamw" and not one.rounds:
-        about = {"script": one.script.removesuffix(" --merge"), "ranks": one.n, "how": list(sent)}
-        about |= {"kept": sum(kept.values()), "kept_theory": sum(kept_theory.values())}
-        sizes = {"sent": sum(sent.values()), "sent_theory": sum(sent_theory.values())}
-        measured("shared", **about, **{name: size * numbers for name, size in sizes.items()})
     if sent_theory is not None and "differs" not in one.technique.traits:
         theory = dict.fromkeys(sent, 0) | sent_theory  # 0: norms of clipping, sums of the loss
         sent = dict.fromkeys(theory, 0) | sent  # a single rank sends nothing

@@ -31,19 +31,15 @@ def script(config):
 
 
 @cases("config, n, optimizer", RUNS, lambda *row: row in USUAL)
-def test_two_steps_in_fp32(config, n, optimizer, train, measured):
+def test_two_steps_in_fp32(config, n, optimizer, train):
     """The weights of one process, and what a rank sends."""
     expected, _ = train("pytorch_SingleGPU", 1, TWO_STEPS[optimizer])
     weights, result = train(script(config), n, TWO_STEPS[optimizer])
-    about = {"script": f"pytorch_DeepSpeed {config}", "ranks": n}
-    value = distance(weights, expected)
-    measured("parity", **about, optimizer=optimizer, value=value)
-    assert value < 1e-6
+    assert distance(weights, expected) < 1e-6
     assert result["steps"] == 2 and result["world_size"] == n
 
     if n == 2 and optimizer == "sgd":
         sent = per_parameter(result["sent"], weights)
-        measured("sent", **about, sent=sent)
         options = result["options"] | {"optimizer": optimizer}
         theory = technique("DeepSpeed").sends(n, options)
         assert sum(sent.values()) == pytest.approx(sum(theory.values()), rel=0.05)
@@ -61,13 +57,11 @@ ON_GPT += [(f"zero_stage{stage}", *how) for stage in range(4)
 
 
 @cases("config, optimizer, n", dict.fromkeys(ON_GPT), lambda *row: row == ON_GPT[0])
-def test_two_steps_of_a_gpt(config, optimizer, n, train, measured):
+def test_two_steps_of_a_gpt(config, optimizer, n, train):
     flags = f"{GPT} --optimizer {optimizer} --lr {0.01 if optimizer == 'sgd' else 0.0001}"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, _ = train(script(config), n, flags)
     difference = relative_difference(weights, expected)
-    about = {"script": f"pytorch_DeepSpeed {config}", "ranks": n, "optimizer": optimizer}
-    measured("parity_gpt", **about, value=difference)
     assert 0 < distance(weights, expected) < 1e-6 and difference < 1e-5
 
 
@@ -76,7 +70,7 @@ def per_parameter(sizes, weights):
     return {kind: size / numbers for kind, size in sizes.items()}
 
 
-def test_bfloat16(train, measured):
+def test_bfloat16(train):
     """Thirty steps stay within 2 % of fp32; model.pt comes from the fp32 copy."""
     flags = f"--lr 0.001 --max-steps 30 {SMALL}"
     _, expected = train("pytorch_SingleGPU", 1, flags)
@@ -84,8 +78,6 @@ def test_bfloat16(train, measured):
     assert result["precision"] == "bfloat16"
     assert any(not torch.equal(t, t.bfloat16().float()) for t in weights.values())
     loss, expected_loss = (sum(r["train_loss"]) / 5 for r in (result, expected))
-    about = {"script": "pytorch_DeepSpeed zero_stage2_bf16", "ranks": 2}
-    measured("loss", **about, value=loss, fp32=expected_loss)
     assert loss == pytest.approx(expected_loss, rel=0.02)
 
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 from harness import cli, clock
+from report import translations
 from report.pages import list_pages
 from techniques import LESSONS as ROWS
 from techniques import TECHNIQUES, technique
@@ -208,6 +209,11 @@ def test_settings_are_what_was_given(monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ pages
+@pytest.mark.release
+def test_no_chinese_page_is_behind():
+    assert not translations.list_behind(), "python -m report.translations"
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("english, chinese", list(zip(ENGLISH, CHINESE, strict=True)), ids=name_of)
 def test_both_languages_have_the_same_blocks_and_figures(english, chinese):

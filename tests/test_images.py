@@ -53,7 +53,7 @@ ROWS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("script, n, optimizer", ROWS)
-def test_bytes(script, n, optimizer, run_once, measured):
+def test_bytes(script, n, optimizer, run_once):
     """All that is kept is there after a step; DDP sends as it always will from the third one on."""
     steps = 12 if "powersgd" in script else {"sgd": 3, "adamw": 1}[optimizer]
     name, _, flags = script.partition(" ")
@@ -62,14 +62,12 @@ def test_bytes(script, n, optimizer, run_once, measured):
     state, result = read_run(output)
     size = len(flat(state))
     kept, sent = ({k: v / size for k, v in result[of].items()} for of in ("state_bytes", "sent"))
-    measured("bytes", script=script, ranks=n, optimizer=optimizer, kept=kept)
     row, options = technique(name), result["options"] | {"optimizer": optimizer}
     # ZeroRedundancyOptimizer deals out whole tensors, and the largest of ResNet-18 are a fifth of
     # it: at four ranks the fullest has 5.5 % more than a quarter.
     uneven = row.name == "DDP_ZeRO" and n == 4
     assert kept == pytest.approx(row.keeps(n, options), rel=0.06 if uneven else 0.02)
     if optimizer == "sgd" and n in (2, 4):
-        measured("sent", script=script, ranks=n, sent=sent)
         if theory := row.sends(n, options):
             assert sent == pytest.approx(dict.fromkeys(sent, 0) | theory, rel=0.02)
         else:  # PowerSGD's, which it prints

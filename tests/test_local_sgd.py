@@ -41,15 +41,12 @@ SAME = [  # flags, ranks, the script it is equal to, its ranks, and how close
 
 
 @cases("flags, n, other, ranks, close", SAME, lambda *row: row in SAME[:2])
-def test_where_it_is_exact(flags, n, other, ranks, close, train, measured):
+def test_where_it_is_exact(flags, n, other, ranks, close, train):
     """With SGD, whose momentum and weight decay are linear in the gradient, as the mean is."""
     flags, _, every = flags.partition(" --sync-every ")
     expected, expected_result = train(other, ranks, flags)
     weights, result = train(f"{LOCAL} --sync-every {every}", n, flags)
     difference = relative_difference(weights, expected)
-    if flags == f"{GPT} {SGD}":
-        script = f"{LOCAL} --sync-every 1"
-        measured("parity_shared", script=script, ranks=n, optimizer="sgd", value=difference)
     assert difference <= close
     assert result["steps"] == 12
     for name in ("train_loss", "eval_loss", "eval_accuracy"):

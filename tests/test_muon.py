@@ -42,7 +42,7 @@ def test_uneven(train, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("n", [2, 4])
-def test_cost(n, run_once, measured):
+def test_cost(n, run_once):
     """Of the optimizers alone: all else of the two scripts is the same."""
     matrices = 4 * [(48, 48)] * 4 + 4 * [(192, 48), (48, 192)]
     theory = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in matrices) / n
@@ -62,5 +62,3 @@ def test_cost(n, run_once, measured):
     muon, fsdp = costs
     assert muon == {"sent": 2 * (n - 1) / n**2, "calls": 2 * len(matrices) / n, "flops": 1}
     assert fsdp["sent"] > 5 * muon["sent"]
-    measured("optimizers", script="pytorch_Muon", ranks=n, **muon, sent_theory=muon["sent"])
-    measured("optimizers", script="pytorch_FSDP with torch.optim.Muon", ranks=n, **fsdp)

@@ -61,7 +61,7 @@ USUAL = [  # the contract has further ones
 
 
 @cases("dimensions, model, optimizer, extra", [*rows()], lambda *row: row in USUAL)
-def test_parity(dimensions, model, optimizer, extra, train, measured):
+def test_parity(dimensions, model, optimizer, extra, train):
     if extra == "--compile" and torch.__version__ < "2.13":
         pytest.skip("pytorch#185539: compiled attention in float64")
     n, flags = 2 ** len(dimensions.split("+")), combined(dimensions, extra)
@@ -72,19 +72,16 @@ def test_parity(dimensions, model, optimizer, extra, train, measured):
     weights, result = train("pytorch_ND_parallel", n, given)
     assert list(weights) == list(expected)
     difference = relative_difference(weights, expected)
-    about = {"script": f"pytorch_ND_parallel {flags}", "ranks": n, "optimizer": optimizer}
-    measured("combinations", **about, value=difference)
     assert difference < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 
 
 def test_what_the_matrix_calls_proven():
-    """What was measured is a case of this test, or of the contract's."""
+    """Each command is a case of this test, or of the contract's."""
     tested = {f"pytorch_ND_parallel {combined(row[0], row[-1])}" for row in rows()}
     tested |= {f"{row.script} {case.flags}" for row, case in PACKED}
-    proof = json.loads((ROOT / "results/proof.json").read_text())["combinations"]
-    assert {row["script"].partition(" --model")[0] for row in proof} <= tested
+    assert {*matrix.COMBINED} <= tested
     assert ("EP", "CP") in matrix.pairs(tested) and ("compile", "LoRA") not in matrix.pairs(tested)
 
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 from conftest import HOOKED, TABLES, cases, launcher, relative_difference, succeed
 
-from measure.bubble import UNITS, formula, idle_shares, order_of, plan, read_steps
 from parallel.pipelining import SCHEDULES, divide
+from website.schedules import UNITS, end_times, formula, order_of, plan
 
 JOB = "--model gpt-8x2x16 --context 16 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
@@ -32,8 +32,11 @@ def test_ranks_are_idle_as_long_as_the_formula_says(schedule, ranks):
     rounds = range(2 * ranks, 8 * ranks, ranks)
     for microbatches in rounds:
         order = order_of(schedule, ranks, microbatches)
-        shares = idle_shares(order, lambda part: Fraction(UNITS[part[0]]))
-        assert shares == [formula(schedule, ranks, microbatches)] * ranks
+        seconds = lambda part: Fraction(UNITS[part[0]])  # noqa: E731
+        last = max(end_times(order, seconds).values())
+        for parts in order:
+            idle = 1 - sum(map(seconds, parts)) / last
+            assert idle == formula(schedule, ranks, microbatches)
     least = [formula(name, ranks, 2 * ranks) for name in ("gpipe", "interleaved", "zbv")]
     assert least == sorted(least, reverse=True) and len(set(least)) == 3
 
@@ -43,8 +46,10 @@ def test_ranks_compute_in_the_order_that_is_counted(schedule, tmp_path):
     command = launcher(SCRIPT(schedule), 3, HOOKED)
     succeed(f"{command} {JOB} --max-steps 2 --output-dir {tmp_path}", forked=True, HOOKS="parts")
     order = order_of(schedule, 3, 6)
-    for step in read_steps(tmp_path):
-        assert [[tuple(part["what"]) for part in parts] for parts in step] == order
+    ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("parts-*.json"))]
+    for step in zip(*ranks, strict=True):
+        for parts, expected in zip(step, order, strict=True):
+            assert [tuple(part) for part in parts] == expected
 
 
 def test_micro_batches_share_the_matrices_in_bfloat16(tmp_path):

@@ -1,4 +1,4 @@
-"""report/: tables, what is out of date, pictures of collectives, and of traces."""
+"""report/: tables, pictures of collectives, and of traces."""
 
 import gzip
 import json
@@ -12,55 +12,73 @@ from conftest import ROOT, name_of, succeed
 from matplotlib.colors import to_rgb
 from test_collectives import expected
 
-import benchmark
 from harness import trace_rows
-from measure import bubble
-from report import diffs, draw, fresh, front, pages, palette, suites, traces
+from report import diffs, draw, front, pages, palette, recorded, suites, traces
 from report.results import Unusable, read_result
 from techniques import TECHNIQUES
-from website import schematics
+from website import schedules, schematics
 
 SVG = "{http://www.w3.org/2000/svg}"
-CODE = '"""What."""\nfrom libraries import (\n mesh)\n\ndef f():\n """How."""\n return 1  # why\n'
 EXAMPLES = [path for path in ROOT.glob("examples/*.py") if path.stem != "plain"]
-FILES = "common.py", "harness/run.py", "pytorch_DDP.py", "pytorch_DP.py", "config/a.json"
+TEXT = ("gpt", "shakespeare")
 
 
-def on_gpus(row, ranks, devices):
+def on_gpus(row, name, ranks, devices):
     """A committed row as four GPUs would have it."""
     for run in row["runs"]:
         run |= {"device": "NVIDIA A100", "world_size": ranks, "devices": devices}
         run["peak_memory_gib"] |= {"allocated": 1.5, "reserved": 2.0, "dataset": 0.1}
         run["tf32"] = {"convolutions": True, "matrix_products": False}
         run["gpu"] = {"utilization_percent": 87.5, "memory_used_gib": 3}
-    return row
+    return row | {"name": name}
 
 
 def test_tables_tell_ranks_from_gpus():
-    found = read_result(ROOT, "cpu")
-    rows = {row["name"]: row for row in found["rows"]}
-    new = [on_gpus(rows["DP"], 1, 4), on_gpus(rows["torchrun_DDP x4"], 4, 4)]
-    out = {"runs": [], "left_out": "slow", "memory": {"command": ""}}
-    drawn = suites.techniques_table([*new, rows["DP"] | out])
+    one, other, third = read_result(ROOT, "peers")["rows"]
+    new = [on_gpus(one, "DP", 1, 4), on_gpus(other, "torchrun_DDP x4", 4, 4)]
+    drawn = suites.techniques_table([*new, third | {"runs": [], "left_out": "slow"}])
     assert drawn.count("left out: slow") == 1 and "{" not in drawn and "| ranks (GPUs) |" in drawn
     assert "| `DP` | 1 (4) | float32 (TF32) |" in drawn
     assert "| `torchrun_DDP` | 4 | float32 (TF32) |" in drawn and "| 1.50 (2.00) | 88 |" in drawn
 
-    long = suites.techniques_table(read_result(ROOT, "reviews")["rows"])
-    assert "| accuracy |" in long and "accuracy" not in drawn, "of a few steps it says nothing"
-    assert "| loss |" in suites.techniques_table(read_result(ROOT, "parallel")["rows"])
-    short = suites.techniques_table(read_result(ROOT, "gpt")["rows"])
-    assert "loss |" not in short, "all rows but LoRA's are worse than a uniform guess"
+
+def test_a_result_of_a_few_steps_is_not_shown():
+    """All rows but LoRA's are worse than a uniform guess then."""
+    rows = read_result(ROOT, "peers")["rows"]
+    assert "accuracy" not in suites.techniques_table(rows)
+    for row in rows:
+        for run in row["runs"]:
+            run |= {"steps": 1000, "eval_accuracy": 0.5}
+    assert "| accuracy |" in suites.techniques_table(rows)
+    untimed = {n: suites.techniques_table(read_result(ROOT, n)["rows"], False) for n in TEXT}
+    assert "loss |" not in untimed["gpt"] and "| loss |" in untimed["shakespeare"]
+
+
+def test_a_line_says_where_figures_are_from():
+    """Of all rows the same, or of some by an earlier measurement."""
+    found = read_result(ROOT, "gpt")
+    line = (
+        "torch {torch}; {date}; {git_commit:.9}; 1 run of each; `python benchmark.py --suite gpt`"
+    )
+    line = line.format_map(found | found["versions"])
+    assert line in suites.suite_table(found, "gpt")
+    for row in TECHNIQUES:
+        rows = pages.rows_of(row, found)
+        assert not rows or not row.parent or line in pages.technique_block(row, found)
+    found["rows"][0]["from"] = "an old machine"
+    n = len(found["rows"]) - 1
+    drawn = suites.suite_table(found, "gpt")
+    assert "an old machine (1 rows)" in drawn and f"{found['git_commit'][:9]} ({n} rows)" in drawn
 
 
 @pytest.mark.parametrize("chinese", [False, True])
 def test_a_silent_mistake_has_its_program_and_its_section(chinese):
-    proof, all_pages = read_result(ROOT, "proof"), pages.list_pages(ROOT, chinese)
+    found, all_pages = read_result(ROOT, "outputs"), pages.list_pages(ROOT, chinese)
     [text] = [path.read_text() for path in all_pages if path.name.startswith("silent_mistakes.")]
     sections = dict(part.split("\n", 1) for part in re.split(r"^##+ ", text, flags=re.M)[1:])
-    drawn = pages.silent_table(ROOT, proof, chinese)
+    drawn = recorded.silent_table(ROOT, found, chinese)
     links = re.findall(r"\((examples/silent/\w+\.py)\) \| \[(.+)\]\(#.+\) \|$", drawn, re.M)
-    assert len(links) == len(proof["silent_examples"])
+    assert len(links) == len(recorded.WORDS)
     assert all(f"# {program}\n" in sections[section] for program, section in links)
 
 
@@ -105,7 +123,7 @@ def test_a_pipeline_is_drawn_as_its_schedule(name, ranks):
     """By the same rules as the form below it: a backward takes as long as two forwards."""
     lines = [line for line in SCHEMATICS[name].splitlines() if line.startswith("rank ")]
     drawn = [[box[:1] + box[2:] for box in spans(line) if box[0]] for line in lines]
-    timetable = bubble.timetable("1f1b", ranks, 4)["rows"]
+    timetable = schedules.timetable("1f1b", ranks, 4)["rows"]
     kinds = {"F": "forward", "B": "backward"}
     assert drawn == [[(kinds[row[0]], row[3], row[4]) for row in rank] for rank in timetable]
 
@@ -131,7 +149,7 @@ PLACES = pages.find_places(ROOT)
 def test_a_page_shows_what_makes_its_technique_and_its_pitfalls(row):
     """A script without an example is on its page itself, in lines of code."""
     page = PLACES[row.name].page.read_text()
-    for heading in ("What changes", "When not to use it", "Pitfalls", "Measured", "Sources"):
+    for heading in ("What changes", "When not to use it", "Pitfalls", "Sources"):
         assert f"\n## {heading}\n" in page
     _, lines = diffs.excerpt(ROOT, row)
     assert f"<!-- diff-{row.name} -->" not in page or 0 < len(lines) <= diffs.LONGEST_SCRIPT
@@ -147,50 +165,6 @@ def test_an_example_is_shown_with_what_trains(path):
         every = (ROOT / text).read_text().splitlines()
         assert not {*kept} - {*every}
         assert pair.whole or {line for line in every if "optimizer.step()" in line} <= {*kept}
-
-
-@pytest.fixture
-def measured_code(tmp_path):
-    """A folder of ours, and what a result says of it."""
-    for path in (*FILES, "docs/a.py", "results/a.json"):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(CODE)
-    commands = ["torchrun pytorch_DDP.py --x config/a.json", "python pytorch_DP.py --device cpu"]
-    return tmp_path, {"git_commit": "0" * 40, "files": fresh.files_of(tmp_path, commands)}
-
-
-def test_changed_code_makes_a_result_stale(measured_code):
-    """But not comments and docstrings, nor other files; and a table only by its own scripts."""
-    root, found = measured_code
-    assert {*found["files"]} == {*FILES}
-    ddp = ["torchrun pytorch_DDP.py --x config/a.json"]
-    old = (root / "common.py").read_text()
-    (root / "common.py").write_text(old.replace("What", "That").replace("# why", "# since"))
-    (root / "harness/new.py").write_text("import os\n")
-    (root / "results/a.json").write_text("")
-    (root / "pytorch_DP.py").unlink()
-    assert fresh.note(root, found, ddp) == ""
-    more = {"files": found["files"] | {f"libraries/{name}.py": "" for name in ("mesh", "hub")}}
-    assert fresh.note(root, more, ddp) == "; since then changed: parallel/mesh.py"
-    assert fresh.note(root, found) == "; since then changed: pytorch_DP.py"
-    for flags, said in ("", ""), ("--trace 3", "; since then changed: harness/profile.py"):
-        profiled = {"files": {"harness/profile.py": ""}, "command": f"pytorch_DDP.py {flags}"}
-        assert fresh.note(root, profiled) == said
-    (root / "common.py").write_text(old.replace("1", "2"))
-    (root / "harness/run.py").unlink()
-    assert fresh.note(root, found, ddp) == "; since then changed: common.py, harness/run.py"
-    dirty = found | {"git_commit": "1-dirty", "files": fresh.files_of(root, ddp)}
-    assert fresh.note(root, dirty) == "; measured on uncommitted changes"
-    (root / "config/a.json").write_text("{}")
-    assert fresh.note(root, found, ddp).endswith("common.py, config/a.json, harness/run.py")
-
-
-def test_speeds_with_other_threads_are_not_compared():
-    """As when `accelerate launch` gives one process a single thread."""
-    rows = read_result(ROOT, "ecosystem")["rows"]
-    rows[-1]["runs"][0]["threads"] += 1
-    with pytest.raises(Unusable, match="threads"):
-        suites.ecosystem_table(rows)
 
 
 # What a tile of the pictures stands for, where rank r's numbers are 10 r + 1 to 10 r + 4.
@@ -217,25 +191,6 @@ def test_each_picture_is_what_the_collective_does(file):
         assert sides[1] == [[] if row is None else row.tolist() for row in has], name
         had = before if name != "scatter" else before[:1]
         assert [row for row in sides[0] if row] == had.tolist(), name
-
-
-def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
-    """But what the last one says itself stands."""
-    script = 'mkdir -p "$3"; echo \'{"ranks": 2, "git_commit": "its own"}\' > "$3/made.json"'
-    (tmp_path / "measure.sh").write_text(script)
-    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    monkeypatch.setattr(benchmark, "RUNS", tmp_path / "runs")
-    suite = {"steps": ["sh measure.sh --sweep --output-dir {folder}"], "writes": "made.json"}
-    benchmark.run_steps(suite, tmp_path / "kept.json")
-    found = json.loads((tmp_path / "kept.json").read_text())
-    assert found["ranks"] == 2 and found["git_commit"] == "its own"
-    assert found["command"] == "sh measure.sh --sweep" and found["date"] == benchmark.today()
-    assert found["hardware"] == benchmark.hardware() and found["versions"]["torch"]
-    printed = f"printf 'a\\n{tmp_path}/b'"  # a path of this machine, which is left out
-    suite = {"outputs": {"lines": printed, "data": "echo '{\"--json\": 1}'"}}
-    benchmark.run_steps(suite, tmp_path / "kept.json")
-    found = json.loads((tmp_path / "kept.json").read_text())["outputs"]
-    assert [one["output"] for one in found.values()] == [["a", "b"], {"--json": 1}]
 
 
 def event(cat, name, ts, dur, tid=1, **args):

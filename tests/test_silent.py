@@ -6,6 +6,8 @@ import re
 import pytest
 from conftest import HOOKED, ROOT, TABLES, cases, launcher, read_run, relative_difference, succeed
 
+from report import recorded
+from report.results import read_result
 from techniques import LESSONS
 
 # Of mistakes.py: script, ranks, flags; how far off it is at least
@@ -30,14 +32,13 @@ def test_the_right_lines_are_in_the_script(row):
 
 
 @cases("mistake, script, n, flags, at_least", SILENT, lambda m, *_: m.startswith(USUAL))
-def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path, measured):
+def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path):
     flags += " --max-steps 12"
     if mistake.startswith("fused"):  # whose single process has one matrix, too
         expected = run_with("none: fused", "pytorch_SingleGPU", 1, flags, tmp_path)
     else:
         expected = train("pytorch_SingleGPU", 1, flags)[0]
     difference = relative_difference(run_with(mistake, script, n, flags, tmp_path), expected)
-    measured("silent", mistake=mistake, script=script, ranks=n, value=difference)
     assert difference > at_least
 
 
@@ -85,25 +86,22 @@ def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
     assert relative_difference(weights, expected) < 1e-11
 
 
-PRINTED = (ROOT / "tests/silent.txt").read_text().splitlines()[2:]
-PRINTED = [line.split(" => ") for line in PRINTED]
-EXAMPLES = list(dict.fromkeys(which.partition(" ")[0] for which, *_ in PRINTED))
+EXAMPLES = sorted(recorded.WORDS)
 LINE = re.compile(r"^(right|wrong) ?(.*): (.+) off by (\S+)$", re.MULTILINE)
 # Drawn noise, and a mean of variances, which lacks that of the means. Others: rounding.
 INEXACT = {"same_dropout": 0.05, "batchnorm_statistics": 1e-3}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_right_and_wrong(name, measured):
+def test_right_and_wrong(name):
+    """As results/outputs.json has it, but for figures."""
     printed = succeed(f"python examples/silent/{name}.py", forked=True).stdout
-    (kind, _, of, right), *wrongs = LINE.findall(printed)
+    (kind, _, _, right), *wrongs = LINE.findall(printed)
     assert kind == "right" and float(right) < INEXACT.get(name, 1e-11)
-    told = [row for row in PRINTED if row[0].partition(" ")[0] == name]
-    assert [f"{name} {mistake}".rstrip() for _, mistake, _, _ in wrongs] == [row[0] for row in told]
-    for (_, _, _, wrong), (_, words, effect) in zip(wrongs, told, strict=True):
-        row = {"script": f"examples/silent/{name}", "mistake": words, "effect": effect, "of": of}
-        measured("silent_examples", **row, right=float(right), value=float(wrong))
-        assert float(wrong) > 0.01
+    assert wrongs and all(float(value) > 0.01 for *_, value in wrongs)
+    stored = read_result(ROOT, "outputs")["outputs"][f"silent-{name}"]["output"]
+    told = [match[:3] for match in LINE.findall("\n".join(stored))]
+    assert told == [match[:3] for match in LINE.findall(printed)]
 
 
 def test_no_program_is_forgotten():

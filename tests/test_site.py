@@ -23,9 +23,8 @@ from PIL import Image
 from test_collectives import expected
 from test_report import TILES
 
-from measure import bubble
 from report import palette
-from website import hooks, pages
+from website import hooks, pages, schedules
 
 DATA = {name: json.loads((ROOT / path).read_text()) for name, path in pages.DATA.items()}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -344,7 +343,7 @@ def test_the_peak_of_a_picture_is_what_is_predicted(job, name):
 
 def test_schedules_are_what_the_program_makes():
     for found in DATA["schedules"]["data"][::12]:
-        made = bubble.timetable(found["schedule"], found["ranks"], found["microbatches"])
+        made = schedules.timetable(found["schedule"], found["ranks"], found["microbatches"])
         assert json.loads(json.dumps(made)) == found
         if found["schedule"] in ("gpipe", "1f1b"):
             assert found["bubble"] == pytest.approx(found["formula"])

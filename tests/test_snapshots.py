@@ -5,6 +5,7 @@ test_faults.py."""
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -176,6 +177,44 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(script, tmp_path
     assert f"resumed from {older} at epoch 2, step 5" in finished.stdout
     assert same_bits(weights(tmp_path), expected)
     assert (tmp_path / "previous" / "snapshots" / newer.name).is_dir(), "kept, out of the way"
+
+
+def damage(way, folder, older, rng):
+    """Damage a snapshot, at a place drawn at random."""
+    file = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    content = bytearray(file.read_bytes())
+    if way == "one bit":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+    elif way == "cut off":
+        file.write_bytes(content[: rng.randrange(len(content))])
+    elif way == "one file missing":
+        file.unlink()
+    elif way == "all files missing":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif way == "state of an older one":
+        shutil.copy(older / "state.pt", folder)
+    else:
+        shutil.copytree(older, folder, dirs_exist_ok=True)
+
+
+DAMAGE = ("one bit", "cut off", "one file missing", "all files missing")
+DAMAGE += ("state of an older one", "all of an older one")
+
+
+@pytest.mark.parametrize("way", DAMAGE)
+def test_no_damage_is_overlooked(way, run_once, tmp_path, capsys):
+    """2,000 trials: docs/reports/2026-11-endurance.md."""
+    newer, older = snapshots(run_once("pytorch_SingleGPU", 1, LONGER)[1])
+    assert disk.read_snapshot(newer, None, named=False)
+    rng = random.Random(way)
+    for trial in range(5):
+        folder = tmp_path / str(trial) / newer.name
+        shutil.copytree(newer, folder)
+        damage(way, folder, older, rng)
+        assert disk.read_snapshot(folder, None, named=False) is None
+        assert f"snapshot {folder} is damaged and ignored: " in capsys.readouterr().out
 
 
 def test_another_scripts_snapshot_has_no_scaler(run_once, tmp_path):

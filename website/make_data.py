@@ -6,6 +6,7 @@ Without a name it writes all three.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import sys
@@ -22,8 +23,8 @@ from estimator import recommend, techniques, trial  # noqa: E402
 from estimator.live_bytes import LiveBytes  # noqa: E402
 from estimator.tables import room_of  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
-from measure import bubble  # noqa: E402
 from techniques import TECHNIQUES  # noqa: E402
+from website.schedules import timetables  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
 
@@ -130,7 +131,7 @@ def copied(found: techniques.Prediction) -> float:
 
 # --------------------------------------------------------------------------------------- writing
 
-KINDS = {"memory": memory, "fit": fit, "schedules": bubble.timetables}
+KINDS = {"memory": memory, "fit": fit, "schedules": timetables}
 
 
 def main() -> None:
@@ -139,9 +140,11 @@ def main() -> None:
     names = parser.parse_args().names or KINDS
     if unknown := set(names) - KINDS.keys():
         parser.error(f"{unknown.pop()}: the names are {', '.join(KINDS)}")
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     DATA.mkdir(exist_ok=True)
     for name in names:
-        found = {"git_commit": git_commit(), "versions": versions(), "data": KINDS[name]()}
+        found = {"git_commit": git_commit(), "versions": versions(), "date": date}
+        found["data"] = KINDS[name]()
         (DATA / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
         print(f"wrote {DATA / name}.json")
 

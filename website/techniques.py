@@ -1,5 +1,5 @@
 """What the site adds to a technique's page: diffs side by side, memory and communication from the
-scripts' docstrings, memory over one step, and the results of the equivalence tests."""
+scripts' docstrings, and memory over one step."""
 
 import ast
 import json
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from report import diffs, measured
-from report.pages import IN_SHORT, translate
+from report import diffs
+from report.pages import IN_SHORT
 from techniques import Technique, technique
 from website import side_by_side
 
 WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())  # English, Chinese
 DIFF = re.compile(r"<!-- (example|diff)-(\w+) -->\n([^`]*)```diff\n.*?\n```\n", re.DOTALL)
-MEASURED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.DOTALL)
 WHEN = re.compile(r"^## (?:When|何时|不适合)", re.MULTILINE)
 
 
@@ -33,10 +32,7 @@ def add_to(root: Path, path: Path, text: str) -> str:
             pair = diffs.pair_of(root, technique(name))
         return f"<!-- {kind}-{name} -->\n{before}{side_by_side.diff(pair)}\n"
 
-    def with_proof(match: re.Match) -> str:
-        return "\n\n".join([match[0].rstrip(), *proof(root, match[1], chinese)]) + "\n"
-
-    text = MEASURED.sub(with_proof, DIFF.sub(both, text))
+    text = DIFF.sub(both, text)
     at = WHEN.search(text).start()
     parts = [text[:at].rstrip(), *whole_diffs(rows, chinese), *sections(root, rows, chinese)]
     return "---\nhide: [toc]\n---\n\n" + "\n\n".join(parts) + "\n\n" + text[at:]
@@ -97,18 +93,4 @@ def memory(root: Path, name: str, chinese: bool) -> list[str]:
             said = WORDS["memory"][chinese].format(gpus=found["gpus"], flags=flags, batch=batch)
             place = f'<div data-widget="memory" data-job="{job}" data-script="{script}"></div>'
             parts += [f"**{job}.** {said}", place]
-    return parts
-
-
-def proof(root: Path, name: str, chinese: bool) -> list[str]:
-    """The rows of every table that are about this script."""
-    found = json.loads((root / "results" / "proof.json").read_text())
-    parts = []
-    for table, words in WORDS["proof"].items():
-        rows = [row for row in found[table] if row["script"].split()[0] == f"pytorch_{name}"]
-        if rows and (table != "optimizers" or name == "Muon"):  # FSDP's are there to compare with
-            drawn = measured.proof_table(table, rows)
-            if chinese:
-                drawn = translate(drawn)
-            parts += [f"{words[chinese]}:", drawn]
     return parts

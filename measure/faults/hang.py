@@ -1,11 +1,12 @@
 """Make runs hang or abort, and see whether their last lines name the rank, the collective and the
 line.
 
-    python measure/faults/hang.py --jobs 2
+    python measure/faults/hang.py
+    python measure/faults/hang.py --script all --jobs 2
 
 Each is a small run of a technique on four ranks, of which one, rank 1, does what FAULTS says in the
-third step (see victim.py). PyTorch's own tool has to read what the ranks have recorded. Writes
-results/hangs.json. Exit code: 0 if all that could be named was.
+third step (see victim.py). PyTorch's own tool has to read what the ranks have recorded. Exit code:
+0 if all that could be named was.
 """
 
 import json
@@ -18,16 +19,13 @@ import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-from inject import ENVIRONMENT, ROOT, Server, every_script  # and finds our rooms
-
-from harness.measure import git_commit  # noqa: E402
-from report import fresh  # noqa: E402
+from inject import ENVIRONMENT, ROOT, Server, every_script
 
 JOB = "--dataset synthetic --train-samples 192 --eval-samples 48 --batch-size 48 --epochs 1"
 JOB += " --device cpu --timeout 5"
 RANKS = 4
-OURS, NEXT = r"victim\.py:\d+ dist\.all_reduce\(first\)", r"victim\.py:\d+ dist\.broadcast\("
+OURS = r"victim\.py:\d+ dist\.all_reduce\(first\)"
+NEXT = r"victim\.py:\d+ dist\.broadcast\("
 SEVEN = r"(?=.*differs: .*all_reduce of float32 \[7\] on ranks 0, 2, 3[,;]).*"  # first or last
 OTHER = r"\w+ of .* on rank 1[,;]|rank 1 did not join .* all_reduce of float32 \[7\]"
 FORWARD = r"pytorch_\w+\.py:\d+ (.*model\(|schedule\.step\(|output = self\.stage\()"
@@ -49,24 +47,25 @@ WAITED += r"|waiting for rank 1;"  # of works that the script waits for itself
 def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument(
+        "--script", default="pytorch_FSDP.py", help="a script, or all (%(default)s)"
+    )
+    parser.add_argument("--fault", choices=FAULTS, nargs="+", default=FAULTS, help="default: all")
     args = parser.parse_args()
-    trials = [(script, fault) for fault in FAULTS for script in every_script(RANKS)]
+    scripts = every_script(RANKS) if args.script == "all" else [args.script]
+    trials = [(script, fault) for fault in args.fault for script in scripts]
     with tempfile.TemporaryDirectory(prefix="hang-") as folder:
         server = Server(os.environ | ENVIRONMENT | {"TMPDIR": folder})
         try:
             with ThreadPoolExecutor(args.jobs) as pool:
-                rows = list(pool.map(lambda trial: try_one(server, *trial), trials))
+                missed = list(pool.map(lambda trial: try_one(server, *trial), trials))
         finally:
             server.close()
-    about = {"git_commit": git_commit(), "versions": {"torch": torch.__version__}, "rows": rows}
-    scripts = [f"{row['script']}.py" for row in rows]
-    about["files"] = fresh.files_of(ROOT, scripts, (*fresh.BELOW, "hangs"))
-    (ROOT / "results" / "hangs.json").write_text(json.dumps(about, indent=1) + "\n")
-    sys.exit(any(row["missed"] for row in rows))
+    sys.exit(any(missed))
 
 
 def try_one(server, script, fault):
-    """What was printed, and what of it is not as it should be."""
+    """Print the diagnosis of a run, and return what of it is not as it should be."""
     with tempfile.TemporaryDirectory(prefix="hang-", ignore_cleanup_errors=True) as folder:
         phase = "data" if fault == "sleep" else "forward"
         order = {"kind": fault, "rank": 1, "step": 3, "phase": phase, "events": f"{folder}/events"}
@@ -80,7 +79,7 @@ def try_one(server, script, fault):
             run.wait(90)
             log.seek(0)
             said = log.read()
-        lines = read_lines(said)
+        lines = read_lines(said.replace(f"{folder}/run", f"runs/{name}"))
         missed = judge(fault, lines)
         missed += [] if said.count("; recorded in ") == 1 else ["printed once"]
         tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
@@ -90,7 +89,7 @@ def try_one(server, script, fault):
             missed += ["PyTorch's tool"]
     said = "named" if not missed else f"missed: {missed}"
     print("\n  ".join([f"{script}, {fault}: {said}", *lines]), flush=True)
-    return {"script": name, "fault": fault, "lines": lines, "missed": missed}
+    return missed
 
 
 def read_lines(log):

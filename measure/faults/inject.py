@@ -50,7 +50,10 @@ JOB = (
 GPT = "--model gpt-4x4x16 --context 16"
 APART = ("DDP", "compile", "checkpoint")  # another launcher, minutes to compile, own snapshots
 MORE = {"LoRA": "--merge", "ND_parallel": "--tp 2"}  # to write all weights; to split a layer
-STEPS_PER_EPOCH, SNAPSHOT_EVERY, RANKS, LIMIT = 4, 2, 2, 240  # seconds of a trial
+STEPS_PER_EPOCH = 4
+SNAPSHOT_EVERY = 2
+RANKS = 2
+LIMIT = 240  # seconds of a trial
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": PATH}
 
@@ -100,9 +103,11 @@ def run_trials(args, folder):
         [kind] = rng.choices(args.kinds, [KINDS[kind] for kind in args.kinds])
         phase = rng.choice(args.phases)
         script = rng.choice(args.script) if len(args.script) > 1 else args.script[0]
-        rank, step = rng.randrange(RANKS), rng.randint(1, 10)
+        rank = rng.randrange(RANKS)
+        step = rng.randint(1, 10)
         faults.append({"kind": kind, "rank": rank, "step": step, "phase": phase, "script": script})
-    outcomes, waits = [], []
+    outcomes = []
+    waits = []
     folders = [folder / str(number) for number in range(args.trials)]
     with ThreadPoolExecutor(args.jobs) as pool:
         results = pool.map(partial(try_one, args, expected), folders, faults)
@@ -158,7 +163,8 @@ def try_one(args, expected, output, fault):
             return "wrong", seconds, f" ({len(starts) - 1} restarts)"
         whole = [e["step"] for e in events if e["what"] == "whole" and e["restarts"] == 0]
         if whole and again:  # of these it must be the newest, however long ago it was written
-            lost, allowed = max(whole) + 1 - again[0]["step"], 0
+            lost = max(whole) + 1 - again[0]["step"]
+            allowed = 0
         if lost > allowed:
             return "wrong", seconds, f" ({lost} steps were lost)"
         found = torch.load(output / "model.pt", weights_only=True)

@@ -161,7 +161,8 @@ def before_optimizer(*_):
 optimizer.register_optimizer_step_pre_hook(before_optimizer)
 optimizer.register_optimizer_step_post_hook(after_first_step)
 
-write_data, rename = FileSystemWriter.write_data, filesystem.FileSystem.rename
+write_data = FileSystemWriter.write_data
+rename = filesystem.FileSystem.rename
 written = 0  # checkpoints of torch.distributed.checkpoint
 
 
@@ -187,7 +188,8 @@ def rename_and_note(files, path, new_path):
         happen("after rename")
 
 
-FileSystemWriter.write_data, filesystem.FileSystem.rename = write_in_halves, rename_and_note
+FileSystemWriter.write_data = write_in_halves
+filesystem.FileSystem.rename = rename_and_note
 if world().rank == 0:
     note("start")
     save = torch.save

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Measure all that a release shows, on a machine that does nothing else: about 55 minutes on two
+# cores (in the comments, minutes of each part). A part that fails is named at the end, and the
+# others go on; run its command again by itself.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+failed=()
+
+part() { # NAME COMMAND...
+    local name=$1 started=$SECONDS
+    shift
+    echo "== $name: $*"
+    "$@" || failed+=("$name")
+    echo "== $name: $(((SECONDS - started + 30) / 60)) min"
+}
+
+for suite in gpt shakespeare peers collectives; do # 8, 12, 2 and 1
+    part "$suite" python benchmark.py --suite "$suite"
+done
+for suite in outputs front published; do # 5, 2 and 3
+    part "$suite" python benchmark.py --suite "$suite"
+done
+part site python website/make_data.py                                              # 7
+part faults python measure/faults/inject.py --trials 100 --seed "$RANDOM" --jobs 4 # 8
+part saves python measure/faults/inject.py --trials 20 --seed "$RANDOM" --kinds kill \
+    --phases "during write" "before rename" "after rename" \
+    --script "pytorch_checkpoint.py --async-save --resume auto" # 5
+part hangs python measure/faults/hang.py                        # 2
+part render python benchmark.py --render
+[ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}" >&2 && exit 1; }

@@ -1,0 +1,71 @@
+"""List the Chinese pages that are behind: each says which English text it translates.
+
+    python -m report.translations
+    python -m report.translations --mark docs/course.md
+
+The first prints the pages whose English text has changed since, and exits with code 1 if there are
+any. The second, after translating, notes that a page follows. What --render writes does not count.
+"""
+
+import argparse
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+from report.pages import BLOCK, list_pages
+from report.results import ROOT
+
+MARK = re.compile(r"^<!-- translates (\S+) (\w+) -->\n", re.MULTILINE)
+
+
+def hash_of(text: str) -> str:
+    """Of the text that people write: without what is in blocks."""
+    return hashlib.sha256(BLOCK.sub(r"<!-- \1 -->", text).encode()).hexdigest()[:10]
+
+
+def english_of(page: Path) -> Path:
+    return page.with_name(page.name.replace(".zh-CN", ""))
+
+
+def list_behind(root: Path = ROOT) -> list[str]:
+    """The Chinese pages that say no mark, or that of another English text."""
+    behind = []
+    for page in list_pages(root, chinese=True):
+        english = english_of(page)
+        expected = english.relative_to(root).as_posix(), hash_of(english.read_text())
+        if MARK.findall(page.read_text()) != [expected]:
+            behind.append(page.relative_to(root).as_posix())
+    return behind
+
+
+def mark(page: Path, root: Path = ROOT) -> None:
+    """Note at the end of a Chinese page that it translates the English one as that is now."""
+    english = english_of(page)
+    line = (
+        f"<!-- translates {english.relative_to(root).as_posix()} {hash_of(english.read_text())} -->"
+    )
+    page.write_text(f"{MARK.sub('', page.read_text()).rstrip()}\n\n{line}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mark", nargs="+", metavar="PAGE", help="English pages, as docs/course.md"
+    )
+    args = parser.parse_args()
+    pages = {english_of(page): page for page in list_pages(ROOT, chinese=True)}
+    for name in args.mark or []:
+        if ROOT / name not in pages:
+            sys.exit(f"--mark {name}: no English page; give one as docs/course.md")
+        mark(pages[ROOT / name])
+    behind = [] if args.mark else list_behind()
+    for name in behind:
+        print(f"{name} is behind its English page")
+    sys.exit(bool(behind))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Figures on pages that a program predicts: some are predicted again, by the command that is beside
+them, and are within 1% of the committed ones. If not, an earlier commit has changed them."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, cases, launch, succeed
+
+from report.results import read_result
+
+FRONT = read_result(ROOT, "front")["outputs"]
+PEAKS = [row["name"] for row in read_result(ROOT, "published")["peaks"]]
+FIT = json.loads((ROOT / "website/data/fit.json").read_text())["data"]["cells"]
+CELLS = {"{model} on {gpus} {memory}".format_map(cell): cell for cell in FIT}
+OLD = "what is on pages is old: measure it again by {}, then python benchmark.py --render".format
+
+
+@cases("name", FRONT, ("FSDP", "FSDP 4 x TP 2, selective").__contains__)
+def test_predicted_peaks_of_the_readme(name):
+    finished = launch(FRONT[name]["command"], forked=True)  # ends with 2 if nothing fits
+    [found] = json.loads(finished.stdout)
+    [committed] = FRONT[name]["output"]
+    for figure in ("peak", "sent"):
+        again = OLD("python benchmark.py --suite front")
+        assert found[figure] == pytest.approx(committed[figure], rel=0.01), again
+
+
+@cases("name", PEAKS, PEAKS[:1].__contains__)
+def test_predicted_peaks_beside_published_ones(name):
+    command = ["python", "measure/estimates/language_models.py", name]
+    printed = succeed(command, forked=True, PYTHONPATH=str(ROOT)).stdout
+    of_tensors, reserved = (pytest.approx(int(n) / 2**30, rel=0.01) for n in printed.split())
+    [row] = [row for row in read_result(ROOT, "published")["peaks"] if row["name"] == name]
+    again = OLD("python benchmark.py --suite published")
+    assert row["lowest"] == of_tensors and row["highest"] in (of_tensors, reserved), again
+
+
+@cases("name", CELLS, lambda name: name == "llama3-8b on 8 H100")
+def test_recommendations(name):
+    committed = CELLS[name]
+    printed = launch(committed["estimate"], forked=True).stdout
+    again = OLD("python website/make_data.py")
+    peak = re.search(r"peak ([\d.]+) GiB", printed)[1]
+    assert float(peak) * 2**30 == pytest.approx(committed["peak"], rel=0.01), again
+    assert f"{committed['command']}\n" in printed, again
