@@ -138,7 +138,8 @@ def main():
 
 def recompute(block: nn.Module, selective: bool, offload, **options) -> None:
     """checkpointing: ``block`` is recomputed in backward."""
-    forward, contexts = block.forward, partial(contexts_of, block, selective)
+    forward = block.forward
+    contexts = partial(contexts_of, block, selective)
     options |= {"use_reentrant": False, "context_fn": contexts}
 
     def checkpointed(*args, **kwargs):

@@ -76,7 +76,10 @@ def find_absence(table, groups, of_group, accounts, answers) -> list[str]:
         absent = {rank for rank in ranks if last.get(rank, -1) < top}
         if top and absent:
             behind = [last[rank] + 1 for rank in absent if rank in last]
-            open_ = [n for n, calls in calls_of.items() if any(c["open"] for c in calls.values())]
+            open_ = []
+            for number, calls in calls_of.items():
+                if any(call["open"] for call in calls.values()):
+                    open_.append(number)
             certain = behind or open_  # else it may have ended after this collective
             number = min(certain, default=top)
             call = next(iter((calls_of.get(number) or calls_of[top]).values()))

@@ -105,7 +105,8 @@ def place(text: str) -> Path | str:
     return storage.trim_url(text) if is_url(text) else Path(text)
 
 
-positive, not_negative = number(int, 1), number(int, 0)
+positive = number(int, 1)
+not_negative = number(int, 0)
 
 
 def make_parser(doc: str) -> ArgumentParser:

@@ -252,7 +252,9 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def find_straggler(ranks: list[list[tuple]]) -> dict | None:
     """The rank for which the other ranks wait: its work, without waiting, takes longest. ``None``
     unless it is later than all others in three of four steps, by :data:`LATE` of a step."""
-    own = [[sum(seconds.values()) for _, seconds, _ in steps] for steps in ranks]
+    own = []  # of each rank: seconds of work in each step
+    for steps in ranks:
+        own.append([sum(seconds.values()) for _, seconds, _ in steps])
     if len(own) < 2 or not own[0] or len(set(map(len, own))) > 1:
         return None
     slowest = int(np.median(own, axis=1).argmax())

@@ -17,7 +17,8 @@ from harness.stop import SIGNALS
 class TaskData(Dataset):
     """Base class of data sets. Subclasses also have ``classes``: their names, or the vocabulary."""
 
-    unit, units = "sample", "samples"  # for the progress bar, and its plural
+    unit = "sample"  # for the progress bar
+    units = "samples"
     name = ""  # the data set that --dataset selected
     tensors: tuple[str, ...] = ()  # names of the attributes that hold the data
     workers = 0  # default of --workers

@@ -37,7 +37,9 @@ class Resumable:
     """The parts of a run, and how they are saved in a snapshot and resumed from it."""
 
     def __init__(self, args, device, train_loader: DataLoader, gpus: int = 1):
-        self.args, self.device, self.train_set = args, device, train_loader.dataset
+        self.args = args
+        self.device = device
+        self.train_set = train_loader.dataset
         self.steps_per_epoch = len(train_loader)
         self.total_steps = total_steps(args, self.steps_per_epoch)
         self.epochs = math.ceil(self.total_steps / self.steps_per_epoch)
@@ -51,7 +53,8 @@ class Resumable:
         self.clock = StepClock(devices, self.train_set.bytes_on_gpu, look)
         identity = values_of(args, "identity") | self.train_set.describe()
         self.store = SnapshotStore(args, identity, self.state.name_best if args.eval_every else str)
-        self.stop, self.load = StopRequest(), None  # see resume()
+        self.stop = StopRequest()
+        self.load = None  # set by resume_or_exit()
         self.model_step = 0  # whose weights model.pt has; 0: of the last one
         self.grad_norm = self.shown_norm = None  # before clipping: of this step, as last shown
 
@@ -127,7 +130,8 @@ class Resumable:
             if scheduler and self.args.schedule == "cosine" and before != self.total_steps:
                 now = f"the learning-rate schedule now ends at step {self.total_steps}"
                 print0(f"{now}; that of the snapshot's run ended at step {before}")
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         if world().rank == 0:
             self.store.archive_previous_run()
         self.display = Display(self.store.output_dir, self.train_set.unit, self.step + 1)
@@ -159,7 +163,8 @@ class Resumable:
         call this, and each writes its part of the model and of the optimizer's state. ``write``
         writes further files into the folder that it is given; or all of it, and the model is
         ``None``. ``others``, objects with a ``state_dict()`` or plain data, are in ``state.pt``."""
-        parts, writers = self.state_dict(), [write] if write else []
+        parts = self.state_dict()
+        writers = [write] if write else []
         for name, other in {"scheduler": scheduler, **others}.items():
             parts[name] = other.state_dict() if hasattr(other, "state_dict") else other
         if model:
@@ -291,7 +296,8 @@ class Run(Resumable):
         found = self.state.add_evaluation(mean, metrics, self.clock.epoch_seconds)
         self.display.evaluation(title, **found)
         if self.divides(self.step):  # not cut short by --max-steps
-            self.state.loss_sum, self.state.samples = torch.zeros_like(self.state.loss_sum), 0.0
+            self.state.loss_sum = torch.zeros_like(self.state.loss_sum)
+            self.state.samples = 0.0
             self.clock.epoch_seconds = 0.0
 
     def finish(self, model: nn.Module, optimizer, **held: Iterable[Tensor]) -> None:

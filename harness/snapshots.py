@@ -41,7 +41,10 @@ def find_damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """What is wrong with this rank's share of a snapshot's files; ``None`` if they are intact."""
     try:
         *lines, end = (folder / SUMS).read_bytes().decode().split("\n")
-        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        expected = {}
+        for line in lines:
+            digest, name = line.split("  ", 1)
+            expected[name] = digest
         if end or not expected:
             raise ValueError("truncated")
         if differ := sorted(expected.keys() ^ set(list_files(folder))):
@@ -64,7 +67,8 @@ def write_snapshot(folder: Path, write: Callable, kept: str = "") -> str | None:
     ``kept``. All ranks call it, and write into a folder whose name begins with a dot, which is
     flushed to disk and then renamed. Returns why it could not be written, on all ranks; older
     snapshots still exist then."""
-    part, rank = folder.with_name(f".{folder.name}.part"), world().rank
+    part = folder.with_name(f".{folder.name}.part")
+    rank = world().rank
     try:
         together(make_room, part, here=rank == 0)
         together(write, part)
@@ -194,7 +198,9 @@ class SnapshotStore:
     same ``identity``: flags and data. The one named ``kept()``, if any, is not deleted."""
 
     def __init__(self, args, identity: dict, kept: Callable[[], str] = str):
-        self.args, self.output_dir, self.kept = args, local_folder(args.output_dir), kept
+        self.args = args
+        self.output_dir = local_folder(args.output_dir)
+        self.kept = kept
         self.folder = self.output_dir / "snapshots"
         self.about = {"format": FORMAT, "launch": launch_id(), "identity": identity}  # in state.pt
         self.resumed = None  # the path of the one that this run resumes from
@@ -309,11 +315,15 @@ class SnapshotStore:
         if snapshot.get("format") != FORMAT:
             fail(f"--resume {path} was written by an older version; resume with that, or give none")
         for name, ours in self.about["identity"].items():
-            theirs, is_flag = snapshot["identity"].get(name), hasattr(self.args, name)
+            theirs = snapshot["identity"].get(name)
+            is_flag = hasattr(self.args, name)
             if theirs != ours:
                 what = spelled(name) if is_flag else f"data with {name.replace('_', ' ')}"
                 if isinstance(ours, list):  # only what differs of classes or a vocabulary
-                    theirs, ours = sorted({*theirs} - {*ours})[:5], sorted({*ours} - {*theirs})[:5]
+                    only_theirs = sorted({*theirs} - {*ours})
+                    only_ours = sorted({*ours} - {*theirs})
+                    theirs = only_theirs[:5]
+                    ours = only_ours[:5]
                 both = f"{what} {theirs}, and this run has {ours}"
                 fail(f"--resume {path} is from a run with {both}; use the same, or --resume none")
         return snapshot

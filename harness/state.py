@@ -70,7 +70,8 @@ def plain(model: nn.Module) -> nn.Module:
 # In a snapshot, "optimizer.fc.weight.exp_avg" belongs to the state of "model.fc.weight".
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, str]]:
     """This rank's weights and buffers, or shards; and the (first) names of the parameters."""
-    tensors, names = {}, {}
+    tensors = {}
+    names = {}
     for name, tensor in plain(model).state_dict(keep_vars=True).items():
         tensors[f"model.{name}"] = tensor.detach()
         names.setdefault(tensor, name)
@@ -90,7 +91,10 @@ def gather(model: nn.Module, optimizer) -> tuple[dict[str, Tensor], list[dict]]:
     for name, tensor in tensors.items():
         if not torch.is_tensor(tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; snapshots contain only tensors")
-    groups = [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
+    groups = []
+    for group in optimizer.param_groups:
+        named = [names[p] for p in group["params"]]
+        groups.append(group | {"params": named})
     everyone = [group for rank in gather_objects(groups) for group in rank]
     return tensors, list({tuple(group["params"]): group for group in everyone}.values())
 
@@ -119,11 +123,14 @@ def original_error():
 
 def save(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write tensors to the folder of a snapshot: each rank what no lower rank writes."""
-    sizes, files, total = {}, {}, 0
+    sizes = {}
+    files = {}
+    total = 0
     for theirs in gather_objects({name: local(t).nbytes for name, t in tensors.items()}):
         sizes |= {name: max(size, sizes.get(name, 0)) for name, size in theirs.items()}
     for name, size in sizes.items():
-        files[name], total = 1 + total // FILE_SIZE, total + size
+        files[name] = 1 + total // FILE_SIZE
+        total = total + size
     writer = HuggingFaceStorageWriter(str(folder / TENSORS), files, save_distributed=True)
     with original_error():
         dcp.save(tensors, storage_writer=writer, planner=PlainTensors())
@@ -140,7 +147,9 @@ def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     updating = getattr(optimizer, "optim", optimizer)  # ZeRO: of this rank; others' would be whole
     updated = {p for group in updating.param_groups for p in group["params"]}
-    tensors, state, entries = dict(weights), {}, {}
+    tensors = dict(weights)
+    state = {}
+    entries = {}
     try:
         reader = HuggingFaceStorageReader(str(folder / TENSORS))
         saved = reader.read_metadata().state_dict_metadata
@@ -161,11 +170,14 @@ def load(folder: Path, snapshot: dict, model: nn.Module, optimizer) -> None:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fail(f"--resume {folder} cannot be loaded ({why}); give another, or none")
     plain(model).load_state_dict({n.removeprefix("model."): t for n, t in weights.items()})
-    own_groups, index = [], 0
+    own_groups = []
+    index = 0
     for group in optimizer.param_groups:
         first = names[group["params"][0]] if group["params"] else None
         theirs = next((saved for saved in snapshot["param_groups"] if first in saved["params"]), {})
-        places = list(range(index, index := index + len(group["params"])))
+        end = index + len(group["params"])
+        places = list(range(index, end))
+        index = end
         # The script decides how a step is computed.
         own_groups.append(group | theirs | {"params": places, "fused": group.get("fused")})
     optimizer.load_state_dict({"state": state, "param_groups": own_groups})

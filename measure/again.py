@@ -56,7 +56,10 @@ def median(values: list) -> Any:
     if not isinstance(values[0], dict):
         return statistics.median(values)
     kinds = [kind for kind, value in values[0].items() if value is not None]
-    return {kind: median([value[kind] for value in values]) for kind in kinds}
+    found = {}
+    for kind in kinds:
+        found[kind] = median([value[kind] for value in values])
+    return found
 
 
 def by_name(entries: list | dict) -> dict:

@@ -35,7 +35,10 @@ def compare(folder: Path) -> None:
     """How far the weights of a run that resumed are from those of one that was never stopped."""
     names = ("half", "straight", "resumed")
     states = [torch.load(folder / name / "model.pt", weights_only=True) for name in names]
-    vectors = [torch.cat([t.flatten().double() for t in state.values()]) for state in states]
+    vectors = []
+    for state in states:
+        parts = [tensor.flatten().double() for tensor in state.values()]
+        vectors.append(torch.cat(parts))
     half, straight, resumed = vectors
     off = ((resumed - straight).norm() / (straight - half).norm()).item()
     found = f"after a resume, weights are off by {off:.1e} of what its steps change"

@@ -40,20 +40,23 @@ MAY_KNOW |= {"pytorch_ND_parallel": {*LESSON, *PARTS}}  # which is made of lesso
 # Lines of code, without docstrings, comments and blank lines. A room may grow by PLAY before its
 # number here has to be discussed in an issue; a room that becomes lighter lowers it.
 PLAY = 1.05
-BUDGETS = {"harness": 2000, "hangs": 375, "parallel": 500, "libraries": 690}
-BUDGETS |= {
-    "jobs": 2190,
-    "report": 1065,
-    "estimator": 1520,
-    "inference": 615,
-    "website": 535,
-    "measure": 1765,
+BUDGETS = {
+    "harness": 2150,
+    "hangs": 390,
+    "parallel": 490,
+    "libraries": 715,
+    "jobs": 2100,
+    "report": 930,
+    "estimator": 1770,
+    "inference": 370,
+    "website": 565,
+    "measure": 1540,
+    "tests": 9400,
+    "common.py": 230,
+    "techniques.py": 350,
 }
-BUDGETS |= {"common.py": 225, "techniques.py": 305, "tests": 9400}
 # Statements that say more than one thing, per 100 lines: they may only become fewer.
-DENSE = {"harness": 2.7, "hangs": 3.2, "libraries": 2.3, "jobs": 3.2, "report": 2.9}
-DENSE |= {"estimator": 2.8, "inference": 1.8, "website": 3.7, "measure": 2.1, "tests": 1.7}
-DENSE |= {"examples": 1.8, "lessons": 2.0}
+DENSE = dict.fromkeys((*ROOMS, "examples", "lessons"), 0.6) | {"tests": 1.2}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -146,7 +149,7 @@ def test_no_circle_in_a_room():
 def test_a_file_has_one_concern(path):
     """Its first line says which. When it outgrows this, ask which second one has moved in."""
     tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree) and lines_of(path) <= 450
+    assert ast.get_docstring(tree) and lines_of_code(path) <= 370
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name != "main":
             lines = node.end_lineno - node.lineno + 1
@@ -158,7 +161,10 @@ def test_budgets(room):
     paths = [ROOT / room] if "." in room else (ROOT / room).rglob("*.py")
     lines = sum(map(lines_of_code, paths))
     most = int(BUDGETS[room] * PLAY)
-    assert lines <= most, f"{room} has {lines} lines of code: take {lines - most} away, or ask"
+    assert lines <= most, (
+        f"{room} has {lines} lines of code, {lines - most} more than its play allows: take "
+        "something away beside what you add, or raise its number in BUDGETS and say why"
+    )
 
 
 @pytest.mark.parametrize("room", DENSE)
