@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torchvision
-import transformers
 import yaml
 from torch import nn
 
@@ -16,6 +15,8 @@ LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def listed(name):
+    import transformers  # which takes seconds
+
     kind, shapes, sizes = LISTED[name]
     kind = getattr(transformers, kind)
     of = {key: torch.int64 if key in ("input_ids", "labels") else None for key in shapes}
@@ -33,6 +34,28 @@ class TwoInputs(nn.Module):
     def forward(self, x, y):
         y = self.second(y)
         return self.first(x) + y, {"second": y}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Residual(nn.Module):
+    """Its activations are larger than its weights, and it needs no library."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class Denoiser(nn.Module):
@@ -92,6 +115,7 @@ def clip():
 ARCHITECTURES = {
     "two_inputs": lambda: (TwoInputs(), (torch.zeros(2, 8), torch.zeros(2, 6))),
     "denoiser": denoiser,
+    "residual": lambda: (Residual(), torch.zeros(2, 64, 32), lambda out, _: out.square().mean()),
     "translator": lambda: (Translator(), (torch.zeros(2, 16, 32), torch.zeros(2, 8, 32))),
     "reader": lambda: (Reader(), (torch.zeros(2, 12, 8), torch.zeros(12, 8))),
     "segmentation": segmentation,

@@ -43,7 +43,7 @@ def test_architectures(name, only):
 
 def test_a_module_of_ones_own_is_recommended():
     """Without recomputation first, which takes less memory; with the file to copy."""
-    flags = f"--module {FILE}:gemma -b 64 --gpus 2 --recommend --memory 1 --spare 0"
+    flags = f"--module {FILE}:residual -b 64 --gpus 2 --recommend --memory 1 --spare 0"
     text = estimate(flags).stdout
     peaks = dict(re.findall(r"^\d\. (.*): peak (\S+) MiB", text, re.M))
     *plain, last = peaks

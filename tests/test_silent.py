@@ -14,7 +14,7 @@ from techniques import LESSONS
 SILENT = [(name, *row["run"]) for name, row in TABLES["silent_mistakes"].items()]
 
 USUAL = "clipped", "every shard", "load"  # the others are marked full
-JOB = "--model gpt-8x12x24 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20"
+JOB = "--model gpt-4x12x24 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
 
 
