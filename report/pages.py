@@ -45,7 +45,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
         found = set()
         for path in list_pages(root, chinese):
             changed[path] = fill(root, path, texts, found, chinese)
-        missing = [name for name in texts if not name.startswith(("diff-", "schematic-"))]
+        missing = [name for name in texts if not name.startswith("diff-")]
         missing = [name for name in missing if name not in found]
         if missing and not chinese:
             place = f"<!-- {missing[0]} --> ... <!-- end -->"
