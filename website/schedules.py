@@ -48,8 +48,8 @@ def plan(schedule: str, ranks: int, microbatches: int):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         own = [number for number, owner in enumerate(owners) if owner == 0]
-        among = len(owners), torch.device("cpu")
-        parts = [PipelineStage(nn.Identity(), number, *among) for number in own]
+        device = torch.device("cpu")
+        parts = [PipelineStage(nn.Identity(), number, len(owners), device) for number in own]
         return SCHEDULES[schedule](parts if len(parts) > 1 else parts[0], microbatches)
     finally:
         dist.destroy_process_group()
@@ -102,14 +102,10 @@ def timetable(schedule: str, ranks: int, microbatches: int) -> dict:
     order = order_of(schedule, ranks, microbatches)
     ends = end_times(order, lambda part: UNITS[part[0]])
     length = max(ends.values())
+    busy = sum(UNITS[kind] for parts in order for kind, *_ in parts)
     rows = []
-    busy = 0
     for parts in order:
-        rows.append([])
-        for part in parts:
-            takes = UNITS[part[0]]
-            rows[-1].append([*part, ends[part] - takes, takes])
-            busy += takes
+        rows.append([[*part, ends[part] - UNITS[part[0]], UNITS[part[0]]] for part in parts])
     return {
         "schedule": schedule, "ranks": ranks, "microbatches": microbatches, "length": length,
         "bubble": 1 - busy / length / ranks,
