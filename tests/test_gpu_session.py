@@ -136,7 +136,7 @@ def test_a_suite_that_was_stopped_is_a_result(tmp_path, monkeypatch):
     (results / "gpu.partial.json").write_text(json.dumps({"rows": rows, "complete": False}))
     gpu_session.report("cuda", work, results, tmp_path / "out")
     found = json.loads((tmp_path / "out/gpu.json").read_text())
-    assert found["rows"] == [rows[0], rows[2]] and "pytorch_SingleGPU.py" in found["files"]
+    assert found["rows"] == [rows[0], rows[2]]
     (results / "gpu.json").write_text('{"complete": true}')
     gpu_session.report("cuda", work, results, None)
     assert json.loads((results / "gpu.json").read_text()) == {"complete": True}
