@@ -114,8 +114,8 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     print0(f"{this_script()}: {where}, {choice.kind_of(args)} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}{choice.describe_defaults(args)}")
     hangs.listen(args.timeout)
-    if check := getattr(args.task.models, "check_model_name", None):
-        check(args.model)
+    if not args.task.has_decoder:  # which has been checked
+        args.task.models.check_model_name(args.model)
 
 
 # ---------------------------------------------------------------------------- device and seeds
@@ -220,9 +220,8 @@ def make_model(args: Settings, classes: list[str], channels_last: bool = True) -
             On a CPU this would slow down DDP's backward and the fused optimizers.
     """
     model = args.task.models.make_model(args, classes)
-    check = getattr(args.task.models, "check_deterministic", None)
-    if check and args.deterministic and args.device == "cuda":
-        check(args.model, model)
+    if args.deterministic and args.device == "cuda" and args.task is choice.IMAGES:
+        args.task.models.check_deterministic(args.model, model)
     if channels_last and args.device == "cuda":
         return model.to(memory_format=torch.channels_last)
     # DDP warns about 1x1 convolutions, for which both memory formats are the same.
@@ -353,5 +352,5 @@ def save_model(args: Settings, state: dict[str, Tensor]) -> None:
     path = local_folder(args.output_dir) / "model.pt"
     with delivery(path):
         save_file(kept, path)
-        if write_folder := getattr(args.task.models, "write_folder", None):
-            write_folder(args, kept, path.parent)
+        if args.task.has_decoder:
+            args.task.models.write_folder(args, kept, path.parent)

@@ -87,7 +87,7 @@ class Job:
         device: a fake tensor is already allocated without data, as to_empty() would do."""
         if not self.own:
             models = args.task.models
-            make = getattr(models, "make_shapes", models.make_model)
+            make = models.make_shapes if self.is_gpt else models.make_model
             with torch.device("cpu"):
                 model = make(args, classes)
             return model.to(memory_format=self.order) if channels_last else model

@@ -121,6 +121,11 @@ class Task(NamedTuple):
     flags: set[str]  # that it has and other tasks may not have
 
     @property
+    def has_decoder(self) -> bool:
+        """Whether it trains a GPT or a Llama."""
+        return self.name in ("text", "chat")
+
+    @property
     def data(self) -> ModuleType:
         """Has ``resolve``, ``describe`` and ``make_datasets``."""
         if self.name == "images":
@@ -190,7 +195,7 @@ class Settings(
     @property
     def source(self) -> str | None:
         """For snapshots: the folder with a Llama's configuration and tokenizer, if it has one."""
-        if self.weights == "none" or self.task not in (TEXT, CHAT):
+        if self.weights == "none" or not self.task.has_decoder:
             return None
         from libraries import hub
 
@@ -226,7 +231,7 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
     of ``make_model()``; each rank gets its shards. For a decoder, ranks draw or read one parameter
     at a time. For other models, rank 0 has the whole model on its CPU. All ranks call it."""
     models = args.task.models
-    if args.task in (TEXT, CHAT):
+    if args.task.has_decoder:
         return models.init_weights(args, model, classes)
     weights = models.make_model(args, classes).state_dict() if world().rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
@@ -234,7 +239,7 @@ def init_weights(args, model: nn.Module, classes: list[str]) -> None:
 
 
 def check_is_gpt(args) -> None:
-    if args.task not in (TEXT, CHAT):
+    if not args.task.has_decoder:
         why = f"{this_script()}.py supports only decoders"
         fail(f"--model {args.model}: {why}; use gpt-nano, gpt-mini, gpt2, gpt-LxHxD or llama-LxHxD")
 
@@ -275,7 +280,7 @@ def resolve_weights(args):
         return args
     if why := weights.why_unusable(args.weights):
         also = ", or imagenet" if args.task is IMAGES else ""
-        if args.task in (TEXT, CHAT) or args.task is IMAGES and not args.model:
+        if args.task.has_decoder or args.task is IMAGES and not args.model:
             also += ", or a folder or name on the hub of a Llama, Mistral or Qwen"
         use = f"give a model.pt, the folder of a run or a snapshot{also}"
         fail(f"--weights {args.weights}: {why}; {use}")
