@@ -62,11 +62,18 @@ def render(changed: dict[Path, str], drawn: dict[Path, dict]) -> None:
 
 
 def list_pages(root: Path, chinese: bool) -> list[Path]:
-    """Without dated reports, which have no Chinese page and no table that a program writes."""
+    """The pages of a language, without dated reports, which have no Chinese page and no table that
+    a program writes. English ones come first: some may not have a Chinese page yet."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     pages = [path for path in pages if path.parent != root / "docs" / "reports"]
     pages = [path for path in pages if not path.name.endswith(".zh-CN.md")]
-    return [path.with_suffix(".zh-CN.md") for path in pages] if chinese else pages
+    if not chinese:
+        return pages
+    return [path for path in map(chinese_of, pages) if path.is_file()]
+
+
+def chinese_of(page: Path) -> Path:
+    return page.with_suffix(".zh-CN.md")
 
 
 def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
@@ -114,9 +121,12 @@ class Place(NamedTuple):
 
 
 def find_places(root: Path, chinese: bool = False) -> dict[str, Place]:
-    """The place of each script whose page says it in short, by its name."""
-    texts = {path: path.read_text() for path in list_pages(root, chinese)}
-    found = {name: Place(p, s) for p, text in texts.items() for name, s in IN_SHORT.findall(text)}
+    """The place of each script whose page says it in short, by its name; in Chinese where there is
+    a Chinese page."""
+    found = find_places(root) if chinese else {}
+    for path in list_pages(root, chinese):
+        for name, about in IN_SHORT.findall(path.read_text()):
+            found[name] = Place(path, about)
     if missing := [row.name for row in TECHNIQUES if row.name not in found]:
         raise Unusable(f"no page has a line <!-- in short, {missing[0]}: ... -->, for the course")
     return found
@@ -165,7 +175,7 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
         if name not in blocks or name in found or "<!-- " in match[2]:
             raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
         found.add(name)
-        lines = translate(blocks[name]) if chinese else blocks[name]
+        lines = translate(root, blocks[name]) if chinese else blocks[name]
         lines = re.sub(r"\]\((results|docs|examples|website)/", rf"]({up}\1/", lines)
         inside = f"\n{lines}\n\n" if lines else ""
         return f"<!-- {name} -->\n{inside}<!-- end -->"
@@ -176,8 +186,14 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
     return text
 
 
-def translate(lines: str) -> str:
-    """Translate a table to Chinese: headers, notes, and cells that are not names."""
+def translate(root: Path, lines: str) -> str:
+    """Translate a table to Chinese: headers, notes, and cells that are not names; links lead to
+    Chinese pages where there are some."""
+
+    def link_to_chinese(match: re.Match) -> str:
+        page = chinese_of(Path(match[1]))
+        return f"]({page.as_posix()}" if (root / page).is_file() else match[0]
+
     lines = lines.splitlines()
     words = WORDS["cells"] | WORDS["titles"]
     for i, line in enumerate(lines):
@@ -187,5 +203,5 @@ def translate(lines: str) -> str:
         if re.search(r"\]\((results|docs|examples|website)/|^not measured yet|/schematic-", line):
             for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
-            lines[i] = re.sub(r"(\]\(docs/[\w/]+)\.md", r"\1.zh-CN.md", lines[i])
+            lines[i] = re.sub(r"\]\((docs/[\w/]+\.md)", link_to_chinese, lines[i])
     return "\n".join(lines)

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from report.pages import BLOCK, list_pages
+from report.pages import BLOCK, chinese_of, list_pages
 from report.results import ROOT
 
 MARK = re.compile(r"^<!-- translates (\S+) (\w+) -->\n", re.MULTILINE)
@@ -29,12 +29,12 @@ def english_of(page: Path) -> Path:
 
 
 def list_behind(root: Path = ROOT) -> list[str]:
-    """The Chinese pages that say no mark, or that of another English text."""
+    """The Chinese pages that are missing, have no mark, or that of another English text."""
     behind = []
-    for page in list_pages(root, chinese=True):
-        english = english_of(page)
+    for english in list_pages(root, chinese=False):
+        page = chinese_of(english)
         expected = english.relative_to(root).as_posix(), hash_of(english.read_text())
-        if MARK.findall(page.read_text()) != [expected]:
+        if not page.is_file() or MARK.findall(page.read_text()) != [expected]:
             behind.append(page.relative_to(root).as_posix())
     return behind
 
