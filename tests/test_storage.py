@@ -48,7 +48,8 @@ def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
     """An upload ends after some files. What only this machine has, is not taken either."""
     for step in (1, 2, 3):
         assert save(store, step) == (f"{store.url}/snapshots/step-{step:08}", None)
-    put, left = MemoryFileSystem.put_file, iter(range(done))
+    put = MemoryFileSystem.put_file
+    left = iter(range(done))
     with monkeypatch.context() as broken:
         broken.setattr(MemoryFileSystem, "put_file", lambda *a, **k: [next(left), put(*a, **k)])
         saved, failure = save(store, 4)
@@ -65,7 +66,8 @@ def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
 
 def test_an_input_is_copied_until_it_changes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    files, place = MemoryFileSystem(), f"{tmp_path}/data"
+    files = MemoryFileSystem()
+    place = f"{tmp_path}/data"
     files.pipe({f"{place}/a": b"a", f"{place}/b": b"b"})
     for expected in (["a", "b"], ["a", "b"], ["a"]):
         if expected == ["a"]:
