@@ -169,6 +169,8 @@ class ShortRun:
     def load_engine(self, engine) -> None:
         """:meth:`resume_or_exit` for DeepSpeed, which has made its shards before."""
         self.resume_or_exit(engine.module, engine.basic_optimizer)
+        if hasattr(engine.optimizer, "grad_partitions_flat_buffer"):  # stage 3
+            self.live.mark([engine.optimizer.grad_partitions_flat_buffer], "gradients")
 
     def before_update(self, *_) -> None:
         self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
