@@ -18,7 +18,7 @@ TWO_STEPS = {"sgd": "--lr 0.01", "adamw": "--optimizer adamw --lr 0.0001"}
 TWO_STEPS = {name: f"--norm group --max-steps 2 {flags}" for name, flags in TWO_STEPS.items()}
 RUNS = [
     (config, n, optimizer)
-    for config in (f"zero_stage{stage}" for stage in range(4))
+    for config in ("zero_stage0", "zero_stage1", "zero_stage2", "zero_stage3")
     for n in range(1, 5)
     for optimizer in TWO_STEPS
     if n != 3 or (optimizer, config) == ("sgd", "zero_stage3")

@@ -42,7 +42,9 @@ print(json.dumps([classes[i] for i in logits.argmax(1)]))
 
 def infer(flags):
     """Run model_inference.py here, where PyTorch and ONNX are imported already."""
-    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+    stdout = io.StringIO()
+    stderr = io.StringIO()
+    code = 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", ["model_inference.py", *shlex.split(flags)])
         try:
@@ -151,7 +153,8 @@ def test_a_picture_is_seen_as_it_was_taken(pictures, tmp_path, monkeypatch):
     on white where it is transparent. What has no known range, or is too large, is named."""
     upright = np.zeros((8, 8, 3), np.uint8)
     upright[:4, :, 0] = 200  # red above
-    turned, how = Image.fromarray(np.rot90(upright).copy()), Image.Exif()
+    turned = Image.fromarray(np.rot90(upright).copy())
+    how = Image.Exif()
     how[0x0112] = 6  # to be turned by 90 degrees
     turned.save(tmp_path / "turned.png", exif=how)
     Image.fromarray(upright).save(tmp_path / "plain.png")
@@ -206,7 +209,8 @@ def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
     assert json.loads(printed) == [args.classes[i] for i in runner(images).argmax(1)]
     model = onnx.load(exported)
     onnx.checker.check_model(model, full_check=True)
-    [images], [logits] = model.graph.input, model.graph.output
+    [images] = model.graph.input
+    [logits] = model.graph.output
     assert images.type.tensor_type.elem_type == onnx.TensorProto.UINT8
     for value, sides in ((images, [3, 32, 32]), (logits, [10])):
         batch, *rest = value.type.tensor_type.shape.dim
@@ -232,7 +236,8 @@ def test_mistakes(trained, exported, pictures, tmp_path):
     torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "other.pt")
     found = {"here": tmp_path, "trained": trained, "exported": exported, "pictures": pictures}
     for flags, named in OF_IMAGES:
-        before, named = sorted(tmp_path.rglob("*")), named.format(**found)
+        before = sorted(tmp_path.rglob("*"))
+        named = named.format(**found)
         finished = infer(flags.format(**found))
         assert named in finished.refusal, str(finished)
         assert finished.stdout == "" and sorted(tmp_path.rglob("*")) == before

@@ -15,7 +15,8 @@ from inference import export
 from inference.runtimes import make_session
 from inference.trained import Trained
 
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
 
 
 class Session:
