@@ -351,6 +351,7 @@ STAGE = "--deepspeed_config config/zero_stage{}_config.json".format
 DATA = (replicated, averaged)
 FSDP = (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
+OWN_HALF = case(BFLOAT16, 2, traits="branch rounds estimated")
 LESSONS = [
     row("pytorch_SingleGPU", "", ONE, replicated, nothing,
         case("", 1, traits="stopped_twice estimated alone"), traits="one_process loaded_alike"),
@@ -377,7 +378,8 @@ LESSONS = [
         case("--use_zero", 3, 1, 2, 4, traits="estimated tied"),
         traits="loaded_alike resumed_alike"),
     row("pytorch_FSDP", "torchrun_DDP", FIT, *FSDP,
-        case("", 3, 1, 2, 4, traits="killed estimated tied llama"), HALF, traits="images"),
+        case("", 3, 1, 2, 4, traits="killed estimated tied llama"), OWN_HALF,
+        traits="images"),
     row("pytorch_HSDP", "FSDP", FIT, *FSDP, case("--shard 2", 4, 2),
         case("--shard 8", 16, traits="full estimated"),
         case(f"{BFLOAT16} --shard 2", 2, traits="rounds"), traits="saved_alike"),
@@ -401,7 +403,7 @@ LESSONS = [
     row("pytorch_TP", "torchrun_DDP", MODEL,
         *both(mesh, lambda n, o: {"tp": n, "size": in_half(o, 3)}),  # gradients' sums are in fp32
         case("", 3, 2, 4, traits="sgd estimated llama"),
-        case("--sequence-parallel", 2, 3, 4, traits="stopped tied splits llama"), HALF,
+        case("--sequence-parallel", 2, 3, 4, traits="stopped tied splits llama"), OWN_HALF,
         traits="needs_gpt by_parameter whole"),
     row("pytorch_FSDP_TP", "TP", MODEL, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
         case("--tp 2", 4, 2, traits="estimated"), case("--tp 1", 2, traits="full"),
@@ -434,12 +436,12 @@ LESSONS = [
         case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"),
         traits="needs_gpt resumed_alike by_parameter"),
     row("pytorch_LoRA", "FSDP", TUNE, *both(lora),
-        case("", 2, 1, 3, 4, traits="stopped estimated tied llama"), HALF,
+        case("", 2, 1, 3, 4, traits="stopped estimated tied llama"), OWN_HALF,
         traits="needs_gpt own_files"),
     row("pytorch_half_precision", "SingleGPU", PRECISION, half_precision, nothing,
         case(BFLOAT16, 1, traits="estimated alone"),
         case(f"{BFLOAT16} --master-weights", 1, traits="branch scaled"),
-        traits="one_process rounds by_parameter images"),
+        traits="one_process rounds by_parameter"),
     row("pytorch_auto_mixed_precision", "SingleGPU", PRECISION, replicated, nothing,
         case(BFLOAT16, 1, traits="estimated alone scaled"),
         traits="one_process rounds loaded_alike"),

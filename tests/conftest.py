@@ -222,7 +222,7 @@ def place_of(item):
     """
     if item.path.stem in LONG:
         return 0
-    of_a_library = re.search("(?i)deepspeed|ecosystem|accelerate|lightning", item.nodeid)
+    of_a_library = re.search("(?i)deepspeed|accelerate|test_ecosystem|test_examples", item.nodeid)
     return 1 if of_a_library else 2
 
 

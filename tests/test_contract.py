@@ -185,14 +185,8 @@ def single(one, run_once):
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every {SAVED}", hooks)[1]
 
 
-def is_first_in_16_bits(one):
-    """What it sends shows in which dtype it adds."""
-    halves = [case for case in one.technique.cases if "--dtype bfloat16" in case.flags]
-    return one.case in halves[:1]
-
-
 def is_usual(one):
-    """The first case, the first one in 16 bits, and each branch, if possible of a Llama."""
+    """The first case, and each branch, if possible of a Llama."""
     sgd = "sgd" in one.case.traits or one.model == "images" or "differs" in one.technique.traits
     if one.optimizer != ("sgd" if sgd else "adamw") or one.n != one.case.ranks[0]:
         return False
@@ -204,7 +198,7 @@ def is_usual(one):
         return one.model == ("llama" if "llama" in one.case.traits else "gpt")
     if "scaled" in one.case.traits and "one_process" in one.technique.traits:
         return one.model == "gpt"  # its norm shows how it clips
-    return one.model == "gpt" and (is_first(one) or is_first_in_16_bits(one))
+    return one.model == "gpt" and is_first(one)
 
 
 @pytest.mark.parametrize(
@@ -445,6 +439,7 @@ def test_an_optimizer_in_backward_takes_a_step_per_block(run_once):
     assert read_run(folder)[1]["calls"]["allreduce"] == 2 + ends
 
 
+@pytest.mark.full
 def test_an_optimizer_in_backward_steps_batch_norm_once(run_once):
     """Its parameters are in a block, but not in the step of that block: the next one takes them."""
     job = f"{DATA} {IMAGES} --max-steps 3 --double --optimizer sgd".replace("group", "batch")

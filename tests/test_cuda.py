@@ -39,7 +39,7 @@ FAKED = [
     if t.name not in NOT_FAKED and case.ranks[0] <= 4 and not set(IN_A_V) & {*case.flags.split()}
 ]
 NAMES = {script: n for _, script, n in FAKED}  # on how many ranks
-USUALLY_RESUMED = ("half_precision", "DDP_ZeRO", "PP")
+USUALLY_RESUMED = ("DDP_ZeRO",)
 SMALL_JOB = "--model gpt-4x12x48 --context 24 --dataset synthetic --train-samples 96 "
 SMALL_JOB += "--eval-samples 24 --batch-size 24 --epochs 2"  # 8 steps
 USUAL = [f"pytorch_{script}" for script in TABLES["branches_of_a_gpu"]]

@@ -70,6 +70,7 @@ def per_parameter(sizes, weights):
     return {kind: size / numbers for kind, size in sizes.items()}
 
 
+@pytest.mark.full
 def test_bfloat16(train):
     """Thirty steps stay within 2 % of fp32; model.pt comes from the fp32 copy."""
     flags = f"--lr 0.001 --max-steps 30 {SMALL}"

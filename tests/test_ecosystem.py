@@ -70,7 +70,8 @@ RESUMED = {  # the script in one go, scripts in turn with the steps up to which 
 }
 
 
-@cases("name", RESUMED, lambda n: n == "accelerate_FSDP")
+@pytest.mark.full
+@pytest.mark.parametrize("name", RESUMED)
 def test_one_resumes_from_the_snapshots_of_another(name, train, tmp_path):
     raw, turns, flags = RESUMED[name]
     for script, steps in turns:
@@ -107,7 +108,7 @@ def test_by_its_own_launcher(script, train, tmp_path):
 STOPPED = ["accelerate_DDP", TRAINER, "transformers_Trainer", SHARDED, FABRIC]
 
 
-@cases("script", STOPPED, STOPPED[:3].__contains__)
+@cases("script", STOPPED, STOPPED[1:3].__contains__)
 def test_a_signal_ends_in_a_snapshot(script, tmp_path):
     """Each library has a handler of its own; Lightning's would send a broadcast from within."""
     command = hooked(script, 2, f"{IMAGES} --epochs 1000 --output-dir {tmp_path}")

@@ -33,7 +33,7 @@ SCRIPTS = [
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
 # Branches of the guard; ranks of Local SGD do not share their gradients.
 BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_LocalSGD", STAGE(2))
-USUAL = {"watch": BRANCHES[:3], "stop": BRANCHES[::3], "skip": BRANCHES}
+USUAL = {"watch": BRANCHES[::2], "stop": BRANCHES[:1], "skip": BRANCHES[1:]}
 EVERYWHERE = [(mode, *row) for mode in USUAL for row in SCRIPTS]
 EVERYWHERE = [row for row in EVERYWHERE if row[0] != "watch" or row[1] not in LEAVES_OUT]
 
@@ -135,7 +135,7 @@ ENDLESS += [("pytorch_SingleGPU", 1, "--on-nan skip"), (STAGE(3), 2, "--on-nan s
 ENDLESS += [("pytorch_DDP_AMP --dtype float16", 2, "--on-nan stop")]
 
 
-@cases("script, ranks, flags", ENDLESS, lambda *row: row in ENDLESS[:2])
+@cases("script, ranks, flags", ENDLESS, lambda *row: row == ENDLESS[0])
 def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
     """A scale that halves for ever, or DeepSpeed's silence: not a run that learned nothing."""
     flags += " --epochs 4 --train-samples 96 --batch-size 8"

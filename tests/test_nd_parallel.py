@@ -55,7 +55,6 @@ def combined(dimensions, extra):
 
 USUAL = [  # the contract has further ones
     ("shard+pp", "biased", "adamw", "--ep 2 --accumulate 2 --ac full"),
-    ("tp+cp", "gpt", "sgd", "--ac selective"),
     ("shard+tp+pp", "llama", "adamw", ALL),
 ]
 

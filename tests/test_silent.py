@@ -78,6 +78,16 @@ def test_dropout_has_a_seed_of_each_rank(row):
     assert seeds == ["args.seed" if alike else f"args.seed + {own}"]
 
 
+SUMS = {"", "torch.bfloat16, torch.float32", "dtype, torch.float32 if dtype else None"}
+
+
+@pytest.mark.parametrize("row", TRAINING, ids=lambda row: row.name)
+def test_gradients_are_summed_in_fp32(row):
+    """Where parameters are bfloat16. What comes of it: the contract of FSDP in bfloat16."""
+    text = (ROOT / f"{row.script}.py").read_text()
+    assert {*re.findall(r"MixedPrecisionPolicy\((.*?)\)", text)} <= SUMS
+
+
 def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
     """They draw it alike, for what they have whole."""
     flags = "--max-steps 4 --dropout 0.3"

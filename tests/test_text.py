@@ -57,7 +57,7 @@ def test_compiled(train):
     assert result["first_step_seconds"] > 100 * result["step_ms"]["p50"] / 1e3
 
 
-@cases("flags", ["", "--blocks"], lambda flags: True)
+@cases("flags", ["", "--blocks"], lambda flags: flags)
 def test_a_script_that_compiles_is_equal_without_its_compiler(flags, train):
     """Weights, by their names."""
     job = "--model gpt-1x2x16 --double --max-steps 12 --optimizer sgd"
