@@ -23,14 +23,14 @@ RUNS = [
     for optimizer in TWO_STEPS
     if n != 3 or (optimizer, config) == ("sgd", "zero_stage3")
 ] + [("zero_stage2_offload", 2, "adamw"), ("zero_stage3_offload", 2, "adamw")]
-USUAL = [("zero_stage2", 2, "sgd"), ("zero_stage3_offload", 2, "adamw")]
+USUAL = ("zero_stage2", 2, "sgd")
 
 
 def script(config):
     return f"pytorch_DeepSpeed --deepspeed_config config/{config}_config.json"
 
 
-@cases("config, n, optimizer", RUNS, lambda *row: row in USUAL)
+@cases("config, n, optimizer", RUNS, lambda *row: row == USUAL)
 def test_two_steps_in_fp32(config, n, optimizer, train):
     """The weights of one process, and what a rank sends."""
     expected, _ = train("pytorch_SingleGPU", 1, TWO_STEPS[optimizer])

@@ -69,7 +69,8 @@ OF_FOUR = ["PP.py", "EP.py --top-k 2", "TP.py --sequence-parallel", "ND_parallel
 OF_FOUR += [f"{name}.py --dtype bfloat16" for name in ("FSDP", "LoRA", "chunked_loss")]
 
 
-@cases("name", OF_FOUR, lambda name: name == OF_FOUR[0])
+@pytest.mark.full
+@pytest.mark.parametrize("name", OF_FOUR)
 def test_a_rank_alone_takes_what_is_predicted(name, tmp_path):
     """As measure/one_gpu.py runs it, here on a CPU; the last one, of a pipeline: within 1 %."""
     row = {"name": "row", "command": f"pytorch_{name}", "ranks": 4, "classes": 100}
@@ -451,8 +452,8 @@ LARGE = ["FSDP", "TP,activation_checkpointing", "ND_parallel --tp 2 --sequence-p
 
 @cases("only", LARGE, lambda name: name == "FSDP")
 def test_a_large_model_is_predicted_by_two_small_ones(only):
-    """Of 14 blocks by four and six: to the byte of what 14 take."""
-    flags = f"--model llama-14x4x64 --context 64 --gpus 4 -b 8 --json --only {only}"
+    """Of ten blocks by four and six: to the byte of what ten take."""
+    flags = f"--model llama-10x4x64 --context 64 --gpus 4 -b 8 --json --only {only}"
     rows = json.loads(estimate(flags).stdout)
     few = techniques.few_blocks
     assert few(14) == ([4, 6], 5) and few(8) == ([], 0) and few(15) == ([5, 7], 5)

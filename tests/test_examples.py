@@ -245,7 +245,8 @@ def test_what_is_frozen_stays(name, plain, tmp_path):
 UNSEEDED = {"def make_model():\n    torch.manual_seed(0)\n": "def make_model():\n"}
 
 
-@cases("name", ["tp", "hsdp", "ep", "fsdp_tp", "cp", "pp"], lambda name: name == "tp")
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tp", "hsdp", "ep", "fsdp_tp", "cp", "pp"])
 def test_ranks_draw_the_same_weights(name, plain, tmp_path):
     """As of a new head, which a user's make_model() need not seed."""
     _, folder = plain(read(name) if "\nclass " in read(name) else "")

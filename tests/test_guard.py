@@ -33,7 +33,7 @@ SCRIPTS = [
 LEAVES_OUT = [STAGE(1), STAGE(2), STAGE(3)]  # DeepSpeed does by itself, and says nothing
 # Branches of the guard; ranks of Local SGD do not share their gradients.
 BRANCHES = ("pytorch_torchrun_DDP", "pytorch_FSDP", "pytorch_LocalSGD", STAGE(2))
-USUAL = {"watch": BRANCHES[::2], "stop": BRANCHES[:1], "skip": BRANCHES[1:]}
+USUAL = {"watch": BRANCHES[::2], "stop": BRANCHES[:1], "skip": BRANCHES[2:]}
 EVERYWHERE = [(mode, *row) for mode in USUAL for row in SCRIPTS]
 EVERYWHERE = [row for row in EVERYWHERE if row[0] != "watch" or row[1] not in LEAVES_OUT]
 

@@ -45,7 +45,7 @@ def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path):
 MASKS = [tuple(row) for row in TABLES["dropout_masks"]]  # which ranks draw alike
 
 
-@cases("script, alike, other", MASKS, lambda *row: row in MASKS[:3])
+@cases("script, alike, other", MASKS, lambda *row: row in MASKS[:2])
 def test_which_ranks_drop_the_same(script, alike, other, tmp_path):
     """Those that compute the same numbers have to; of all others no two masks are equal."""
     n, job = len(set().union(*alike)), f"{JOB} --dropout 0.2 --output-dir {tmp_path} --resume auto"
