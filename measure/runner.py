@@ -38,8 +38,8 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 KEPT = ("technique", "options", "command", "world_size", "devices", "device", "threads", "model")
 KEPT += ("context", "image_size", "tie", "experts", "train_samples", "precision", "tf32", "steps")
 KEPT += ("global_batch_size", "optimizer", "peak_memory_gib", "state_bytes")
-TIMES = ("images_per_second", "tokens_per_second", "reviews_per_second", "step_ms")
-TIMES += ("first_step_seconds", "model_tflops", "mfu")
+TIMES = ("images_per_second", "tokens_per_second", "step_ms", "first_step_seconds")
+TIMES += ("model_tflops", "mfu")
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -47,14 +47,13 @@ def middle(runs: list[dict], *keys: str) -> float | None:
 
 
 def speeds_of(runs: list[dict]) -> list[float]:
-    """Tokens per second, or images, or reviews."""
+    """Tokens per second, or images."""
     return [run[unit_of(run).replace("/s", "_per_second")] for run in runs]
 
 
 def unit_of(run: dict) -> str:
     """The unit of :func:`speeds_of`."""
-    names = (name for name in ("tokens", "reviews") if f"{name}_per_second" in run)
-    return f"{next(names, 'images')}/s"
+    return "tokens/s" if "tokens_per_second" in run else "images/s"
 
 
 def name_of(row: dict) -> str:
