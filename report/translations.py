@@ -59,7 +59,8 @@ def main() -> None:
     pages = {english_of(page): page for page in list_pages(ROOT, chinese=True)}
     for name in args.mark or []:
         if ROOT / name not in pages:
-            sys.exit(f"--mark {name}: no English page; give one as docs/course.md")
+            print(f"--mark {name}: no English page; give one as docs/course.md", file=sys.stderr)
+            sys.exit(2)
         mark(pages[ROOT / name])
     behind = [] if args.mark else list_behind()
     for name in behind:

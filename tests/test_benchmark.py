@@ -376,6 +376,9 @@ def test_an_english_page_may_change_alone(checkout):
     text = chinese.read_text()
     chinese.write_text(re.sub(r"<!-- course -->.*?<!-- end -->", "", text, flags=re.S))
     assert not changes(checkout), "a table that a Chinese page lacks is no error"
+    (checkout / "docs/techniques/FSDP.zh-CN.md").unlink()
+    changes(checkout)  # raises nothing
+    assert "docs/techniques/FSDP.zh-CN.md" in translations.list_behind(checkout)
 
 
 def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):

@@ -215,9 +215,9 @@ def test_no_chinese_page_is_behind():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("english, chinese", list(zip(ENGLISH, CHINESE, strict=True)), ids=name_of)
-def test_both_languages_have_the_same_blocks_and_figures(english, chinese):
-    ours, theirs = english.read_text(), chinese.read_text()
+@pytest.mark.parametrize("chinese", CHINESE, ids=name_of)
+def test_both_languages_have_the_same_blocks_and_figures(chinese):
+    ours, theirs = translations.english_of(chinese).read_text(), chinese.read_text()
     assert FENCED.findall(ours) == FENCED.findall(theirs)
     ours, theirs = FENCED.sub("", ours), FENCED.sub("", theirs)
     for pattern in (r"^\|.*\|$", r"^- ", r"^!\["):
