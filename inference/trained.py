@@ -82,15 +82,14 @@ def read_result(args: Trained) -> tuple[str, list[str] | None]:
         if "settings" not in state:
             fail(f"--weights {args.weights}: an older snapshot; resume its run, and use model.pt")
         words = shlex.join([*state["settings"], "--dataset", state["identity"]["dataset"]])
-        return words.removesuffix(" --dataset own"), state["identity"]["classes"]
+        return words, state["identity"]["classes"]
     if hub.is_folder(args.weights):
         tie = " --tie" if hub.read_config(hub.folder_of(args.weights))["tie"] else ""
         return f"--model llama --tokenizer hub{tie}", None
     path = args.weights.with_name("result.json")
     try:
         result = json.loads(path.read_text())
-        words = f"{result['settings']} --dataset {result['dataset']}"
-        return words.removesuffix(" --dataset own"), result["classes"]
+        return f"{result['settings']} --dataset {result['dataset']}", result["classes"]
     except FileNotFoundError:
         if args.model and (args.image_size or args.gpt):
             return "", None

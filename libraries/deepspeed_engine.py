@@ -93,13 +93,30 @@ def resume_or_exit(run, engine) -> None:
             fail(f"--resume {path} contains no DeepSpeed checkpoint; give another, or none")
         return True
 
-    # Stage 3 pads each parameter to equal shards with memory that it does not initialize.
-    for shards in getattr(engine.optimizer, "fp32_partitioned_groups_flat", []):
-        shards.detach().nan_to_num_(0, 0, 0)
+    clear_padding(engine)
     ours = engine.lr_scheduler  # unless the file configures one, which the checkpoint contains
     ours = ours if isinstance(ours, LRScheduler) else None
     run.resume_or_exit(engine.module, engine.basic_optimizer, ours, read=read, engine=engine)
     watch_steps(run, engine)
+
+
+@torch.no_grad()
+def clear_padding(engine) -> None:
+    """Set the padding of stage 3 to zero, in the shards and in their fp32 copy. DeepSpeed pads each
+    parameter to equal shards but does not initialize the padding, which may then contain NaN."""
+    if not hasattr(next(engine.parameters()), "ds_tensor"):
+        return
+    optimizer = engine.optimizer
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for parameters, fp32_copy in groups:
+        start = 0
+        for parameter in parameters:
+            size = parameter.partition_numel()
+            real = max(0, parameter.ds_numel - world().rank * size)  # numbers that this rank has
+            copy = fp32_copy[start : start + size]
+            copy[real:].zero_()
+            parameter.ds_tensor[real:].zero_()
+            start += size
 
 
 def watch_steps(run, engine) -> None:

@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> None:
     kept = again.keep_old(found, load(output), machine)
     write_json(output, kept)
     if has_rows:
-        output.with_name(f"{output.stem}.partial.json").unlink()
+        output.with_name(f"{output.stem}.partial.json").unlink(missing_ok=True)  # if a row ran
         print_tables(suite, found)
     print(summary(output, found, kept))
     failed = {row["failed"] for row in found.get("rows", [])}

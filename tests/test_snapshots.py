@@ -300,7 +300,7 @@ def test_sigterm_to_the_launcher_saves_a_snapshot_at_once(script, tmp_path):
     assert f"at epoch 1, step {step + 1}" in resumed.stdout and same(stopped, tmp_path / "whole")
 
 
-@cases("signum", HEARD, lambda signum: signum in (signal.SIGINT, signal.SIGUSR1))
+@cases("signum", HEARD, lambda signum: signum in (signal.SIGTERM, signal.SIGINT))
 def test_one_process_is_stopped_with_a_documented_code(signum, tmp_path):
     """A single process, which listens to nobody else."""
     command = start("pytorch_SingleGPU", 1, f"--epochs 500 --workers 1 --output-dir {tmp_path}")
