@@ -14,7 +14,8 @@ def linear(*others):
     return nn.Sequential(nn.Linear(3, 3), *others)
 
 
-ROWS, IDS = torch.ones(2, 3), torch.zeros(2, 2, dtype=torch.int64)
+ROWS = torch.ones(2, 3)
+IDS = torch.zeros(2, 2, dtype=torch.int64)
 WRONG = {  # what the function returns, or what is wrong with it
     "returned None": lambda: None,
     "returned dict {'module': 3}": lambda: {"module": 3},
