@@ -46,7 +46,7 @@ MODES = {  # flags without which a script does less, and its ranks: 2, if it is 
 }
 JOB = "--context 16 --dataset synthetic --train-samples 16 --eval-samples 8 --batch-size 8 "
 JOB += "--max-steps 2"
-USUAL = {("ND_parallel", 1), ("ND_parallel 2", 0), ("TP", 1), ("EP", 3), ("half_precision", 2)}
+USUAL = {("ND_parallel", 1), ("TP", 1), ("half_precision", 2)}
 ORDER = [option for line in OPTIONS + OWN for option in line]
 LINES = (ROOT / "tests/refused_pairs.txt").read_text().splitlines()[1:]
 REFUSED = [line.rsplit(" | ", 3) for line in LINES]
