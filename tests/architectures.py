@@ -29,7 +29,8 @@ class TwoInputs(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(8, 4), nn.Linear(6, 4)
+        self.first = nn.Linear(8, 4)
+        self.second = nn.Linear(6, 4)
 
     def forward(self, x, y):
         y = self.second(y)
@@ -39,7 +40,8 @@ class TwoInputs(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.up = nn.Linear(32, 128)
+        self.down = nn.Linear(128, 32)
 
     def forward(self, x):
         return x + self.down(self.up(x).relu())
@@ -86,7 +88,8 @@ class Reader(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 5)
+        self.layer = nn.GRU(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 5)
 
     def forward(self, x, positions):
         return self.head(self.layer(x + positions)[0][:, -1])

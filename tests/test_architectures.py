@@ -35,7 +35,8 @@ def test_architectures(name, only):
     for row in rows.values():
         assert bool(row["kinds"]) != bool(row["mistake"])
         assert not row["mistake"] or re.search(REASONS[name], row["mistake"]), row["technique"]
-    ddp, fsdp = rows["DDP_AMP --dtype bfloat16"]["kinds"], rows["FSDP"]["kinds"]
+    ddp = rows["DDP_AMP --dtype bfloat16"]["kinds"]
+    fsdp = rows["FSDP"]["kinds"]
     assert ddp["gradients"] == pytest.approx(ddp["parameters"], rel=0.05, abs=2**17)
     assert not fsdp or fsdp["parameters"] <= 0.6 * ddp["parameters"] + 2**17
 

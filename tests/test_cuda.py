@@ -66,7 +66,8 @@ def pretend(script, n, job, output):
 
 @faked(on_gpts=False)
 def test_the_branches_of_a_gpu(script, n, tmp_path):
-    [dtype], gpu = re.findall(r"--dtype (\w+)", script) or [FP32], f"cuda:{n - 1}"
+    [dtype] = re.findall(r"--dtype (\w+)", script) or [FP32]
+    gpu = f"cuda:{n - 1}"
     seen, result = pretend(script, n, JOB, tmp_path)
     check_begin(seen.log, n, gpu)
     check_tensors(seen, script, dtype, gpu)
@@ -105,7 +106,8 @@ def check_tensors(seen, script, dtype, gpu):
     loss = dtype if autocast else FP32
     assert of["_log_softmax"] == {(gpu, loss), (gpu, FP32)}  # in training, in evaluation
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
-    name, of_dtensors = script.split()[0], ("FSDP", "HSDP", "optimizer_in_backward")
+    name = script.split()[0]
+    of_dtensors = ("FSDP", "HSDP", "optimizer_in_backward")
     of_dtensors = name.removeprefix("pytorch_") in of_dtensors  # which have none
     assert steps == ({} if of_dtensors else {"_fused_sgd_": {(gpu, weights)}})
 
@@ -114,12 +116,15 @@ def check_copies(log, batch_size):
     """Images are sent once. After that a step sends numbers, and fetches none between prints."""
     images = [e[3] for e in log if e[0] == "to cuda" and e[2] == "torch.uint8" and "32" in e[3]]
     assert images == ["[384, 3, 32, 32]", "[96, 3, 32, 32]"]
-    first, last = log.index(["epoch"]), log.index(["end of epoch"])
+    first = log.index(["epoch"])
+    last = log.index(["end of epoch"])
     sent = [entry[2:] for entry in log[first:last] if entry[0] == "to cuda"]
-    index, crops = ["torch.int64", f"[{batch_size}]"], ["torch.int64", f"[{batch_size}, 3]"]
+    index = ["torch.int64", f"[{batch_size}]"]
+    crops = ["torch.int64", f"[{batch_size}, 3]"]
     assert sent.count(index) == sent.count(crops) == 8
     assert not [what for what in sent if what not in (index, crops) and what[1].count(",") > 1]
-    step, waits = 0, set()
+    step = 0
+    waits = set()
     for name, *what in log[first:last]:
         step += name == "step"
         if name == "to cpu" and what != ["torch.int32"]:  # a vote: to pinned memory, read later
@@ -166,12 +171,14 @@ def test_a_shard_of_a_gpt_on_a_gpu(script, n, tmp_path):
     """All is on its GPU, whatever is sent is, too, and no step waits for the GPU between prints; a
     step with experts once in each block, for how many tokens there are."""
     seen, result = pretend(script, n, GPT_JOB, tmp_path)
-    log, gpu = seen.log, f"cuda:{n - 1}"
+    log = seen.log
+    gpu = f"cuda:{n - 1}"
     check_begin(log, n, gpu)
     assert [["model", f"float32 on {gpu}"]] == [entry for entry in log if entry[0] == "model"]
     batches = [entry[1:] for entry in log if entry[0] == "step"]
     assert [[batch[0], batch[3]] for batch in batches] == 8 * [[gpu, gpu]]
-    step, waits = 0, {}
+    step = 0
+    waits = {}
     for what, *more in log:
         step += what == "step"
         if what in ("synchronize", "Stream.synchronize") or (what, *more) == ("to cpu", "item"):
@@ -308,7 +315,8 @@ def test_a_dataset_leaves_nine_tenths_of_the_free_memory(free, kept, cuda, monke
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: moved.append(tensor.nbytes) or tensor)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
     monkeypatch.setattr(TaskData, "bytes_on_gpu", 0)
-    pixels, labels = torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8).long()
+    pixels = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
+    labels = torch.zeros(8).long()
     images.Images(pixels, labels, ["a"], 4).keep_on_gpu()
     assert moved == ([8 * 48, 8 * 8] if kept else [])
     assert images.Images.bytes_on_gpu == sum(moved)
@@ -317,8 +325,10 @@ def test_a_dataset_leaves_nine_tenths_of_the_free_memory(free, kept, cuda, monke
 @pytest.mark.parametrize("packed", [None, False, True])
 def test_a_text_in_memory_is_sent_from_pinned_memory(packed, monkeypatch):
     """As a GPU then copies it while the CPU goes on."""
-    pinned, sent = [], []
-    tokens, names = torch.arange(200, dtype=torch.uint8), ["a"] * 200
+    pinned = []
+    sent = []
+    tokens = torch.arange(200, dtype=torch.uint8)
+    names = ["a"] * 200
     data = text.Text(tokens, names, 8)
     if packed is not None:
         data = text.Documents(tokens, names, 8, np.array([[0, 8, 8], [20, 4, 4]]), packed)
@@ -332,7 +342,8 @@ def test_a_text_in_memory_is_sent_from_pinned_memory(packed, monkeypatch):
 
 def test_where_tf32_is_used(cuda, monkeypatch):
     """On GPUs that have it, and in matrix products where it is asked for."""
-    gpu, used = torch.device("cuda:0"), {"convolutions": True, "matrix_products": False}
+    gpu = torch.device("cuda:0")
+    used = {"convolutions": True, "matrix_products": False}
     assert not any(result.used_tf32("float32", torch.device("cpu")).values())
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     assert result.used_tf32("float32", gpu) == used

@@ -52,7 +52,8 @@ def live_bytes(start, script, flags, folder, fake_ranks="", hooks=""):
 def test_what_is_predicted_is_what_tensors_take(script, ranks, job, step, tmp_path):
     """Bytes of all tensors at the peak of a step, on the fullest rank: within 1 %."""
     name, _, flags = script.partition(" ")
-    start, flags = launcher(name, ranks).rpartition(" ")[0], f"{flags} {job}"
+    start = launcher(name, ranks).rpartition(" ")[0]
+    flags = f"{flags} {job}"
     hooks = "" if step == "" else f"route:{step}"
     real = live_bytes(start, f"{name}.py", flags, tmp_path / "real", hooks=hooks)
     took = [sum(kinds.values()) for kinds in real]
@@ -74,7 +75,8 @@ OF_FOUR += [f"{name}.py --dtype bfloat16" for name in ("FSDP", "LoRA", "chunked_
 def test_a_rank_alone_takes_what_is_predicted(name, tmp_path):
     """As measure/one_gpu.py runs it, here on a CPU; the last one, of a pipeline: within 1 %."""
     row = {"name": "row", "command": f"pytorch_{name}", "ranks": 4, "classes": 100}
-    row["rank"], suite = 3 * ("PP" in name), tmp_path / "suite.json"
+    row["rank"] = 3 * ("PP" in name)
+    suite = tmp_path / "suite.json"
     suite.write_text(json.dumps({"usual": {}, "job": TEXT, "cases": [row]}))
     command = f"python measure/one_gpu.py --device cpu --suite {suite} --output-dir {tmp_path}"
     succeed(command, forked=True, PYTHONPATH=str(ROOT))
@@ -190,7 +192,8 @@ def test_published_figures_are_met(name):
 def test_reserved_memory_follows_the_allocators_rules():
     """In MiB: no stream uses what is free on another; an expandable segment grows at its end."""
     for expandable, after in ((False, [10, 20, 40, 70]), (True, [20, 20, 40, 60])):
-        simulated, reserved = allocator.Allocator(expandable), []
+        simulated = allocator.Allocator(expandable)
+        reserved = []
         for number, (size, stream) in enumerate([(10, 0), (10, 0), (9, 1), (30, 0)]):
             simulated.take(number, size * 2**20, stream)
             reserved.append(simulated.reserved // 2**20)
@@ -220,7 +223,8 @@ def test_the_largest_batch():
     shapes = {"line": lambda n: 10 + 3 * n, "bend": lambda n: 10 + 3 * n + max(0, n - 50)}
     shapes |= {"step": lambda n: 10 + 100 * (n // 7), "too much": lambda n: 5000 + n}
     for shape, takes in shapes.items():
-        search, tried = fit.trials(memory=1000), []
+        search = fit.trials(memory=1000)
+        tried = []
         with pytest.raises(StopIteration) as end:
             tried.append(next(search))
             while True:
@@ -291,7 +295,10 @@ def mine(tmp_path):
     return tmp_path / "mine.py"
 
 
-ALONE, HALF, DDP, SHARDED = "SingleGPU", "half_precision", "torchrun_DDP", "FSDP"
+ALONE = "SingleGPU"
+HALF = "half_precision"
+DDP = "torchrun_DDP"
+SHARDED = "FSDP"
 OFFLOAD = "FSDP_offload"
 ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are called; techniques
     ("images", 8 * 28 + 45, 3 * 32 * 32, "images of 32x32", [DDP]),

@@ -63,7 +63,8 @@ USUAL = [  # the contract has further ones
 def test_parity(dimensions, model, optimizer, extra, train):
     if extra == "--compile" and torch.__version__ < "2.13":
         pytest.skip("pytorch#185539: compiled attention in float64")
-    n, flags = 2 ** len(dimensions.split("+")), combined(dimensions, extra)
+    n = 2 ** len(dimensions.split("+"))
+    flags = combined(dimensions, extra)
     job = f"{(MODELS | MIXTURES)[model]} --optimizer {optimizer}"
     job += "".join(f" {flag}" for flag in ("--tie", "--packed") if flag in extra)
     expected, expected_result = train("pytorch_SingleGPU", 1, job)
@@ -90,7 +91,8 @@ def test_weights_kept_between_forward_and_backward(tmp_path):
     prefetched. In the evaluation and the forward, versions of PyTorch differ."""
     job = "--model gpt-8x4x64 --context 8 --dataset synthetic --train-samples 96 --eval-samples 24 "
     job += "--batch-size 4 --epochs 1 --max-steps 3 --optimizer sgd"
-    block, peaks = 4 * (12 * 64**2 + 4 * 64), {}
+    block = 4 * (12 * 64**2 + 4 * 64)
+    peaks = {}
     for kept in ("no", "2"):
         command = launcher("pytorch_ND_parallel", 4, HOOKED)
         command += f" {job} --reshard-after-forward {kept} --output-dir {tmp_path / kept}"
