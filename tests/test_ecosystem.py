@@ -10,7 +10,7 @@ from test_snapshots import stop
 for library in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(library)
 
-COMMON = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --print-freq 1"
+COMMON = "--dataset synthetic --train-samples 75 --eval-samples 20 --batch-size 12 --print-freq 1"
 IMAGES = f"{COMMON} --model small_resnet_dropout --double --clip-grad 0.5"
 GPT = f"{COMMON} --model gpt-2x4x32 --context 16 --double --clip-grad 0.5"
 REVIEWS = "--dataset reviews --data-dir {folder} --model encoder-1x2x16 --context 12 -b 16"

@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-# 203 evaluation images: not divisible by 2 or 3
-JOB = "--dataset synthetic --train-samples 250 --eval-samples 203 --batch-size 48 --epochs 2"
+# 53 evaluation images: not divisible by 2 or 3
+JOB = "--dataset synthetic --train-samples 125 --eval-samples 53 --batch-size 24 --epochs 2"
 JOB += " --print-freq 2 --seed 5"
-STEPS = 2 * (250 // 48)
+STEPS = 2 * (125 // 24)
 LAUNCHED = ("pytorch_DDP", 2)  # by torch.distributed.launch; the others are forked
 RUNS = [LAUNCHED, ("pytorch_SingleGPU", 1)]
 
@@ -39,11 +39,11 @@ def run(request, tmp_path_factory):
 def test_screen(run):
     script, world_size, finished, output = run
     first, settings, data, *epochs, step, last = finished.lines
-    batch = f"global batch 48 = {world_size} x {48 // world_size} per rank"
+    batch = f"global batch 24 = {world_size} x {24 // world_size} per rank"
     for word in [script, f"{world_size} x cpu", "resnet18", "dataset synthetic", batch]:
         assert word in first
     assert shlex.split(settings) == ["settings:", *shlex.split(JOB), "--output-dir", str(output)]
-    assert "250 training and 203 evaluation images, 10 classes" in data
+    assert "125 training and 53 evaluation images, 10 classes" in data
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert re.match(r"step: [\d,]+ ms( \(.*\))?, data \d+%, .*, rest \d+%", step), step
     assert last.startswith("done: loss ") and str(output) in last
@@ -58,8 +58,8 @@ def test_result(run):
     result = json.loads((output / "result.json").read_text())
     expected = {"technique": script, "world_size": world_size, "device": "cpu", "steps": STEPS}
     expected |= {"model": "resnet18", "dataset": "synthetic", "precision": "float32", "seed": 5}
-    expected |= {"train_samples": 250, "eval_samples": 203, "image_size": 32, "epochs": 2}
-    expected |= {"global_batch_size": 48, "optimizer": "sgd", "options": {}}
+    expected |= {"train_samples": 125, "eval_samples": 53, "image_size": 32, "epochs": 2}
+    expected |= {"global_batch_size": 24, "optimizer": "sgd", "options": {}}
     assert {name: result[name] for name in expected} == expected
     if (script, world_size) == LAUNCHED:
         assert shlex.split(result["command"]) == shlex.split(finished.command)
@@ -68,7 +68,7 @@ def test_result(run):
     assert all(0 <= value <= 1 for value in result["eval_accuracy"])
     assert 0 < result["seconds_train"] < result["seconds_total"] < finished.seconds
     assert 0 < result["step_ms"]["p50"] <= result["step_ms"]["p95"]
-    assert result["images_per_second"] == pytest.approx(48 / result["step_ms"]["p50"] * 1000)
+    assert result["images_per_second"] == pytest.approx(24 / result["step_ms"]["p50"] * 1000)
     timed = state(output)["clock"]["steps"]  # the second half of a short run
     assert len(timed) == STEPS // 2
     assert result["step_ms"]["p50"] == pytest.approx(1000 * statistics.median(timed), rel=1e-3)
@@ -105,7 +105,7 @@ def test_curves(run):
     assert [e.value for e in accuracies] == pytest.approx(result["eval_accuracy"])
     shown = reader.PluginTagToContent("hparams")
     session = HParamsPluginData.FromString(shown[SESSION_START_INFO_TAG]).session_start_info.hparams
-    assert session["technique"].string_value == script and session["batch_size"].number_value == 48
+    assert session["technique"].string_value == script and session["batch_size"].number_value == 24
     experiment = HParamsPluginData.FromString(shown[EXPERIMENT_TAG]).experiment
     metrics = {info.name.tag for info in experiment.metric_infos}
     assert {"final/accuracy", "final/images_per_second"} <= metrics
