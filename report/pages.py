@@ -105,11 +105,16 @@ def rows_of(row: Technique, found: dict) -> list[dict]:
 
 
 def technique_block(row: Technique, found: dict) -> str:
-    """A technique's rows of a suite, below those of its closest parent that has some."""
+    """A technique's rows of a suite, below those of its closest parent that has some; of these, the
+    rows with as many ranks, if there are any."""
     parent = technique(row.parent)
     while parent.parent and not rows_of(parent, found):
         parent = technique(parent.parent)
-    rows = rows_of(parent, found) + rows_of(row, found)
+    own = rows_of(row, found)
+    ranks = {one["runs"][0]["world_size"] for one in own}
+    others = rows_of(parent, found)
+    alike = [other for other in others if other["runs"][0]["world_size"] in ranks]
+    rows = (alike or others) + own
     return suites.techniques_table(rows, times=False) + suites.measured_where(found, rows)
 
 
