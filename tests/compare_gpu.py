@@ -65,7 +65,9 @@ def encoder():
 
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
-IMAGES, VOLUME, VECTORS = torch.zeros(2, 3, 32, 32), torch.zeros(2, 3, 8, 8, 8), torch.zeros(4, 16)
+IMAGES = torch.zeros(2, 3, 32, 32)
+VOLUME = torch.zeros(2, 3, 8, 8, 8)
+VECTORS = torch.zeros(4, 16)
 MODELS = {
     "resnet18": (torchvision.models.resnet18, IMAGES),
     "vit": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, 0.1, 0.1), IMAGES),

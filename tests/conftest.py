@@ -131,7 +131,9 @@ class Started:
         if forked:
             of_files = TABLES["accelerate"]
             env |= next((of_files[word] for word in words if word in of_files), {})
-        self.command, self.by_hand, self.began = command, as_typed(words, env), time.monotonic()
+        self.command = command
+        self.by_hand = as_typed(words, env)
+        self.began = time.monotonic()
         print("$", self.by_hand)  # pytest shows it if the test fails
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
         options = dict(zip(("stdout", "stderr"), self.files, strict=True))
@@ -275,7 +277,8 @@ def relative_difference(ours, theirs):
 
 def distance(ours, theirs):
     """How far two state dicts are apart, relative to the size of the second."""
-    ours, theirs = flat(ours), flat(theirs)
+    ours = flat(ours)
+    theirs = flat(theirs)
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 

@@ -47,7 +47,8 @@ class FakeCuda:
     """Stands in for torch.cuda, with four GPUs: answers, and notes what was asked of it."""
 
     def __init__(self):
-        self.log, self.current = [], 0
+        self.log = []
+        self.current = 0
         self.known = {  # questions that are not noted
             **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
             **{"device_count": 4, "get_device_name": "Fake GPU", "get_device_capability": (8, 0)},
@@ -106,10 +107,14 @@ class FakeCuda:
 
 
 class Stream:
-    stream_id, device_index, device_type = 0, 0, 1  # which FSDP hands on: PyTorch 2.15
+    # FSDP of PyTorch 2.15 hands these on
+    stream_id = 0
+    device_index = 0
+    device_type = 1
 
     def __init__(self, cuda, device, kind):
-        self.cuda, self.name = cuda, f"{kind} stream of {device}"
+        self.cuda = cuda
+        self.name = f"{kind} stream of {device}"
 
     def record_event(self, event=None):
         return event or Event(self.cuda)
@@ -148,7 +153,8 @@ class FakeGpus(FakeTensorMode):
 
     def __init__(self, cuda):
         super().__init__(allow_non_fake_inputs=True)
-        self.note, self.cuda = cuda.note, cuda
+        self.note = cuda.note
+        self.cuda = cuda
         self.computed = set()  # which operation, where, on which dtypes: the first two
         self.model = None
         self.number = 1  # that any tensor holds when it is fetched
@@ -199,12 +205,15 @@ class FakeGpus(FakeTensorMode):
 
 def stand_in_for_ranks(note):
     """All others are like this one."""
-    init, all_reduce = dist.init_process_group, dist.all_reduce
-    new_group, receive_fake = dist.new_group, dist.recv
+    init = dist.init_process_group
+    all_reduce = dist.all_reduce
+    new_group = dist.new_group
+    receive_fake = dist.recv
 
     def init_process_group(backend, device_id=None, **_):
         note("init_process_group", backend, device_id)
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
         init("fake", store=FakeStore(), rank=rank, world_size=size)
         dist.get_backend = lambda group=None: backend
 
@@ -229,8 +238,10 @@ def stand_in_for_ranks(note):
     dist.new_group = new_group_of
     dist.split_group = lambda parent_pg, *_, **__: parent_pg or dist.group.WORLD
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 1)])
-    dist.init_process_group, dist.all_reduce = init_process_group, all_reduce_alike
-    dist.all_gather_object, dist.recv = all_gather_object, receive
+    dist.init_process_group = init_process_group
+    dist.all_reduce = all_reduce_alike
+    dist.all_gather_object = all_gather_object
+    dist.recv = receive
     dist.broadcast_object_list = dist.monitored_barrier = lambda *_, **__: None
     # DDP reads what the others say of their parameters, and so does its new order of buckets.
     distributed._verify_param_shape_across_processes = lambda *_: None
@@ -244,8 +255,12 @@ def stand_in_for_numbers(fake, common, harness):
     from jobs.experts import MixtureOfExperts
     from parallel import attention_kernels, pipelining
 
-    evaluate, tolist, make_model = common.evaluate, FakeTensor.tolist, common.make_model
-    save, load, swap = torch.save, torch.load, torch.utils.swap_tensors
+    evaluate = common.evaluate
+    tolist = FakeTensor.tolist
+    make_model = common.make_model
+    save = torch.save
+    load = torch.load
+    swap = torch.utils.swap_tensors
 
     def evaluate_all(model, loader, device, *cut, **head):
         fake.number = loader.dataset.count_labels()  # so many, all of them right
@@ -278,11 +293,13 @@ def stand_in_for_numbers(fake, common, harness):
     def swap_fakes(ours, theirs):  # Module.to() of half precision: there are references to ours
         if not isinstance(ours, FakeTensor):
             return swap(ours, theirs)
-        ours.data, ours.fake_device = theirs.detach(), theirs.fake_device
+        ours.data = theirs.detach()
+        ours.fake_device = theirs.fake_device
 
     def balanced(mixture, x, **padding):
         """As many tokens for each expert: what a count says that is fetched."""
-        before, tokens = fake.number, x.shape[0] * x.shape[1]
+        before = fake.number
+        tokens = x.shape[0] * x.shape[1]
         fake.number = tokens * mixture.top_k // mixture.count
         out = forward(mixture, x, **padding)
         fake.number = before
@@ -310,9 +327,12 @@ def stand_in_for_numbers(fake, common, harness):
         return fake.whole
 
     pipelining.gather_weights = gather_stages
-    common.make_model, dist.gather_object = make_and_remember, gather_weights
+    common.make_model = make_and_remember
+    dist.gather_object = gather_weights
     forward, MixtureOfExperts.forward = MixtureOfExperts.forward, balanced
-    common.evaluate, torch.save, torch.utils.swap_tensors = evaluate_all, save_fakes, swap_fakes
+    common.evaluate = evaluate_all
+    torch.save = save_fakes
+    torch.utils.swap_tensors = swap_fakes
     attention_kernels.flex = flex
     torch.load = load_real
     dcp.load = lambda *_, **__: None
@@ -328,7 +348,8 @@ def stand_in_for_drivers(fake, harness):
     """What is computed by C++ that asks CUDA itself."""
 
     def backward(loss, *_, **__):
-        seen, nodes = set(), [loss.grad_fn]
+        seen = set()
+        nodes = [loss.grad_fn]
         while nodes:
             node = nodes.pop()
             if node and node not in seen:
@@ -367,7 +388,10 @@ def main():
     from harness.clock import StepClock
     from harness.run import Run
 
-    fake, start, batches, mark = FakeGpus(cuda), Run.start, Run.batches, StepClock.mark
+    fake = FakeGpus(cuda)
+    start = Run.start
+    batches = Run.batches
+    mark = StepClock.mark
     finish = Run.finish
 
     def watched_start(run, model, *args, **kwargs):
@@ -396,7 +420,9 @@ def main():
             cuda.note("phase", phase)
         mark(clock, phase)
 
-    Run.start, Run.batches, StepClock.mark = watched_start, watched_batches, watched_mark
+    Run.start = watched_start
+    Run.batches = watched_batches
+    StepClock.mark = watched_mark
     Run.finish = watched_finish
     cuda.install()
     stand_in_for_numbers(fake, common, harness)

@@ -120,7 +120,9 @@ def launch(job: dict, report: int, stdout: int, stderr: int) -> list[str]:
         os.close(file)
     os.write(report, f"{os.getpid()}\n".encode())
     listener = socket.create_server(("127.0.0.1", 0))
-    address, run, ranks = listener.getsockname(), str(uuid.uuid4()), set()
+    address = listener.getsockname()
+    run = str(uuid.uuid4())
+    ranks = set()
     for rank in range(job["ranks"] or 1):
         if not (pid := os.fork()):
             os.close(report)
@@ -215,6 +217,7 @@ if __name__ == "__main__":
     del sys.path[0]
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread"
     # Else each rank compiles our files anew where Python is told to write nothing beside them:
-    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp()
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = tempfile.mkdtemp()
     gc.freeze()  # what is there is not looked through, and so not copied, in each rank
     become_script(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -89,7 +89,8 @@ def recorded():
     from hangs.recorder import read_recorder
     from harness.trace_rows import bytes_of
 
-    found, record = [], read_recorder() if dist.is_initialized() else {}
+    found = []
+    record = read_recorder() if dist.is_initialized() else {}
     for entry in record.get("entries", ()):
         kind = entry["profiling_name"].removeprefix("gloo:").replace("_", "")
         group = entry["process_group"][0]
@@ -123,8 +124,12 @@ def sent():
     from harness.world import gather_objects
 
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"  # the whole run
-    counter, log, finish, all_reduce = CountSent(), Run.log, Run.finish, dist.all_reduce
-    saves, save = [], dcp.async_save
+    counter = CountSent()
+    log = Run.log
+    finish = Run.finish
+    all_reduce = dist.all_reduce
+    saves = []
+    save = dcp.async_save
     order = []  # in which this rank asked for the last step's
     dcp.async_save = lambda *args, **kwargs: saves.append(save(*args, **kwargs)) or saves[-1]
 
@@ -157,7 +162,8 @@ def sent():
 
     def finish_and_write(run, *args, **kwargs):
         compare_order(gather_objects(order))
-        everyone, path = gather_objects(counter.sent), run.args.output_dir / "result.json"
+        everyone = gather_objects(counter.sent)
+        path = run.args.output_dir / "result.json"
         kinds = {kind for sent in everyone for kind in sent}
         sent = {kind: sum(theirs[kind] for theirs in everyone) / len(everyone) for kind in kinds}
         finish(run, *args, **kwargs)
@@ -166,7 +172,9 @@ def sent():
             path.write_text(json.dumps(result, indent=2) + "\n")
 
     around_batches(count_last)
-    Run.log, Run.finish, dist.all_reduce = uncounted_log, finish_and_write, counted_all_reduce
+    Run.log = uncounted_log
+    Run.finish = finish_and_write
+    dist.all_reduce = counted_all_reduce
 
 
 # `tolist` of a CPU tensor is not dispatched: hence the methods, besides the dispatcher's own.
@@ -180,7 +188,8 @@ def waits():
     import torch.distributed.optim  # noqa: F401  PyTorch 2.11 compiles Adam here
     from torch.optim import adam
 
-    found, counted_step = collections.defaultdict(collections.Counter), None
+    found = collections.defaultdict(collections.Counter)
+    counted_step = None
     get_value = adam._get_value
 
     class SeeDispatched(TorchDispatchMode):
@@ -385,7 +394,8 @@ class Adapted(nn.Module):
         super().__init__()
         seed = zlib.crc32(f"{name}.lora_A".encode(), int(sys.argv[sys.argv.index("--seed") + 1]))
         draw = torch.Generator().manual_seed(seed)
-        a, bound = torch.empty(8, weight.shape[1]), weight.shape[1] ** -0.5
+        a = torch.empty(8, weight.shape[1])
+        bound = weight.shape[1] ** -0.5
         self.a = nn.Parameter(a.uniform_(-bound, bound, generator=draw))
         self.b = nn.Parameter(torch.zeros(len(weight), 8))
 
@@ -398,7 +408,9 @@ def lora():
     parametrization, and saves the sums."""
     import common
 
-    make, save, models = common.make_model, common.save_model, []
+    make = common.make_model
+    save = common.save_model
+    models = []
 
     def make_model(*args, **options):
         models.append(model := make(*args, **options).requires_grad_(False))
@@ -412,7 +424,8 @@ def lora():
             parametrize.remove_parametrizations(layer, "weight")
         save(args, models[0].state_dict())
 
-    common.make_model, common.save_model = make_model, save_model
+    common.make_model = make_model
+    common.save_model = save_model
 
 
 def frozen():
@@ -472,7 +485,8 @@ def poison(what, first, last, rank):
     loss       the loss is NaN, though the output is unchanged
     gradient   the gradient of the loss is infinite, though the loss is unchanged
     """
-    cross_entropy, poisoned = F.cross_entropy, False  # the present step
+    cross_entropy = F.cross_entropy
+    poisoned = False  # the present step
 
     def poison_batches(run, batches):
         nonlocal poisoned
@@ -504,7 +518,8 @@ def unwritable(rank, *words):
         return write_or_fail
 
     kind = filesystem.FileSystem
-    torch.save, kind.create_stream = refuse(torch.save, 1), refuse(kind.create_stream, 1)
+    torch.save = refuse(torch.save, 1)
+    kind.create_stream = refuse(kind.create_stream, 1)
 
 
 def stop_at(step):
@@ -521,7 +536,8 @@ def late_vote(step):
     """Of rank 1, by a second. There is one in each step."""
     from harness import stop
 
-    vote, stop.VOTE_EVERY = stop.StopRequest.vote, 0
+    vote = stop.StopRequest.vote
+    stop.VOTE_EVERY = 0
 
     def vote_late(request, now):
         time.sleep(RANK * (now == int(step)))

@@ -41,7 +41,8 @@ class FusedAttention(gpt.Attention):
 
 
 def main():
-    text, mistake = (ROOT / script).read_text(), os.environ["MISTAKE"]
+    text = (ROOT / script).read_text()
+    mistake = os.environ["MISTAKE"]
     if "fused" in mistake:
         gpt.Attention = FusedAttention
     if "on each rank alone" in mistake:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 RANK = int(os.environ.get("RANK", 0))
-LATE, LATENCY, BURNERS = 0.08, 0.06, 6  # seconds of a batch and of a message; processes
+LATE = 0.08  # seconds of a batch
+LATENCY = 0.06  # seconds of a message
+BURNERS = 6  # processes
 STALL = 0.4  # seconds of every fifth batch
 
 

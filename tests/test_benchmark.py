@@ -136,7 +136,8 @@ def test_render_and_check(checkout):
     pages.render(*pages.find_changes(checkout))
     assert not changes(checkout)
     (checkout / "docs/images/schematic-TP.svg").write_text("")
-    blocks, texts = {"README": "front-gpt", "docs/measuring": "peers"}, {}
+    blocks = {"README": "front-gpt", "docs/measuring": "peers"}
+    texts = {}
     blocks |= {"docs/techniques/FSDP": "FSDP"}
     for name, block in blocks.items():
         for path in (checkout / f"{name}.md", checkout / f"{name}.zh-CN.md"):
@@ -296,7 +297,8 @@ def test_what_is_close_to_the_measurement_before_stays():
     first, *others = again.keep_old(new, old)["rows"]
     line = "a CPU, 2 cores; torch 2.14; 2026-11-01; 111111111"
     assert first == old["rows"][0] | {"from": line} and others == new["rows"][1:]
-    old_one, new_one = OLD | {"rows": old["rows"][:1]}, NEW | {"rows": new["rows"][:1]}
+    old_one = OLD | {"rows": old["rows"][:1]}
+    new_one = NEW | {"rows": new["rows"][:1]}
     assert again.keep_old(new_one, old_one) == old_one, "all of it stays"
     once_more = again.keep_old(NEW | {"rows": [first, row_of("d", 1, 1)]}, new | {"rows": [first]})
     assert once_more["rows"][0]["from"] == line, "not that of the file that has kept it"
@@ -365,7 +367,8 @@ def test_common_changes_no_page(checkout):
 
 def test_an_english_page_may_change_alone(checkout):
     """Its Chinese one is then behind, until somebody marks it."""
-    page, chinese = checkout / "docs/course.md", checkout / "docs/course.zh-CN.md"
+    page = checkout / "docs/course.md"
+    chinese = checkout / "docs/course.zh-CN.md"
     translations.mark(chinese, checkout)
     behind = translations.list_behind(checkout)
     assert "docs/course.zh-CN.md" not in behind

@@ -27,7 +27,8 @@ def test_answers_have_labels(chat, capsys):
     template changes earlier answers, so each answer ends a document of its own."""
     flags = f"{JOB} --weights {chat}/hub --data-dir {chat}/chat.jsonl"
     sets = common.make_datasets(settled(flags))
-    tokenizer, cut = hub.load_tokenizer(chat / "hub"), 0
+    tokenizer = hub.load_tokenizer(chat / "hub")
+    cut = 0
     talks = [json.loads(line)["messages"] for line in (chat / "chat.jsonl").open()]
     parts = [talk[:n] for talk in talks for n in range(2, len(talk) + 1, 2)]
     rows = [dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu") for dataset in sets]
@@ -68,7 +69,8 @@ def make_tokenizer(template):
 
 def split(tokens, counted):
     """Those that count, as a list of each answer."""
-    answers, before = [], False
+    answers = []
+    before = False
     for token, counts in zip(tokens, counted, strict=True):
         if counts and not before:
             answers.append([])
@@ -80,7 +82,8 @@ def split(tokens, counted):
 
 def learned(number, template):
     """The tokens of the answers that our script learns of a line."""
-    path, answers = ROOT / "tests/chat/kinds.jsonl", []
+    path = ROOT / "tests/chat/kinds.jsonl"
+    answers = []
     for tokens in chat_data.encode(make_tokenizer(template), path, 99, number, number + 1, None):
         answers += split(tokens[:-1].tolist(), tokens[:-1] >= 0)
     return answers
@@ -89,7 +92,8 @@ def learned(number, template):
 def masked(number, template, name, **options):
     """Those of the assistant mask of transformers, in a template with marks, as TRL takes them. It
     knows no weights. Our rules differ in two templates."""
-    tokenizer, line = make_tokenizer(template), json.dumps(KINDS[number])
+    tokenizer = make_tokenizer(template)
+    line = json.dumps(KINDS[number])
     messages, _, tools = conversations.parse(re.sub('"(weight|train)"', '"id"', line), template)
     options |= tools | {"return_dict": True, "return_assistant_tokens_mask": True}
     found = tokenizer.apply_chat_template(messages, **options)
@@ -189,13 +193,16 @@ def test_defaults(more, lr, top, chat):
 def test_text_is_encoded_once(chat, tmp_path, monkeypatch):
     """Files end with the end of a sequence; no more than the samples need is encoded."""
     monkeypatch.setattr(text_files, "PART", 2**10)
-    said, folder, new = "the question is öü, ", tmp_path / "text", tmp_path / "new" / "tokens"
+    said = "the question is öü, "
+    folder = tmp_path / "text"
+    new = tmp_path / "new" / "tokens"
     folder.mkdir()
     (folder / "a").write_text("to be ", encoding="utf-8-sig")
     (folder / "b").write_text(said * 5_000)
     flags = f"--weights {chat}/hub --dataset text --data-dir {folder} --context 16"
     train_set, eval_set = text.make_datasets(settled(flags))
-    tokens, tokenizer = torch.cat([train_set.tokens, eval_set.tokens]), train_set.classes
+    tokens = torch.cat([train_set.tokens, eval_set.tokens])
+    tokenizer = train_set.classes
     words = "".join(tokenizer[token] for token in tokens.tolist() if token >= 3)
     assert words.count("<|end|>") == 2 and words.endswith("<|end|>") and "b" in words
     assert words.count("question") >= 4_999 <= words.count("Ã¶Ã¼")  # one may be split in two

@@ -17,7 +17,8 @@ def expected(n):
     """What each rank has after each of them, by their definitions: `before[r]` is rank r's."""
     k = 4 if 4 % n == 0 else n
     before = torch.arange(1, k + 1) + 10 * torch.arange(n)[:, None]
-    total, first = before.sum(0), before[:1]
+    total = before.sum(0)
+    first = before[:1]
     return before, {
         "broadcast": first.expand(n, k),
         "reduce": [total, *[None] * (n - 1)],

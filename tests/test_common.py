@@ -67,7 +67,8 @@ def test_flops_are_those_of_the_formula(settings, n):
     data, _ = common.make_datasets(args)
     data.classes = [chr(code) for code in range(65)]
     model = common.make_model(args, data.classes)
-    tokens, attention = args.context, 12 * 2 * 64 * args.context
+    tokens = args.context
+    attention = 12 * 2 * 64 * args.context
     found = flops.count_flops(args, data, model, torch.device("cpu"))
     assert found == tokens * (6 * n + attention)
     model.requires_grad_(False)

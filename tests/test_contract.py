@@ -390,7 +390,8 @@ def check_theory(one, weights, result):
 def decoder_of(one, weights):
     """Its sizes, as techniques.py wants to have them."""
     flag = lambda name: int((re.search(rf"--{name} (\d+)", one.job) or [0, 0])[1])  # noqa: E731
-    vocabulary, layers = weights["token.weight"].shape[0], one.layers
+    vocabulary = weights["token.weight"].shape[0]
+    layers = one.layers
     more = {"experts": flag("experts"), "top_k": flag("top-k") or 1, "tied": one.model == "tied"}
     if one.model == "llama":
         more |= {"kv": 0.5, "mlp": 3 * WIDTH * 48, "llama": True}
@@ -425,7 +426,8 @@ def test_what_is_frozen_is_left_alone(one, run_once):
     theirs = "frozen" + " muon" * (one.technique.name == "Muon")
     _, reference = run_once("pytorch_SingleGPU", 1, job, theirs)
     _, folder = run_once(one.technique.script, one.n, f"{one.case.flags} {job}", "frozen")
-    (weights, result), (expected, expected_result) = read_run(folder), read_run(reference)
+    (weights, result) = read_run(folder)
+    (expected, expected_result) = read_run(reference)
     assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=0.01)
     if not one.rounds:
         assert relative_difference(weights, expected) < TOLERANCE["adamw"] * one.slack
@@ -467,7 +469,8 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
     job = one.job.replace(one.steps, "--max-steps 1" + " --double" * (not one.rounds))
     job += f" --weights {path} --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
     succeed(hooked(one.script, one.n, job), forked=True)
-    expected, weights = torch.load(path, weights_only=True), read_run(tmp_path)[0]
+    expected = torch.load(path, weights_only=True)
+    weights = read_run(tmp_path)[0]
     if one.technique.name in ("half_precision", "LoRA") and "--dtype" in one.script:
         dtype = torch.float32 if "--master-weights" in one.script else torch.bfloat16
         expected = {name: t.to(dtype).to(t.dtype) for name, t in expected.items()}
@@ -500,7 +503,8 @@ def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
     flags = f"{one.job} --resume {snapshot} --output-dir {tmp_path}"
     finished = succeed(hooked(one.script, one.n, flags), forked=True)
     assert f"resumed from {snapshot} at epoch 2, step {SAVED + 1}" in finished.stdout
-    (weights, result), (expected, theirs) = read_run(tmp_path), read_run(reference)
+    (weights, result) = read_run(tmp_path)
+    (expected, theirs) = read_run(reference)
     check_weights(one, relative_difference(weights, expected))
     about = "the losses of the steps before are not in its mean"
     assert result["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9), about
@@ -529,7 +533,8 @@ def check_same_bits(one, run_once, folder):
     """Whether a folder has the weights and losses of a run that was left alone."""
     flags = f"{one.case.flags} {one.dropping} --resume none"
     _, whole = run_once(one.technique.script, one.n, flags)
-    (expected, theirs), (found, result) = read_run(whole), read_run(folder)
+    (expected, theirs) = read_run(whole)
+    (found, result) = read_run(folder)
     assert not differing(found, expected), "other bits than those of a run that nobody ended"
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_step", "model_step", "steps"):
         assert result[name] == theirs[name], f"{name} is not that of a run that nobody ended"
@@ -570,7 +575,8 @@ def test_resumed_from_its_own_snapshot_it_has_the_same_bits(one, run_once, tmp_p
     finished = succeed(hooked(one.script, one.n, flags), forked=True)
     assert "at epoch 1, step 5" in finished.stdout
     check_same_bits(one, run_once, tmp_path)
-    ours, theirs = conftest.state(tmp_path), conftest.state(whole)
+    ours = conftest.state(tmp_path)
+    theirs = conftest.state(whole)
     assert ours["scheduler"]["last_epoch"] == theirs["scheduler"]["last_epoch"]
     # In so few steps a scale does not change, but a new scaler would not have counted four of them.
     assert ours.get("scaler") == theirs.get("scaler")

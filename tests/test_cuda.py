@@ -286,7 +286,8 @@ def test_queries_keys_and_values_have_one_dtype(family, cuda, monkeypatch):
     """Under autocast, also behind norms, which return fp32: ring attention would send twice as many
     bytes, and no flash kernel would take them."""
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
-    seen, size = [], sizes.FAMILIES[family](1, 4, 64).complete(family, 2, None)
+    seen = []
+    size = sizes.FAMILIES[family](1, 4, 64).complete(family, 2, None)
 
     def attend(q, k, v):
         seen.extend((q.dtype, k.dtype, v.dtype))

@@ -140,7 +140,8 @@ def test_folder_too_large_for_memory(workers, image_folder, monkeypatch):
 def test_what_a_gpu_holds_is_asked_for_by_number():
     """The same bits, whether the images are sent or only their numbers."""
     train_set = job.synthetic(arguments(train_samples=64), "train")
-    numbers, cpu = [5, 0, 63, 7], torch.device("cpu")
+    numbers = [5, 0, 63, 7]
+    cpu = torch.device("cpu")
     sent = train_set.prepare(train_set.__getitems__(numbers), cpu, seed=1, epoch=2, step=3)
     held = train_set.prepare((torch.tensor(numbers),), cpu, seed=1, epoch=2, step=3)
     for ours, theirs in zip(held, sent, strict=True):

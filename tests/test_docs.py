@@ -33,7 +33,8 @@ from report.pages import list_pages
 from techniques import LESSONS as ROWS
 from techniques import TECHNIQUES, technique
 
-ENGLISH, CHINESE = list_pages(ROOT, chinese=False), list_pages(ROOT, chinese=True)
+ENGLISH = list_pages(ROOT, chinese=False)
+CHINESE = list_pages(ROOT, chinese=True)
 README = (ROOT / "README.md").read_text()
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
@@ -217,9 +218,11 @@ def test_no_chinese_page_is_behind():
 @pytest.mark.release
 @pytest.mark.parametrize("chinese", CHINESE, ids=name_of)
 def test_both_languages_have_the_same_blocks_and_figures(chinese):
-    ours, theirs = translations.english_of(chinese).read_text(), chinese.read_text()
+    ours = translations.english_of(chinese).read_text()
+    theirs = chinese.read_text()
     assert FENCED.findall(ours) == FENCED.findall(theirs)
-    ours, theirs = FENCED.sub("", ours), FENCED.sub("", theirs)
+    ours = FENCED.sub("", ours)
+    theirs = FENCED.sub("", theirs)
     for pattern in (r"^\|.*\|$", r"^- ", r"^!\["):
         counts = [len(re.findall(pattern, text, re.MULTILINE)) for text in (ours, theirs)]
         assert counts[0] == counts[1], pattern
@@ -403,7 +406,8 @@ def test_troubles_of_a_gpu():
     for seen, name in SOURCES.items():
         for path in [*packages.glob(f"torch/*/{name}"), *packages.glob(f"nvidia/nccl/lib/{name}")]:
             with open(path, "rb") as file:
-                text, words = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), WORDS.findall(seen)
+                text = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                words = WORDS.findall(seen)
                 assert any(text.find(word.encode()) >= 0 for word in words), seen
 
 

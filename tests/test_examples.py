@@ -133,7 +133,8 @@ def chat(hub):
 def test_an_example_is_the_plain_loop(name, plain, tmp_path, request):
     """On uneven shares; killed after three saves, of which two are kept, and resumed from the
     newest. Where rank 0 reads and writes for all, each rank has a folder of its own."""
-    row, exact = ROWS[name], name not in ("amp", "zero_deepspeed")  # which leave float64 alone
+    row = ROWS[name]
+    exact = name not in ("amp", "zero_deepspeed")  # all others compute in float64
     given = request.getfixturevalue("chat") if name == "chat" else ""
     own = read(name) if given or "\nclass " in read(name) or name == "lora" else ""
     changes = {"optimizer_in_backward": UNCLIPPED, "lora": ADAPTED}.get(name, ())
@@ -431,7 +432,8 @@ def test_a_folder_is_read_as_in_transformers(name, hub, tmp_path):
     is the embedding, and refuses one that differs."""
     own = read("own/decoder").replace("from_pretrained(FOLDER, dty", "from_config(CONFIG, dty")
     for kind in ("Qwen3", "Qwen2"):
-        work, folder = tmp_path / kind, tmp_path / kind / "folder"
+        work = tmp_path / kind
+        folder = tmp_path / kind / "folder"
         shutil.copytree(hub(kind), folder)
         theirs = Decoder.from_pretrained(folder, dtype=torch.float32).state_dict()
         for path in folder.glob("*.safetensors"):
@@ -501,7 +503,8 @@ def generate(folder):
 
 def functions_of(code):
     """Of chat.py, where constants are set by a line."""
-    text, found = read("chat").partition("\n\n\ndef main")[0], {}
+    text = read("chat").partition("\n\n\ndef main")[0]
+    found = {}
     exec(text.replace("\n\n\n", f"\n{code}\n\n\n", 1), found)
     return found
 
@@ -510,7 +513,8 @@ def functions_of(code):
 def test_answers_alone_are_learned(path):
     """By the same functions as in our script, so with the same tokens and labels."""
     tokenizer = test_chat.make_tokenizer(re.sub(r"\{%- (end)?generation %\}", "", path.read_text()))
-    ours, found = (ROOT / "jobs/conversations.py").read_text(), functions_of("")
+    ours = (ROOT / "jobs/conversations.py").read_text()
+    found = functions_of("")
     assert ours.partition("TemplateError\n\n")[2] in read("chat")
     lines = ROOT / "tests/chat/kinds.jsonl"
     for i, line in enumerate(lines.open("rb")):

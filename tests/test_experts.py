@@ -36,7 +36,8 @@ def make(*sizes, **options):
 @pytest.mark.parametrize("gated", [False, True])
 def test_each_token_gets_its_experts_outputs(gated, normalize):
     mixture = make(6, 10, 5, top_k=2, gated=gated, normalize=normalize).double()
-    x, stacks = torch.randn(2, 7, 6, dtype=torch.float64), mixture.experts
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    stacks = mixture.experts
     probabilities = mixture.router(x).softmax(-1)
     expected = torch.zeros_like(x)
     for row in range(2):
@@ -63,8 +64,10 @@ def test_all_experts_at_once(gated, monkeypatch):
 
     monkeypatch.setattr(F, "grouped_mm", as_on_blackwell)
     layer = make(16, 32, 4, gated=gated).experts.bfloat16()
-    counts, x = torch.tensor([5, 0, 9, 2]), torch.randn(16, 16, dtype=torch.bfloat16)
-    gradient, found = torch.randn_like(x), []
+    counts = torch.tensor([5, 0, 9, 2])
+    x = torch.randn(16, 16, dtype=torch.bfloat16)
+    gradient = torch.randn_like(x)
+    found = []
     for at_once in (False, True):
         monkeypatch.setattr(experts, "can_group", lambda _, at_once=at_once: at_once)
         inputs = x.clone().requires_grad_()
@@ -84,7 +87,8 @@ GPUS = {9: True, 10: True, 8: False, 12: False}  # compute capability, has a gro
 def test_which_products_are_grouped(major, width, inner, monkeypatch):
     """Those that PyTorch has a kernel for: of Hopper and Blackwell, and of rows of 16 bytes. All
     others are products of one expert after the other, for sizes that the CPU knows."""
-    grouped_mm, called = F.grouped_mm, []
+    grouped_mm = F.grouped_mm
+    called = []
     monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
     gpu = SimpleNamespace(major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
@@ -116,7 +120,8 @@ def test_a_forward_saves_parameters_and_no_copy(device, dtype, each, gated, monk
 
 def bytes_saved(experts, device, dtype, gated):
     """By a forward of 40 tokens, each to 2 experts, without the parameters themselves."""
-    saved, mode = {}, FakeTensorMode() if device == "cuda" else nullcontext()
+    saved = {}
+    mode = FakeTensorMode() if device == "cuda" else nullcontext()
     note = saved_tensors_hooks(lambda t: saved.update({t.untyped_storage()._cdata: t}), id)
     torch.set_default_dtype(dtype)
     try:
@@ -134,7 +139,8 @@ def bytes_saved(experts, device, dtype, gated):
 def test_the_bias_follows_the_load():
     """A step lowers that of an expert with more than the mean of the tokens since the last step, by
     0.001, and raises the others'. Evaluation counts none. The gates do not have it."""
-    mixture, optimizer = make(4, 8, 4, balance="bias"), torch.optim.SGD([torch.zeros(1)])
+    mixture = make(4, 8, 4, balance="bias")
+    optimizer = torch.optim.SGD([torch.zeros(1)])
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.ModuleDict({"mlp": mixture})])
     balance_at_steps(model)
@@ -184,7 +190,8 @@ def test_a_rank_without_tokens(train, tmp_path):
 
 def test_the_balancing_loss_is_that_of_switch_transformers():
     """Equation 4 of arXiv:2101.03961: weight * experts * sum of load * mean probability."""
-    mixture, x = make(8, 16, 4, balance=0.3).double(), torch.randn(2, 25, 8, dtype=torch.float64)
+    mixture = make(8, 16, 4, balance=0.3).double()
+    x = torch.randn(2, 25, 8, dtype=torch.float64)
     (0 * mixture(x)).sum().backward()
     found, mixture.router.weight.grad = mixture.router.weight.grad, None
     probabilities = mixture.router(x).flatten(0, 1).softmax(1)
@@ -194,10 +201,12 @@ def test_the_balancing_loss_is_that_of_switch_transformers():
 
 
 def test_balance_has_the_router_use_all_experts():
-    mixture, x = make(8, 16, 4, balance=1.0), torch.randn(4, 50, 8) + 0.5
+    mixture = make(8, 16, 4, balance=1.0)
+    x = torch.randn(4, 50, 8) + 0.5
     with torch.no_grad():
         mixture.router.weight[0] += 1
-    optimizer, most_used = torch.optim.Adam(mixture.router.parameters(), lr=0.05), []
+    optimizer = torch.optim.Adam(mixture.router.parameters(), lr=0.05)
+    most_used = []
     for _ in range(100):
         chosen = mixture.router(x).argmax(-1).flatten()
         most_used.append(chosen.bincount().max().item() / len(chosen))
@@ -263,7 +272,8 @@ def test_padding_counts_for_no_balance(balance, packed):
     """Rows with four times as much room end with the same gradients, and counts."""
     size = sizes.mixtral(2, 2, 16).complete("", None, None)
     options = {"experts": 4, "top_k": 2, "balance": balance}
-    model, draw = llama.Llama(list(range(64)), size, **options), torch.Generator().manual_seed(0)
+    model = llama.Llama(list(range(64)), size, **options)
+    draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=parameter.ndim == 1, std=0.3, generator=draw)
     text = torch.randint(64, (200,), generator=draw, dtype=torch.int32)

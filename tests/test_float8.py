@@ -11,13 +11,15 @@ import pytorch_float8  # noqa: E402
 
 JOB = "--model gpt-2x4x32 --context 16 --dataset synthetic --train-samples 400 --eval-samples 20"
 JOB += " --batch-size 8 --epochs 2 --print-freq 100 --deterministic --dropout 0.1"
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 def rounded(x, dtype, dim):
     """To float8 and back: scaled, so that the largest is the largest in float8; along ``dim``, or
     of all. Along a dimension scales are powers of 2."""
-    most, largest = torch.finfo(dtype).max, x.abs().amax(dim, keepdim=True)
+    most = torch.finfo(dtype).max
+    largest = x.abs().amax(dim, keepdim=True)
     scale = (most / largest.double()).float()
     scale = scale if dim is None else torch.exp2(torch.log2(scale).floor())
     return (x * scale).clamp(-most, most).to(dtype).float() / scale
@@ -26,7 +28,9 @@ def rounded(x, dtype, dim):
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_products(scaling):
     torch.manual_seed(0)
-    x, weight, grad = torch.randn(48, 32) ** 3, torch.randn(64, 32), torch.randn(48, 64) / 1000
+    x = torch.randn(48, 32) ** 3
+    weight = torch.randn(64, 32)
+    grad = torch.randn(48, 64) / 1000
     config = float8.Float8LinearConfig.from_recipe_name(scaling)
     config = pytorch_float8.dataclasses.replace(config, emulate=True)
     model = nn.Sequential(nn.Linear(32, 64, bias=False))
@@ -55,5 +59,6 @@ def test_compiled(tmp_path):
         finished = succeed(f"{command} --output-dir {tmp_path / f'run{flags}'}")
         assert "float8: 12 of 13 linear layers, tensorwise, emulated" in finished.stdout
 
-    (expected, _), (found, _) = read_run(tmp_path / "run"), read_run(tmp_path / "run--compile")
+    (expected, _) = read_run(tmp_path / "run")
+    (found, _) = read_run(tmp_path / "run--compile")
     assert 0 < distance(found, expected) < 0.01  # it rounds elsewhere, and AdamW enlarges that

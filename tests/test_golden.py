@@ -102,7 +102,8 @@ def train(parameters, kind, options, decay, factors, batches, loss_of, clip=None
     groups = [{"params": decaying, "weight_decay": decay}]
     groups += [{"params": others, "weight_decay": 0}] if others else []
     optimizer = getattr(torch.optim, kind)(groups, **options)
-    losses, norm = [], None
+    losses = []
+    norm = None
     for factor, batch in zip(factors, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = options["lr"] * factor
@@ -125,7 +126,8 @@ def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, facto
     """Norms and embeddings do not decay, matrices do. And what it reports."""
     job = f"{GPT} {flags} --double --max-steps 5"
     _, folder = run_once("pytorch_SingleGPU", 1, job)
-    (found, result), args = read_run(folder), settled(f"{GPT} {flags}")
+    (found, result) = read_run(folder)
+    args = settled(f"{GPT} {flags}")
     data, eval_set = common.make_datasets(args)
     weights = common.make_model(args, data.classes).state_dict()
     weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()
@@ -145,7 +147,8 @@ def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, facto
     assert result["train_loss"] == pytest.approx(means, rel=1e-9)
     assert result["gradient_norm"] == (norm and pytest.approx(norm, rel=1e-9))
     tokens = eval_set.tokens[: 4 * 8 + 1].long()
-    rows, labels = tokens[:-1].view(4, 8), tokens[1:].view(4, 8)
+    rows = tokens[:-1].view(4, 8)
+    labels = tokens[1:].view(4, 8)
     assert result["eval_loss"][-1] == pytest.approx(loss_of(rows, labels).item(), rel=1e-9)
     right = (gpt(weights, rows).argmax(2) == labels).double().mean().item()
     assert result["eval_accuracy"][-1] == right and result["eval_samples"] == 32
@@ -157,7 +160,8 @@ def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, facto
 def test_a_resnet_is_trained_as_written_out_here(flags, kind, options, decay, factors, run_once):
     """All of it decays. How images are cropped and normalized: test_data.py."""
     _, folder = run_once("pytorch_SingleGPU", 1, f"{IMAGES} {flags} --double --max-steps 5")
-    found, args = torch.load(folder / "model.pt", weights_only=True), settled(f"{IMAGES} {flags}")
+    found = torch.load(folder / "model.pt", weights_only=True)
+    args = settled(f"{IMAGES} {flags}")
     data, _ = common.make_datasets(args)
     torch.manual_seed(4)
     model = SmallResNet(num_classes=10)

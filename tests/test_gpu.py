@@ -74,8 +74,10 @@ BEYOND += ["pytorch_ND_parallel --experts 4 --balance bias --offload"]
 BEYOND += ["pytorch_ND_parallel --experts 4 --balance 0 --ep 2"]
 RESUMED = ["SGD", "AdamW", "ZeRO AdamW", "ZeRO SGD", "sharded AdamW", "Muon", "master weights"]
 RESUMED += ["DeepSpeed"]
-BREAK, E4M3 = "pytorch_collectives.py --device cuda --break", torch.float8_e4m3fn
-SYNC, OFFLOAD = "pytorch_torchrun_DDP --norm sync", "pytorch_FSDP_offload"  # which waits
+BREAK = "pytorch_collectives.py --device cuda --break"
+E4M3 = torch.float8_e4m3fn
+SYNC = "pytorch_torchrun_DDP --norm sync"
+OFFLOAD = "pytorch_FSDP_offload"  # which waits
 DEEPSPEED = [
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage2_config.json",
     "pytorch_DeepSpeed --deepspeed_config config/zero_stage3_offload_config.json",
@@ -122,7 +124,8 @@ OFF_THE_GPU = {  # script, job, the flag that moves it to the CPU, peak of what,
 def test_the_same_weights_with_and_without_it_on_the_gpu(what, tmp_path):
     """A loader with processes keeps no images there. Of 12 inputs of 1/64 GiB each, few do."""
     script, job, flag, kind, least = OFF_THE_GPU[what]
-    flags, exact = f"{job} --epochs 2", "--deterministic" in job
+    flags = f"{job} --epochs 2"
+    exact = "--deterministic" in job
     held, more = train(script, 1, flags, tmp_path / "held")
     sent, less = train(script, 1, f"{flags} {flag}", tmp_path / "sent")
     assert more["peak_memory_gib"][kind] > less["peak_memory_gib"][kind] + least
@@ -160,14 +163,16 @@ def test_kernels_of_a_ring(dtype, kv_heads):
     torch.manual_seed(0)
     q, *kv = (torch.randn(2, n, 50, 16, device="cuda", dtype=dtype) for n in (4, *[kv_heads] * 2))
     given = [t.requires_grad_() for t in (q, *kv)]
-    expected, gradient = attend(*given), torch.randn_like(q)
+    expected = attend(*given)
+    gradient = torch.randn_like(q)
     of_each = torch.autograd.grad(expected, given, gradient)
     with torch.no_grad():
         out, sums = attention_kernels.forward(*given, True)
         found = attention_kernels.backward(gradient, *given, out, sums, True)
     near = {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close([out, *found], [expected, *of_each], **near)
-    kept, some = [], q[:, :, -20:]
+    kept = []
+    some = q[:, :, -20:]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         last = F.scaled_dot_product_attention(some, *repeat(q, *kv), causal_lower_right(20, 50))
     torch.testing.assert_close(last, expected[:, :, -20:], **near)
@@ -182,7 +187,8 @@ def test_flex_attention_to_documents(dtype, width):
     lengths = [[50, 150, 100], [1, 298, 1]]
     begins = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)]
                            for row in lengths], device="cuda")  # fmt: skip
-    seen, times = attention_kernels.see_documents(begins), torch.arange(300, device="cuda")
+    seen = attention_kernels.see_documents(begins)
+    times = torch.arange(300, device="cuda")
     assert not torch.is_tensor(seen)
     shapes = [(2, heads, 300, width) for heads in (4, 2, 2)]
     given = [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
@@ -264,7 +270,8 @@ def test_a_mistake_ends_by_itself(script):
 @pytest.mark.parametrize("script", [*BEYOND, *ALIKE])
 def test_two_gpus_end_with_the_weights_of_one(script, tmp_path):
     """Evaluated by each for itself, and gathered through the CPU. Of images, all GPUs."""
-    flags, n = "--model gpt-4x4x32 --context 32 --double --max-steps 12 --clip-grad 1", 2
+    flags = "--model gpt-4x4x32 --context 32 --double --max-steps 12 --clip-grad 1"
+    n = 2
     if script in ALIKE:
         flags = f"{RESNET} --norm group --double --max-steps 12 --epochs 2"
         n = 1 << (GPUS.bit_length() - 1)  # a power of two divides the batch

@@ -89,7 +89,8 @@ def test_deepspeed_leaves_a_step_out_by_itself(script, tmp_path):
     assert state(tmp_path)["scheduler"]["last_epoch"] == 11
 
 
-OUT, IN_FLOAT16 = "the model's output is NaN or Inf", "pytorch_auto_mixed_precision --dtype float16"
+OUT = "the model's output is NaN or Inf"
+IN_FLOAT16 = "pytorch_auto_mixed_precision --dtype float16"
 SPOILT = "--on-nan stop --lr 1e38 --warmup-steps 0 --norm group --model shufflenet_v2_x0_5"
 ENDS = "--norm group --max-steps 8 --epochs 2 --print-freq 6 --train-samples 96"
 FOUND = [  # script, ranks, poison, flags, and what the line of the end says

@@ -106,7 +106,8 @@ def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
 
 def test_a_message_of_nccl_is_named():
     """Its call has returned, and the main thread waits for the GPU elsewhere."""
-    script, accounts = "pytorch_PP.py", {}
+    script = "pytorch_PP.py"
+    accounts = {}
     for rank, name in enumerate(("send 0->1", "recv 1<-0")):
         recorded = {"entries": [entry(0, rank == 1, name, script)], "pg_config": GROUPS}
         accounts[rank] = account_of(recorded, ROOT / script, (f"loop.py:{rank}", None))

@@ -62,7 +62,8 @@ def test_bytes(script, n, optimizer, run_once):
     state, result = read_run(output)
     size = len(flat(state))
     kept, sent = ({k: v / size for k, v in result[of].items()} for of in ("state_bytes", "sent"))
-    row, options = technique(name), result["options"] | {"optimizer": optimizer}
+    row = technique(name)
+    options = result["options"] | {"optimizer": optimizer}
     # ZeroRedundancyOptimizer deals out whole tensors, and the largest of ResNet-18 are a fifth of
     # it: at four ranks the fullest has 5.5 % more than a quarter.
     uneven = row.name == "DDP_ZeRO" and n == 4

@@ -206,8 +206,10 @@ def test_transformers_reads_what_we_write(family, tmp_path, our_logits, in_float
 
 
 SGD = "--optimizer sgd --lr 0.1 --clip-grad 0.5"  # AdamW forgives gradients of another scale
-FSDP, EP = ("pytorch_FSDP", 3), ("pytorch_EP --ep 2", 4)
-TP, PP = ("pytorch_FSDP_TP --sequence-parallel", 4), ("pytorch_PP", 2)
+FSDP = ("pytorch_FSDP", 3)
+EP = ("pytorch_EP --ep 2", 4)
+TP = ("pytorch_FSDP_TP --sequence-parallel", 4)
+PP = ("pytorch_PP", 2)
 WAYS = [FSDP, TP, PP, ("pytorch_torchrun_DDP", 2), ("pytorch_TP", 2), ("pytorch_CP", 2)]
 WAYS += [(f"pytorch_ND_parallel {mesh}", 4) for mesh in ("--tp 2 --pp 2", "--cp 2 --dp-shard 2")]
 RUNS = [*product(hub.KINDS, WAYS), ("llama", ("pytorch_HSDP", 2))]
@@ -224,7 +226,8 @@ def whole(tmp_path_factory):
 
     @functools.cache
     def read(kind):
-        folder, head_dim = tmp_path_factory.mktemp(kind), 12 if kind == "llama" else 16
+        folder = tmp_path_factory.mktemp(kind)
+        head_dim = 12 if kind == "llama" else 16
         more = {"rope_scaling": ROPE["llama3"], "head_dim": head_dim, "shards": "40KB"}
         make_folder(folder, kind, dtype=torch.bfloat16, **more)
         command = f"{launcher('pytorch_SingleGPU')} {JOB} {SGD} --weights {folder}"
@@ -246,7 +249,8 @@ def test_a_folder_is_read_in_shards(kind, script, n, whole, tmp_path):
 def test_a_snapshot_is_read_in_shards(whole, tmp_path):
     """With the shape that the folder gave to its run."""
     folder, expected = whole("llama")
-    snapshot, flags = snapshots(folder / "run")[0], "--lr 1e-30 --weight-decay 0"
+    snapshot = snapshots(folder / "run")[0]
+    flags = "--lr 1e-30 --weight-decay 0"
     command = f"{launcher('pytorch_FSDP', 2)} {JOB} {flags} --weights {snapshot}"
     finished = succeed(f"{command} --output-dir {tmp_path}", forked=True)
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-15
@@ -262,7 +266,8 @@ def test_adapters_in_files_as_peft_has_them(kind, targets, tmp_path, in_float64)
     """By the documented names, W + B @ A * alpha / rank of transformers' layers is what the script
     merges. A run that goes on with them begins there; other weights, another alpha are refused."""
     base, first, again = (tmp_path / name for name in ("base", "first", "again"))
-    model, start = make_folder(base, kind, shards="40KB"), launcher("pytorch_LoRA", 2)
+    model = make_folder(base, kind, shards="40KB")
+    start = launcher("pytorch_LoRA", 2)
     command = f"{start} {JOB} --merge --lr 0.1 --weights {base} --output-dir {tmp_path}/none"
     flags = f"--rank 3 --alpha 5 --targets {targets}"
     finished = succeed(f"{command} {flags} --output-dir {first}", forked=True)
@@ -320,7 +325,8 @@ def test_peft_reads_the_adapter_and_transformers_the_merged_model(tmp_path):
     command = f"{launcher('pytorch_LoRA', 2)} {JOB} --merge --lr 0.1 --weights {tmp_path}/base"
     succeed(f"{command} --output-dir {tmp_path}/run", forked=True)
     load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    base, merged = load(tmp_path / "base"), load(tmp_path / "run")
+    base = load(tmp_path / "base")
+    merged = load(tmp_path / "run")
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
     before = logits_of(base)
     adapted = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "run/adapter"))
@@ -366,7 +372,8 @@ def speak(folder):
 def test_its_own_tokenizer(tmp_path):
     """That of the folder, for training and for writing; which takes it along, with the two tokens
     at which generate() stops. At a rate of nothing, the folder says what it said before."""
-    folder, run = tmp_path / "theirs", tmp_path / "run"
+    folder = tmp_path / "theirs"
+    run = tmp_path / "run"
     make_folder(folder, vocab_size=300, dtype=torch.float32)  # more rows than tokens, as is usual
     make_tokenizer(folder, 290)
     transformers.GenerationConfig(do_sample=False, max_new_tokens=20).save_pretrained(folder)
@@ -378,7 +385,8 @@ def test_its_own_tokenizer(tmp_path):
     flags = f"--weights {folder} --dataset text --data-dir {tmp_path}/text --context 16"
     flags += " --batch-size 8 --max-steps 2 --lr 1e-30 --weight-decay 0"
     command = f"{launcher('pytorch_FSDP', 2)} {flags} --output-dir {run}"
-    say, places = "--prompt 'to be' --tokens 5 --json", [folder, run, run / "model.pt"]
+    say = "--prompt 'to be' --tokens 5 --json"
+    places = [folder, run, run / "model.pt"]
     finished = succeed(command, forked=True)
     places += snapshots(run)
     assert "llama of 16 tokens" in finished.stdout and "300 different ones" in finished.stdout

@@ -20,7 +20,8 @@ DATA = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 2
 JOB = f"{DATA} --epochs 9 --double"  # six steps an epoch
 RESNET = "--model small_resnet --norm group --max-steps 12"
 GPT = "--model gpt-2x4x32 --context 16 --max-steps 12"
-SGD, ADAMW = "--optimizer sgd", "--optimizer adamw"
+SGD = "--optimizer sgd"
+ADAMW = "--optimizer adamw"
 DILOCO = "--outer-lr 0.7 --outer-momentum 0.9"
 INNER = {"sgd": SGD, "adamw": f"{ADAMW} --lr 0.01 --clip-grad 0.5"}
 OUTER = {"average": "", "DiLoCo": DILOCO, "half the way": "--outer-lr 0.5"}
@@ -152,7 +153,9 @@ def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     assert "at epoch 1, step 4" in finished.stdout
 
 
-EVERY, DDP, ONE = f"{LOCAL} --sync-every 1", "pytorch_torchrun_DDP", "pytorch_SingleGPU"
+EVERY = f"{LOCAL} --sync-every 1"
+DDP = "pytorch_torchrun_DDP"
+ONE = "pytorch_SingleGPU"
 SHORT = [(EVERY, 3, 2), (ONE, 1, 12)]
 LONG = [(EVERY, 3, 2), (EVERY, 2, 4), (DDP, 2, 7), (EVERY, 4, 9), (ONE, 1, 10), (EVERY, 3, 12)]
 
@@ -176,7 +179,8 @@ def test_diloco_goes_on_from_ddp(tmp_path):
     first sync would bring a part back."""
     job = f"{JOB} --model gpt-2x4x32 --context 16 {ADAMW} --schedule none"
     job += f" --output-dir {tmp_path} --resume auto"
-    weights, ddp = [], "pytorch_torchrun_DDP"
+    weights = []
+    ddp = "pytorch_torchrun_DDP"
     for script, steps in [(ddp, 1), (ddp, 30), (f"{LOCAL} {DILOCO}", 31)]:
         succeed(hooked(script, 2, f"{job} --max-steps {steps}"), forked=True)
         weights.append(read_run(tmp_path)[0])

@@ -139,7 +139,8 @@ def check_line(code, stderr, words):
 # --------------------------------------------------------------------------------- in this process
 def read_mistakes():
     """From mistakes.txt, by what stands above them: rows of flags and words."""
-    found, rows = {}, []
+    found = {}
+    rows = []
     for line in (ROOT / "tests/mistakes.txt").read_text().splitlines():
         if line.startswith("    "):
             flags, _, words = line.strip().partition("=> ")
@@ -171,7 +172,8 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
         output = tmp_path / str(number)
         if script not in ("benchmark", "timeline", "model_inference", "pytorch_DTensor"):
             flags = " ".join([job, f"--output-dir {output}", *flags_of_all, flags])
-        flags, words = flags.format(**files), words.format(**files).split(" | ")
+        flags = flags.format(**files)
+        words = words.format(**files).split(" | ")
         if script in LIBRARY:
             command = f"{launcher(script, int(ranks))} {flags}"
             finished = launch(command, forked=True, timeout=60)

@@ -51,7 +51,8 @@ def kubeflow_node(rank, port, output):
     """What Kubeflow Trainer runs in a Pod, and the variables there."""
     documents = yaml.safe_load_all((ROOT / "config" / "kubeflow_torchrun.yaml").read_text())
     runtime, job = (document["spec"] for document in documents)
-    [pods], trainer = runtime["template"]["spec"]["replicatedJobs"], job["trainer"]
+    [pods] = runtime["template"]["spec"]["replicatedJobs"]
+    trainer = job["trainer"]
     [container] = pods["template"]["spec"]["template"]["spec"]["containers"]
     labels = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
     fields = {"status.podIP": "127.0.0.1", labels: "job"}
@@ -90,7 +91,8 @@ def skypilot_node(rank, port, output):
 ])  # fmt: skip
 def test_files_of_clusters(node, lost, how, reference, tmp_path):
     """Their commands, as they are, with the variables that the cluster sets."""
-    port, output = free_port(), tmp_path / "job"
+    port = free_port()
+    output = tmp_path / "job"
     nodes = [node(rank, port, output) for rank in (0, 1)]
     check_that_a_lost_agent_can_come_back(nodes, output, reference, lost, how)
 

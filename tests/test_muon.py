@@ -46,7 +46,9 @@ def test_cost(n, run_once):
     """Of the optimizers alone: all else of the two scripts is the same."""
     matrices = 4 * [(48, 48)] * 4 + 4 * [(192, 48), (48, 192)]
     theory = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in matrices) / n
-    size, weights, costs = 8 * sum(a * b for a, b in matrices), [], []  # in bytes
+    size = 8 * sum(a * b for a, b in matrices)  # in bytes
+    weights = []
+    costs = []
     for script in ("pytorch_Muon", "pytorch_FSDP"):
         finished, output = run_once(script, n, f"{JOB} {EVEN} --max-steps 3", HOOKS)
         flops = re.findall(r"^flops \d+ (\d+)", finished.stdout, re.MULTILINE)

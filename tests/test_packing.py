@@ -29,7 +29,8 @@ def test_packed_documents_are_trained_as_if_alone(model):
     _, dataset = text.make_datasets(args)
     model = language_models.make_model(args, dataset.classes).double()
     rows, labels = dataset.prepare_evaluation((torch.arange(len(dataset)),), "cpu")
-    alone, parts = 0, 0
+    alone = 0
+    parts = 0
     for document in documents_of(dataset):
         codes = torch.tensor([dataset.classes.index(character) for character in document])
         for begin in range(0, len(codes) - 1, 32):

@@ -73,7 +73,8 @@ def test_a_line_says_where_figures_are_from():
 
 @pytest.mark.parametrize("chinese", [False, True])
 def test_a_silent_mistake_has_its_program_and_its_section(chinese):
-    found, all_pages = read_result(ROOT, "outputs"), pages.list_pages(ROOT, chinese)
+    found = read_result(ROOT, "outputs")
+    all_pages = pages.list_pages(ROOT, chinese)
     [text] = [path.read_text() for path in all_pages if path.name.startswith("silent_mistakes.")]
     sections = dict(part.split("\n", 1) for part in re.split(r"^##+ ", text, flags=re.M)[1:])
     drawn = recorded.silent_table(ROOT, found, chinese)
@@ -112,7 +113,8 @@ SCHEMATICS = yaml.safe_load((ROOT / "website/schematics.yaml").read_text())["sch
 
 def spans(line):
     """Kind, label, begin and length of the boxes of a line, after its first column."""
-    boxes, begin = [schematics.read(part, {}) for part in line.split(",")], 0.0
+    boxes = [schematics.read(part, {}) for part in line.split(",")]
+    begin = 0.0
     for box in boxes[1:]:
         yield box.kind, box.label, begin, box.width
         begin += box.width
@@ -279,7 +281,8 @@ def test_what_the_pages_say_is_to_be_seen(name):
     """Buckets leave during backward; of several parts, during the last; FSDP gathers a block before
     it computes, twice; ZeRO sends what it has updated."""
     for rank in traces.read_traces(ROOT / "results/traces" / name):
-        phases, sent = rank["phases"], rank["communication"]
+        phases = rank["phases"]
+        sent = rank["communication"]
         of = {kind: [bar for bar in phases if bar.name == kind] for kind in draw.PHASES}
         in_phase = {
             kind: [s.name for s in sent if any(b.begin <= s.begin < b.end for b in bars)]

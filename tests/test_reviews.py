@@ -48,7 +48,8 @@ def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch
     exec(lines, found)
     [[negative, positive]] = eval(re.search(r"\[\[.*?\]\]", capsys.readouterr().out)[0])
     assert negative + positive == pytest.approx(1, abs=1e-3)
-    tokenizer, losses = found["tokenizers"].Tokenizer.from_str(found["tokenizer"]), []
+    tokenizer = found["tokenizers"].Tokenizer.from_str(found["tokenizer"])
+    losses = []
     for text, label in zip(*reviews.read(review_folder / "test.tsv"), strict=True):
         tokens = torch.tensor([tokenizer.encode(text).ids])
         with torch.no_grad():

@@ -48,7 +48,8 @@ MASKS = [tuple(row) for row in TABLES["dropout_masks"]]  # which ranks draw alik
 @cases("script, alike, other", MASKS, lambda *row: row in MASKS[:2])
 def test_which_ranks_drop_the_same(script, alike, other, tmp_path):
     """Those that compute the same numbers have to; of all others no two masks are equal."""
-    n, job = len(set().union(*alike)), f"{JOB} --dropout 0.2 --output-dir {tmp_path} --resume auto"
+    n = len(set().union(*alike))
+    job = f"{JOB} --dropout 0.2 --output-dir {tmp_path} --resume auto"
     if other:
         succeed(f"{launcher(other, n)} {job} --max-steps 1", forked=True)
     command = f"{launcher(script, n, HOOKED)} {job} --max-steps 2"

@@ -83,7 +83,8 @@ def test_more_epochs_take_up_the_longer_schedule(tmp_path):
     killed run had not delivered, the next one does."""
     job = start("pytorch_SingleGPU", flags=f"--print-freq 1 --output-dir {tmp_path}")
     run(f"{job} --epochs 1")
-    expected, before = weights(tmp_path), result(tmp_path)
+    expected = weights(tmp_path)
+    before = result(tmp_path)
     (tmp_path / "model.pt").unlink()
     (tmp_path / "result.json").unlink()
     run(f"{job} --epochs 1 --resume auto")
@@ -115,7 +116,8 @@ def test_the_best_weights_are_kept(script, tmp_path):
     assert found["model_step"] == 2 and min(found["eval_loss"]) == found["eval_loss"][0]
     assert f"done: loss {found['eval_loss'][0]:.4f}" in finished.lines[-1]
     assert [int(path.name.split("-")[1]) for path in snapshots(tmp_path)] == [12, 10, 2]
-    best, expected = snapshots(tmp_path)[-1], weights(tmp_path)
+    best = snapshots(tmp_path)[-1]
+    expected = weights(tmp_path)
     assert same_bits({n: t.float() for n, t in load(best).items() if n in expected}, expected)
     (tmp_path / "result.json").unlink()
     run(command)
@@ -144,7 +146,8 @@ def test_a_new_run_keeps_the_files_of_the_last(tmp_path):
     job = start("pytorch_SingleGPU", flags=f"--norm group --output-dir {tmp_path}")
     run(f"{job} --epochs 1")
     names = ["model.pt", "result.json", "snapshots/step-00000004-evaluated/state.pt"]
-    first, scored = {name: (tmp_path / name).read_bytes() for name in names}, result(tmp_path)
+    first = {name: (tmp_path / name).read_bytes() for name in names}
+    scored = result(tmp_path)
     shutil.copy(tmp_path / "model.pt", tmp_path / "copy.pt")
     flags = f"--weights {tmp_path}/copy.pt --max-steps 4 --lr 1e-30 --weight-decay 0 --seed 0"
     run(f"{job} {flags}")
@@ -455,7 +458,8 @@ def sign(folder):
     ("pytorch_DeepSpeed", "evil/mp_rank_00_model_states.pt"),  # where `latest` points
 ])  # fmt: skip
 def test_a_snapshot_that_would_run_code_is_refused(script, file, run_once, tmp_path):
-    snapshot, marker = tmp_path / "step-00000008-evaluated", tmp_path / "attacked"
+    snapshot = tmp_path / "step-00000008-evaluated"
+    marker = tmp_path / "attacked"
     shutil.copytree(snapshots(run_once(script, 1, LONGER)[1])[0], snapshot)
     if file.startswith("evil"):
         (snapshot / "zero").rename(snapshot / "evil")

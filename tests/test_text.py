@@ -49,7 +49,8 @@ def test_memory_of_tensors_on_a_cpu(script, n, part, train):
 @pytest.mark.skipif(torch.__version__ < "2.13" or not shutil.which("c++"), reason="c++, torch 2.13")
 def test_compiled(train):
     """Of one block, as compiling is slow. Compiled code adds up in another order. pytorch#185539"""
-    script, flags = "pytorch_compile", "--model gpt-1x2x16 --double --max-steps 12 --optimizer sgd"
+    script = "pytorch_compile"
+    flags = "--model gpt-1x2x16 --double --max-steps 12 --optimizer sgd"
     expected, _ = train("pytorch_SingleGPU", 1, flags)
     weights, result = train(script, 2, flags)
     difference = relative_difference(weights, expected)

@@ -51,7 +51,8 @@ def test_a_container_has_fewer_cores_than_its_machine(files, cores, tmp_path, mo
 class Ranks:
     """Stands in for torch.distributed: another rank was sent SIGTERM, at the fifth vote."""
 
-    ReduceOp, calls = torch.distributed.ReduceOp, 0
+    ReduceOp = torch.distributed.ReduceOp
+    calls = 0
 
     def get_backend(self):
         return "gloo"

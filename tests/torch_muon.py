@@ -47,7 +47,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         own = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
         muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **own)
         super().__init__(groups, options)
-        self.both, self.state = (muon, torch.optim.AdamW(groups, **options)), defaultdict(dict)
+        self.both = (muon, torch.optim.AdamW(groups, **options))
+        self.state = defaultdict(dict)
         self.param_groups = [group for each in self.both for group in each.param_groups]
         for each in self.both:
             each.state = self.state
@@ -66,7 +67,8 @@ def make_optimizer(args, model, fused=True):
 
 
 def make_scheduler(args, optimizer, *rest):
-    scheduler, step = scheduled(args, optimizer, *rest), optimizer.step
+    scheduler = scheduled(args, optimizer, *rest)
+    step = optimizer.step
 
     @functools.wraps(step)  # with the mark of the scheduler, which looks for it
     def counted(*arguments, **options):
@@ -80,4 +82,5 @@ def make_scheduler(args, optimizer, *rest):
 
 
 scheduled = common.make_scheduler
-common.make_optimizer, common.make_scheduler = make_optimizer, make_scheduler
+common.make_optimizer = make_optimizer
+common.make_scheduler = make_scheduler
