@@ -228,8 +228,9 @@ def check_files(one, folder, weights, result):
         weights_too = {"model.safetensors", "config.json"}
     adapters = one.technique.name == "LoRA"
     weights_too |= {"adapter"} if adapters else set()  # not beside a merged model
-    theirs = events | waits | weights_too | {"model.pt", "result.json", "snapshots"}
-    assert names == theirs, f"it left {names - theirs or 'nothing more'}, but no {theirs - names}"
+    left = names - events - waits - weights_too
+    about = "other files than those of every run"
+    assert left == {"model.pt", "result.json", "snapshots"}, about
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
     optimizer = "muon" if one.technique.name == "Muon" else one.optimizer
     expected |= {"optimizer": optimizer, "global_batch_size": one.batch}
@@ -351,7 +352,8 @@ def check_rounding(one, run_once, weights, result):
     assert loss == pytest.approx(fp32, rel=0.1 if far else 0.02), f"its {name} is not that of fp32"
     if "--clip-grad" in one.job:
         norm, fp32_norm = (r["gradient_norm"] for r in (result, expected_result))
-        assert norm == pytest.approx(fp32_norm, rel=0.3), "its gradient norm is not that of fp32"
+        close = 0.5 if "differs" in one.technique.traits else 0.3  # of this rank's samples
+        assert norm == pytest.approx(fp32_norm, rel=close), "its gradient norm is not that of fp32"
     assert "--dtype" not in one.script or f"--dtype {result['precision']}" in one.script
 
 
