@@ -390,7 +390,7 @@ LESSONS = [
         case("--offload", 2, traits="estimated alone"), traits="saved_alike"),
     row("pytorch_chunked_loss", "FSDP", FIT, sharded, partial(gathered, ends=0.5),  # head once
         case("", 2, 1, 3, 4, traits="estimated tied llama"),
-        case("--fused", 2, 1, 3, 4, traits="branch"), HALF, traits="needs_gpt saved_alike"),
+        case("--fused", 2, 1, 3, 4, traits="branch"), HALF, traits="needs_gpt resumed_alike"),
     row("pytorch_optimizer_in_backward", "FSDP", FIT, lambda n, o: sharded(n, o) | {"gradients": 0},
         gathered, case("", 2, 1, 3, 4, traits="killed estimated alone tied llama"), HALF,
         traits="unclipped by_parameter"),
@@ -468,7 +468,7 @@ LESSONS = [
         traits="by_parameter", shows=("gather", "free", "after_forward")),
     row("pytorch_TP_by_hand", "torchrun_DDP", HOOD,
         *both(mesh, lambda n, o: {"tp": n, "by_vocabulary": 1}),
-        case("", 3, 2, 4, traits="tied llama estimated"),
+        case("", 3, 2, 4, traits="stopped tied llama estimated"),
         traits="needs_gpt saved_alike by_parameter whole", shows=("Copy", "Sum")),
     row("pytorch_PP_by_hand", "PP", HOOD, *both(mesh, lambda n, o: {"pp": n, "size": 4}),
         case("", 3, 1, 2, 4, traits="sgd killed tied estimated"),
