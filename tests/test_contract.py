@@ -228,9 +228,8 @@ def check_files(one, folder, weights, result):
         weights_too = {"model.safetensors", "config.json"}
     adapters = one.technique.name == "LoRA"
     weights_too |= {"adapter"} if adapters else set()  # not beside a merged model
-    left = names - events - waits - weights_too
-    about = "other files than those of every run"
-    assert left == {"model.pt", "result.json", "snapshots"}, about
+    theirs = events | waits | weights_too | {"model.pt", "result.json", "snapshots"}
+    assert names == theirs, f"it left {names - theirs or 'nothing more'}, but no {theirs - names}"
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
     optimizer = "muon" if one.technique.name == "Muon" else one.optimizer
     expected |= {"optimizer": optimizer, "global_batch_size": one.batch}
@@ -384,7 +383,9 @@ def check_theory(one, weights, result):
         sent = dict.fromkeys(theory, 0) | sent  # a single rank sends nothing
         total = max(sum(theory.values()), 1)
         few = one.technique.name in ("LoRA", "FSDP_TP")  # gradients: half of them is still seen
-        sent_theory_of = pytest.approx(theory, rel=close, abs=total * (0.01 if few else close))
+        # The formulas leave out the three numbers per token that loss_parallel() sends.
+        besides = total * (0.015 if few else close)
+        sent_theory_of = pytest.approx(theory, rel=close, abs=besides)
         about = "a rank sends other bytes per parameter and step than techniques.py says"
         assert sent == sent_theory_of, about
 
