@@ -5,6 +5,7 @@ import fcntl
 import functools
 import hashlib
 import multiprocessing
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ ANSWER = 15  # seconds for the first answer of a server; the libraries' own time
 SUMS = "SHA256SUMS"  # what `sha256sum --check SHA256SUMS` reads, in the folder of a snapshot
 RUNS = Path("runs", "remote")  # what a run writes before it is copied to a URL
 DATA = Path("data", "remote")  # copies of inputs
+VERSIONS = "ETag", "etag", "mtime", "LastModified", "last_modified", "modify", "created"
 
 
 class StorageError(OSError):
@@ -61,21 +63,66 @@ def answer_within(seconds: float, question: Callable):
         raise TimeoutError(f"no answer within {seconds} s") from error
 
 
+def connect(url: str) -> tuple:
+    """fsspec's file system for a URL, and the path in it. Its connection and its cache of listings
+    are new: a connection may have died since, and other processes write there, too."""
+    import fsspec  # only a run that has a URL needs it
+
+    local = url.startswith(("file://", "local://"))  # where nothing else creates a folder
+    options = {"auto_mkdir": True} if local else {}
+    fs, path = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
+    fs.exists(path)
+    return fs, path
+
+
 @contextlib.contextmanager
 def opened(url: str, doing: str) -> Iterator[tuple]:
-    """fsspec's file system for a URL, and the path in it. Any error, a library's that is missing
-    too, becomes a :class:`StorageError`, which says what the URL cannot be: ``doing``."""
+    """What :func:`connect` returns. Any error, a library's that is missing too, becomes a
+    :class:`StorageError`, which says what the URL cannot be: ``doing``."""
     try:
-        import fsspec  # only a run that has a URL needs it
+        import fsspec
 
-        local = url.startswith(("file://", "local://"))  # where nothing else creates a folder
-        fs, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if local else {}))
-        fs.invalidate_cache()  # other processes write there, too
-        answer_within(ANSWER, functools.partial(fs.exists, path))
-        yield fs, path
+        # This imports a library, which may take longer than a server's answer.
+        fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
+        yield answer_within(ANSWER, functools.partial(connect, url))
     except Exception as error:  # fsspec, botocore, paramiko, sockets: no common class
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise StorageError(f"{url} cannot be {doing} ({why})") from error
+
+
+def list_names(fs, folder: str) -> list[str]:
+    """The names in a folder, without its path."""
+    return [about["name"].rstrip("/").rpartition("/")[2] for about in fs.ls(folder, detail=True)]
+
+
+def list_files(fs, folder: str) -> dict[str, dict]:
+    """The files in a folder and in its folders, as fsspec describes them. Its own ``find()`` and
+    ``get()`` take a folder that cannot be listed for an empty one."""
+    found = {}
+    for about in fs.ls(folder, detail=True):
+        name = about["name"].rstrip("/")
+        if about["type"] == "directory" and name != folder:
+            found |= list_files(fs, name)
+        elif name != folder:  # which an object store may list in itself
+            found[name] = about
+    return found
+
+
+def describe(found: dict[str, dict]) -> str:
+    """A checksum of names, sizes and versions, which changes when a file does: a server also tells
+    what changes by reading, such as the time of the last access."""
+    lines = []
+    for name, about in sorted(found.items()):
+        versions = [about[key] for key in VERSIONS if about.get(key)]
+        lines.append(f"{name} {about.get('size')} {versions[:1]}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def remove_local(path: Path) -> None:
+    """Remove a local file, or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def fetch(url: str, target: Path) -> None:
@@ -83,23 +130,30 @@ def fetch(url: str, target: Path) -> None:
     changed since. Of all processes of a machine the first one copies, and the others wait."""
     with opened(url, "read") as (fs, path):
         is_file = fs.isfile(path)
-        found = {path: fs.info(path)} if is_file else fs.find(path, detail=True)
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            found = {path: fs.info(path)} if is_file else list_files(fs, path)
         if not found:
             raise FileNotFoundError("no such file or folder")
-        if outside := [name for name in found if ".." in name.split("/")]:
-            raise ValueError(f"it contains a file named {outside[0]}")
-        version = hashlib.sha256(str(found).encode()).hexdigest()  # sizes, times, ETags
+        inside = path if is_file else f"{path.rstrip('/')}/"
+        for name in found:
+            if ".." in name.split("/") or not name.startswith(inside):
+                raise ValueError(f"it contains a file named {name}")
+        version = describe(found)
+        part = target.with_name(f".{target.name}.part")
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_name(f".{target.name}.copied"), "a+") as mark:
-            fcntl.flock(mark, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(mark, fcntl.LOCK_EX)
             mark.seek(0)
             if mark.read() == version and target.exists():
                 return
-            mark.truncate(0)  # until the copy is complete
-            if target.is_dir():
-                shutil.rmtree(target)
             print(f"copying {url} to {target}: {len(found)} files", flush=True)
-            fs.get(path, str(target), recursive=not is_file)
+            remove_local(part)  # of a killed attempt
+            fs.get([*found], [str(part / name.removeprefix(inside)) for name in found])
+            mark.truncate(0)
+            remove_local(target)
+            os.replace(part, target)
             mark.write(version)
 
 
@@ -117,9 +171,17 @@ def remove(url: str) -> None:
                 fs.rm(place, recursive=True)
 
 
-def list_complete(url: str) -> list[str]:
-    """Names of the complete snapshots of a run, newest first: those with their list of checksums,
-    which is copied last."""
+def list_snapshots(url: str) -> dict[str, bool]:
+    """The snapshots of a run, newest first, and whether each is complete: whether it has its list
+    of checksums, which is copied last."""
     with opened(url, "read") as (fs, path):
-        found = fs.glob(f"{path}/snapshots/step-*/{SUMS}")
-    return sorted((name.split("/")[-2] for name in found), reverse=True)
+        names = []
+        with contextlib.suppress(FileNotFoundError):  # of a new run
+            names = list_names(fs, f"{path}/snapshots")
+        steps = sorted((name for name in names if name.startswith("step-")), reverse=True)
+        return {step: SUMS in list_names(fs, f"{path}/snapshots/{step}") for step in steps}
+
+
+def list_complete(url: str) -> list[str]:
+    """Names of the complete snapshots of a run, newest first."""
+    return [name for name, complete in list_snapshots(url).items() if complete]

@@ -1,12 +1,14 @@
 """Output, snapshots and inputs at URLs: in the files of this machine, and in memory."""
 
 import argparse
+import contextlib
 import shutil
 import sys
 import time
 
 import pytest
 from conftest import ROOT, launcher, succeed
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness import storage
@@ -65,20 +67,56 @@ def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
 
 
 def test_an_input_is_copied_until_it_changes(tmp_path, monkeypatch, capsys):
+    """Also from a file to a folder, and back; not when a server tells that it has been read. An
+    object store lists a folder in itself."""
     monkeypatch.chdir(tmp_path)
     files = MemoryFileSystem()
     place = f"{tmp_path}/data"
-    files.pipe({f"{place}/a": b"a", f"{place}/b": b"b"})
-    for expected in (["a", "b"], ["a", "b"], ["a"]):
-        if expected == ["a"]:
-            files.rm(f"{place}/b")
-        folder = fetch_input.__wrapped__(f"memory://{place}", "--data-dir")
-        assert [path.read_text() for path in sorted(folder.iterdir())] == expected
-    assert capsys.readouterr().out.count("copying") == 2
+    describe = MemoryFileSystem.ls
+
+    def ls(fs, path, **options):
+        found = [about | {"time": time.time()} for about in describe(fs, path, **options)]
+        return [*found, {"name": f"{path}/", "size": 0, "type": "file"}]
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    for found in ({"": b"x"}, {"/a": b"a", "/sub/b": b"b"}, {"/a": b"a"}, {"": b"x"}):
+        with contextlib.suppress(FileNotFoundError):
+            files.rm(place, recursive=True)
+        files.pipe({place + name: content for name, content in found.items()})
+        for _ in range(2):
+            copy = fetch_input.__wrapped__(f"memory://{place}", "--data-dir")
+            paths = [path for path in (copy, *copy.rglob("*")) if path.is_file()]
+            assert {str(p)[len(str(copy)) :]: p.read_bytes() for p in paths} == found
+    assert capsys.readouterr().out.count("copying") == 4
 
 
-def test_a_server_that_never_answers(store, monkeypatch):
-    monkeypatch.setattr(storage, "ANSWER", 0.1)
-    monkeypatch.setattr(MemoryFileSystem, "exists", lambda *_: time.sleep(9))
-    with pytest.raises(storage.StorageError, match="cannot be read .TimeoutError: no answer"):
-        storage.list_complete(store.url)
+@pytest.mark.parametrize("name", ["snapshots", "sub"])
+def test_a_folder_that_cannot_be_listed_is_not_empty(name, tmp_path, monkeypatch):
+    for folder in ("sub", "snapshots"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").touch()
+    listed = LocalFileSystem.ls
+
+    def ls(fs, path, **options):
+        if path.endswith(name):
+            raise PermissionError(path)
+        return listed(fs, path, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", ls)
+    with pytest.raises(storage.StorageError, match="PermissionError"):
+        storage.fetch(f"file://{tmp_path}", tmp_path / "copy")
+    if name == "snapshots":
+        with pytest.raises(storage.StorageError, match="PermissionError"):
+            storage.list_complete(f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize("call", ["exists", "__init__"])
+def test_a_server_that_never_answers(call, store, monkeypatch):
+    """The next call connects anew."""
+    with monkeypatch.context() as broken:
+        broken.setattr(storage, "ANSWER", 0.1)
+        broken.setattr(MemoryFileSystem, call, lambda *_, **__: time.sleep(9))
+        with pytest.raises(storage.StorageError, match="cannot be read .TimeoutError: no answer"):
+            storage.list_complete(store.url)
+    with storage.opened(store.url, "read") as first, storage.opened(store.url, "read") as second:
+        assert first[0] is not second[0]
