@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from harness import storage
 from harness.storage import is_url
-from harness.world import print0, this_script, world
+from harness.world import Failed, is_first_here, print0, this_script, together, world
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -153,10 +155,10 @@ def lock(folder: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def reachable(flag: str) -> Iterator[None]:
-    """End the run if a URL that the flag gave cannot be used."""
+    """End the run if a URL that the flag gave cannot be used, on this rank or on any together."""
     try:
         yield
-    except storage.StorageError as error:
+    except (storage.StorageError, Failed) as error:
         fail(f"{flag} {error}; give another, or a local path")
 
 
@@ -171,10 +173,17 @@ def check_output_url(url: Path | str) -> None:
 
 @functools.cache
 def fetch_input(place: Path | str, flag: str) -> Path:
-    """The local path; a URL is copied to each machine, once."""
+    """The local path; a URL is copied to each machine, once. All ranks call it."""
     if not is_url(place):
         return Path(place)
     path = storage.local_folder(place, storage.DATA)
     with reachable(flag):
-        storage.fetch(place, path)
+        fetch_together(place, path)
     return path
+
+
+def fetch_together(url: str, path: Path) -> None:
+    """Copy a URL to a local path of each machine. All ranks call it, and raise :class:`Failed` if
+    it fails on any. Without a process group each tries, and the lock of the copy makes them wait.
+    """
+    together(storage.fetch, url, path, here=is_first_here() or not dist.is_initialized())

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import hangs
 from harness import flops, result, state
-from harness.cli import fail
+from harness.cli import fail, reachable
 from harness.clock import StepClock, describe_step
 from harness.data import batches_of, share_of
 from harness.guard import Guard
@@ -140,9 +140,10 @@ class Resumable:
         self.stop.listen()
         hangs.listen(self.args.timeout)  # to the groups of a mesh, too
 
+    @reachable("--output-dir")
     def exit_if_done(self) -> None:
         """Exit if this run resumes from the end of one that had written its result, on rank 0."""
-        if self.is_done and together(self.store.has_ended)[0]:
+        if self.is_done and together(self.store.has_ended, here=world().rank == 0)[0]:
             at = f"{self.store.resumed} is at step {self.step} of {self.total_steps}"
             use = "resume with more --epochs or --max-steps, or start from scratch with"
             print0(f"nothing left to do: {at}; {use} --resume none")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from harness import storage
-from harness.cli import fail, fetch_input, reachable
+from harness.cli import fail, fetch_input, fetch_together, reachable
 from harness.settings import spelled
 from harness.state import load_file, sync
 from harness.storage import SUMS, StorageError, is_url, local_folder
@@ -180,7 +180,9 @@ def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
         fail(f"{path} is not on this machine; give an --output-dir that all machines share")
     if (path / ".metadata").exists():
         fail(f"--resume {path} is DCP's own; use the script that wrote it, or --weights {path}")
-    found = gather_objects(find_damage(path, world().rank, world().size))
+    copied = {storage.RUNS, storage.DATA} & {*path.parents}  # each machine verifies its own copy
+    ranks = world().local_size if copied else world().size
+    found = gather_objects(find_damage(path, world().rank % ranks, ranks))
     damage = next(filter(None, found), None)
     if damage and named:
         fail(f"--resume {path} is damaged: {damage}; give another, or auto")
@@ -227,17 +229,22 @@ class SnapshotStore:
         return None if failure else place, failure
 
     def list_own(self) -> list[Path]:
-        """Where the snapshots of this run are, newest first, or where :meth:`fetch` brings them."""
+        """Where the snapshots of this run are, newest first, or where :meth:`fetch` brings them.
+        All ranks call it."""
         if not self.url:
             return list_snapshots(self.folder)
-        return [self.folder / name for name in storage.list_complete(self.url)]
+        names = together(storage.list_complete, self.url, here=world().rank == 0)
+        return [self.folder / name for name in names[0]]
 
     def fetch(self, path: Path) -> None:
-        """Copy a snapshot of this run from its URL to every machine."""
+        """Copy a snapshot of this run from its URL to every machine, and delete the copies of
+        other ones. All ranks call it, when none reads these."""
         if self.url and path.parent == self.folder:
-            storage.fetch(f"{self.url}/snapshots/{path.name}", path)
+            fetch_together(f"{self.url}/snapshots/{path.name}", path)
+            for old in list_snapshots(self.folder):
+                if old != path:
+                    shutil.rmtree(old, ignore_errors=True)  # another rank also does this
 
-    @reachable("--output-dir")
     def has_ended(self) -> bool:
         """Whether this run had written its result."""
         if not self.url:
@@ -264,19 +271,22 @@ class SnapshotStore:
         storage.upload(self.output_dir, ["result.json"], self.url)
 
     def find_kept(self) -> Path | None:
-        """The path of the snapshot ``kept()``: own, or of the run that this one resumes."""
-        with contextlib.suppress(StorageError):
+        """The path of the snapshot ``kept()``, if all machines have it: own, or of the run that
+        this one resumes. All ranks call it."""
+        with contextlib.suppress(Failed):
             self.fetch(self.folder / self.kept())
-        folders = [self.folder, *([self.resumed.parent] if self.resumed else [])]
-        found = [path for folder in folders if (path := folder / self.kept()).exists()]
-        return next(iter(gather_objects(found)[0]), None)
+        for folder in (self.folder, self.resumed and self.resumed.parent):
+            if folder and all(gather_objects((folder / self.kept()).exists())):
+                return folder / self.kept()
+        return None
 
     def newest(self) -> Path | str | None:
         """The snapshot that this run wrote last, or else resumes from."""
         return self.saved or next(iter(list_snapshots(self.folder)), self.resumed)
 
     def asked_for(self) -> list[tuple[Path, None, bool]]:
-        """What ``--resume`` selects, best first, as arguments of :func:`read_snapshot`."""
+        """What ``--resume`` selects, best first, as arguments of :func:`read_snapshot`. All ranks
+        call it."""
         asked = self.args.resume
         if asked == "none":
             return []
@@ -333,7 +343,7 @@ class SnapshotStore:
         """Move the files of an earlier run in this folder to ``previous/``. A run at a URL is never
         replaced by another one. Rank 0 does this."""
         own = self.resumes_itself()
-        if self.url and not own and (self.list_own() or self.has_ended()):
+        if self.url and not own and (storage.list_complete(self.url) or self.has_ended()):
             fail(f"--output-dir {self.url} has a run; use --resume auto or another URL")
         self.archive_local_files()
         if self.url:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import shutil
 import sys
 import time
@@ -11,9 +12,11 @@ from conftest import ROOT, launcher, succeed
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from harness import storage
+import harness.world
+from harness import snapshots, storage
 from harness.cli import fetch_input
 from harness.snapshots import FORMAT, SnapshotStore
+from harness.world import World
 
 JOB = "--model gpt-1x2x16 --context 16 --dataset synthetic --train-samples 96 --eval-samples 12"
 JOB += " --batch-size 24 --epochs 3 --eval-every 2 --lr 100 --warmup-steps 99"  # diverges
@@ -64,6 +67,36 @@ def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
     assert store.find()["run"]["step"] == 3
     save(store, 3, "again")
     assert store.find()["note"] == "again"
+
+
+@pytest.mark.parametrize("file", ["own", "state.pt"])
+def test_each_machine_verifies_its_own_copy(file, store, monkeypatch):
+    save(store, 1)
+    store.find()
+    (store.resumed / file).write_bytes(b"damaged")
+    found = []
+    for rank in (2, 3):  # of the second machine of two
+        here = World, rank, rank % 2, 4, 2, True, 0
+        monkeypatch.setattr(snapshots, "world", functools.partial(*here))
+        with contextlib.suppress(SystemExit):  # state.pt
+            found.append(snapshots.read_snapshot(store.resumed, None, named=False))
+    assert None in found
+
+
+def test_all_ranks_fail_together(store, monkeypatch, capsys):
+    """Here the other one of two fails."""
+    save(store, 1)
+    with monkeypatch.context() as elsewhere:
+        fails = "sftp://host/x cannot be read (why)"
+        elsewhere.setattr(harness.world, "gather_objects", lambda value: [value, (fails, None)])
+        for ask in (store.find, lambda: fetch_input.__wrapped__(store.url, "--output-dir")):
+            with pytest.raises(SystemExit):
+                ask()
+            assert f"--output-dir {fails}; give another" in capsys.readouterr().err
+        store.kept = lambda: "step-00000001"
+        assert store.find_kept() == store.folder / store.kept()
+    monkeypatch.setattr(snapshots, "gather_objects", lambda value: [value, False])
+    assert store.find_kept() is None
 
 
 def test_an_input_is_copied_until_it_changes(tmp_path, monkeypatch, capsys):
