@@ -98,11 +98,15 @@ def write_to_url(url: str, write: Callable, kept: str = "") -> str | None:
     try:
         together(make_room, part)
         together(write, part)
+        everyone = together(list_files, part)
+        folders = {name.rpartition("/")[0] for names in everyone for name in names}
         together(storage.remove, url, here=world().rank == 0)  # of an attempt that failed
+        together(storage.make_folders, url, folders, here=world().rank == 0)
         sums = together(copy_files, part, url)
         together(seal_at_url, part, url, sums, kept, here=world().rank == 0)
     except Failed as error:
-        return f"{url} could not be written ({error}); check the server"
+        use = "check the server" if url in str(error) else "free some disk space"
+        return f"{url} could not be written ({error}); {use}"
     finally:
         shutil.rmtree(part.parent, ignore_errors=True)
     return None
@@ -148,13 +152,16 @@ def copy_files(part: Path, url: str) -> dict[str, str]:
 
 
 def seal_at_url(part: Path, url: str, sums: list[dict[str, str]], kept: str) -> None:
-    """Copy the checksums, and delete all snapshots but this one, the last two and ``kept``."""
+    """Copy the checksums, and delete all snapshots that are older than the last two complete ones,
+    but this one and ``kept``."""
     write_sums(part, sums)
     storage.upload(part, [SUMS], url)
     folder, _, name = url.rpartition("/")
     with contextlib.suppress(StorageError):  # the new one exists in any case
-        for old in storage.list_complete(folder.removesuffix("/snapshots"))[2:]:
-            if old not in (name, kept):
+        found = storage.list_snapshots(folder.removesuffix("/snapshots"))
+        complete = [step for step, is_complete in found.items() if is_complete]
+        for old in found:
+            if sum(step > old for step in complete) >= 2 and old not in (name, kept):
                 storage.remove(f"{folder}/{old}")
 
 
@@ -290,8 +297,11 @@ class SnapshotStore:
         asked = self.args.resume
         if asked == "none":
             return []
-        if asked == "auto":
+        if asked in ("auto", self.url):
             return [(path, None, False) for path in self.list_own()]
+        folder, _, name = asked.rpartition("/")
+        if self.url and folder == f"{self.url}/snapshots":  # as :meth:`newest` names it
+            return [(self.folder / name, None, True)]
         folder = fetch_input(asked, "--resume")
         if (self.output_dir / "previous").resolve() in folder.resolve().parents:
             fail(f"--resume {folder}: a new run replaces previous/; move it away first")
@@ -341,12 +351,17 @@ class SnapshotStore:
     @reachable("--output-dir")
     def archive_previous_run(self) -> None:
         """Move the files of an earlier run in this folder to ``previous/``. A run at a URL is never
-        replaced by another one. Rank 0 does this."""
+        replaced by another one; if it resumes, snapshots that are damaged or newer than the resumed
+        one are deleted. Rank 0 does this."""
         own = self.resumes_itself()
         if self.url and not own and (storage.list_complete(self.url) or self.has_ended()):
             fail(f"--output-dir {self.url} has a run; use --resume auto or another URL")
         self.archive_local_files()
         if self.url:
+            for name in storage.list_snapshots(self.url):
+                if not own or name > self.resumed.name:  # if not own, none is complete
+                    print0(f"deleting {self.url}/snapshots/{name}: this run starts before it")
+                    storage.remove(f"{self.url}/snapshots/{name}")
             storage.remove(f"{self.url}/result.json")  # it comes back when this run ends
 
     def resumes_itself(self) -> bool:

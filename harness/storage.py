@@ -171,6 +171,14 @@ def remove(url: str) -> None:
                 fs.rm(place, recursive=True)
 
 
+def make_folders(url: str, names: set[str]) -> None:
+    """Create folders below a URL. One rank does this for all, before they write: where sftp creates
+    a folder, all but one of several ranks would fail."""
+    with opened(url, "written") as (fs, path):
+        for name in [] if fs.async_impl else sorted(names):  # object stores have no folders
+            fs.makedirs(f"{path}/{name}".rstrip("/"), exist_ok=True)
+
+
 def list_snapshots(url: str) -> dict[str, bool]:
     """The snapshots of a run, newest first, and whether each is complete: whether it has its list
     of checksums, which is copied last."""

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import harness.world
 from harness import snapshots, storage
 from harness.cli import fetch_input
-from harness.snapshots import FORMAT, SnapshotStore
+from harness.snapshots import FORMAT, SnapshotStore, write_to_url
 from harness.world import World
 
 JOB = "--model gpt-1x2x16 --context 16 --dataset synthetic --train-samples 96 --eval-samples 12"
@@ -67,6 +67,45 @@ def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
     assert store.find()["run"]["step"] == 3
     save(store, 3, "again")
     assert store.find()["note"] == "again"
+
+
+def test_a_run_resumes_from_the_url_that_it_printed(store):
+    """Which is not the newest: this goes, as do all copies but the resumed one."""
+    printed, _ = save(store, 1)
+    save(store, 2)
+    for asked, step in (("auto", 2), (store.url, 2), (printed, 1)):
+        store.args.resume = asked
+        assert store.find()["run"]["step"] == step
+        assert [path.name for path in store.folder.glob("step-*")] == [f"step-{step:08}"]
+        store.archive_previous_run()
+    assert storage.list_snapshots(store.url) == {"step-00000001": True}
+
+
+def test_an_older_incomplete_snapshot_is_removed(store):
+    for step in (1, 7):
+        MemoryFileSystem().pipe(f"{store.url}/snapshots/step-{step:08}/own", b"")
+    for step in (2, 3, 4):
+        save(store, step)
+    found = {"step-00000007": False, "step-00000004": True, "step-00000003": True}
+    assert storage.list_snapshots(store.url) == found
+
+
+def test_folders_exist_before_ranks_write(store, monkeypatch):
+    def put_file(fs, _, place, **options):
+        assert fs.isdir(place.rpartition("/")[0])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+
+    def write(part):
+        (part / "sub").mkdir()
+        (part / "sub" / "own").touch()
+
+    assert write_to_url(f"{store.url}/new", write) is None
+
+
+def test_a_full_disk_is_no_fault_of_the_server(store):
+    failure = write_to_url(f"{store.url}/new", lambda part: (part / "no" / "own").touch())
+    assert failure.endswith("(No such file or directory); free some disk space")
 
 
 @pytest.mark.parametrize("file", ["own", "state.pt"])
