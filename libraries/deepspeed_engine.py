@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pydoc
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
@@ -163,7 +164,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     library = import_optional("deepspeed.utils.zero_to_fp32")
     check_pickles(folder / "zero")
     first = min((folder / "zero").glob("*model_states.pt"))
-    weights = torch.load(first, "cpu", weights_only=False)["module"]  # stage 3: only the buffers
+    with torch.serialization.safe_globals([pydoc.locate(name) for name in IN_CHECKPOINTS]):
+        weights = torch.load(first, "cpu", weights_only=True)["module"]  # stage 3: only the buffers
     if any((folder / "zero").glob("*optim_states.pt")):  # not in stage 0
         quiet = io.StringIO()
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
