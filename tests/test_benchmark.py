@@ -94,6 +94,7 @@ sleep 60
 """
 
 
+@pytest.mark.full
 def test_stopped_and_continued(checkout):
     """Stopped as a terminal does it; of a launcher's workers none is left."""
     (checkout / "worker.sh").write_text(WORKER)

@@ -457,7 +457,8 @@ def test_offload_is_recommended_where_only_activations_fit():
 LARGE = ["FSDP", "TP,activation_checkpointing", "ND_parallel --tp 2 --sequence-parallel"]
 
 
-@cases("only", LARGE, lambda name: name == "FSDP")
+@pytest.mark.full
+@pytest.mark.parametrize("only", LARGE)
 def test_a_large_model_is_predicted_by_two_small_ones(only):
     """Of ten blocks by four and six: to the byte of what ten take."""
     flags = f"--model llama-10x4x64 --context 64 --gpus 4 -b 8 --json --only {only}"

@@ -39,7 +39,7 @@ BROKEN = [
 ]
 
 
-@cases("script, trials, how", BROKEN, lambda *row: row in BROKEN[:2])
+@cases("script, trials, how", BROKEN, lambda *row: row == BROKEN[1])
 def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how, tried):
     """The seed gives all kinds of faults, but only one that torchrun waits half a minute for."""
     said, code = tried(inject, f"--trials {trials} --seed 14 --script '{script}' {how}")

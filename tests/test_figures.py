@@ -36,7 +36,8 @@ def test_predicted_peaks_beside_published_ones(name):
     assert row["lowest"] == of_tensors and row["highest"] in (of_tensors, reserved), again
 
 
-@cases("name", CELLS, lambda name: name == "llama3-8b on 8 H100")
+@pytest.mark.full  # the largest models: the usual golden rows are those above
+@pytest.mark.parametrize("name", CELLS)
 def test_recommendations(name):
     committed = CELLS[name]
     printed = launch(committed["estimate"], forked=True).stdout

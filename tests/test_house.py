@@ -290,6 +290,7 @@ def test_mistakes_that_are_made_once(lines):
     assert not found
 
 
+@pytest.mark.full
 def test_claims_of_gpus_have_their_tests():
     """With these parameters: ``-m claim`` would not miss one whose name has changed."""
     claims = (ROOT / "tests" / "gpu_claims.txt").read_text().splitlines()[1:]

@@ -215,7 +215,7 @@ WAYS += [(f"pytorch_ND_parallel {mesh}", 4) for mesh in ("--tp 2 --pp 2", "--cp 
 RUNS = [*product(hub.KINDS, WAYS), ("llama", ("pytorch_HSDP", 2))]
 ON_EP = [EP, ("pytorch_EP", 2), ("pytorch_ND_parallel --tp 2 --ep 2 --dp-shard 2", 4)]
 RUNS += product(hub.MIXTURES, ON_EP)
-USUAL = [("llama", FSDP), ("llama", PP), ("qwen3", TP), ("qwen3_moe", TP), ("mixtral", EP)]
+USUAL = [("llama", FSDP), ("llama", PP), ("qwen3_moe", TP), ("mixtral", EP)]
 SHARDED, USUAL = ([(kind, *run) for kind, run in rows] for rows in (RUNS, USUAL))
 
 

@@ -326,10 +326,8 @@ def test_pictures_of_memory(page, name):
             assert after["y"] > before["y"] or after["left"] > before["right"]
 
 
-PEAKS = [("GPT", "FSDP"), pytest.param("ResNet-50", "SingleGPU", marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize("job, name", PEAKS)
+@pytest.mark.full
+@pytest.mark.parametrize("job, name", [("GPT", "FSDP"), ("ResNet-50", "SingleGPU")])
 def test_the_peak_of_a_picture_is_what_is_predicted(job, name):
     found = DATA["memory"]["data"]
     flags, batch = found["jobs"][job]
