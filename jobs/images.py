@@ -214,11 +214,10 @@ def cifar10(args, split: str) -> Images:
     return Images(images, torch.tensor(source.targets[:n]), source.classes, args.image_size)
 
 
-def folder(args, split: str, most: int | None = None) -> Images:
+def folder(args, split: str) -> Images:
     """A folder per class, below ``train/`` and below ``test/`` or ``val/`` of ``--data-dir``.
 
-    The files are shuffled in a fixed order: otherwise the first n would be of one class. At most
-    the first ``most`` are read, or as many as the flags say."""
+    The files are shuffled in a fixed order: otherwise the first n would be of one class."""
     names = ["train"] if split == "train" else ["test", "val"]
     data_dir = fetch_input(args.data_dir, "--data-dir")
     roots = [data_dir / name for name in names if (data_dir / name).is_dir()]
@@ -241,7 +240,7 @@ def folder(args, split: str, most: int | None = None) -> Images:
     classes = list(counts)
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(counts.values())))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    order = order[: most or how_many(args, split, len(labels))]
+    order = order[: how_many(args, split, len(labels))]
     paths = np.array(paths[beside:])[order]
     labels = labels[order]
     try:

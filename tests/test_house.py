@@ -41,17 +41,17 @@ MAY_KNOW |= {"pytorch_ND_parallel": {*LESSON, *PARTS}}  # which is made of lesso
 # number here has to be discussed in an issue; a room that becomes lighter lowers it.
 PLAY = 1.05
 BUDGETS = {
-    "harness": 2150,
-    "hangs": 390,
+    "harness": 2250,
+    "hangs": 395,
     "parallel": 490,
-    "libraries": 715,
+    "libraries": 730,
     "jobs": 2100,
     "report": 930,
     "estimator": 1770,
     "inference": 370,
     "website": 565,
     "measure": 1540,
-    "tests": 9400,
+    "tests": 9690,
     "common.py": 230,
     "techniques.py": 350,
 }
