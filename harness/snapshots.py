@@ -351,17 +351,22 @@ class SnapshotStore:
     @reachable("--output-dir")
     def archive_previous_run(self) -> None:
         """Move the files of an earlier run in this folder to ``previous/``. A run at a URL is never
-        replaced by another one; if it resumes, snapshots that are damaged or newer than the resumed
-        one are deleted. Rank 0 does this."""
+        replaced by another one; if it resumes, snapshots that are newer than the resumed one are
+        deleted, because they are damaged. Rank 0 does this."""
         own = self.resumes_itself()
         if self.url and not own and (storage.list_complete(self.url) or self.has_ended()):
             fail(f"--output-dir {self.url} has a run; use --resume auto or another URL")
         self.archive_local_files()
         if self.url:
-            for name in storage.list_snapshots(self.url):
-                if not own or name > self.resumed.name:  # if not own, none is complete
-                    print0(f"deleting {self.url}/snapshots/{name}: this run starts before it")
-                    storage.remove(f"{self.url}/snapshots/{name}")
+            found = storage.list_snapshots(self.url)  # if not own, none is complete
+            newer = [name for name in found if not own or name > self.resumed.name]
+            is_named = own and str(self.args.resume).endswith(f"/{self.resumed.name}")
+            if is_named and any(found[name] for name in newer):
+                why = f"{self.url} also has the newer snapshot {newer[0]}"
+                fail(f"--resume {self.args.resume}: {why}; give another --output-dir, or auto")
+            for name in newer:
+                print0(f"deleting {self.url}/snapshots/{name}: it is incomplete or damaged")
+                storage.remove(f"{self.url}/snapshots/{name}")
             storage.remove(f"{self.url}/result.json")  # it comes back when this run ends
 
     def resumes_itself(self) -> bool:

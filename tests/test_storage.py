@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, launcher, succeed
+from conftest import ROOT, launcher, refused, succeed
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -70,14 +70,27 @@ def test_a_half_written_snapshot_is_not_taken(done, store, monkeypatch):
 
 
 def test_a_run_resumes_from_the_url_that_it_printed(store):
-    """Which is not the newest: this goes, as do all copies but the resumed one."""
-    printed, _ = save(store, 1)
-    save(store, 2)
-    for asked, step in (("auto", 2), (store.url, 2), (printed, 1)):
+    """Of the copies only the resumed one stays. A newer snapshot is not lost: it must go first."""
+    first, _ = save(store, 1)
+    second, _ = save(store, 2)
+    for asked, step in (("auto", 2), (store.url, 2), (second, 2), (first, 1)):
         store.args.resume = asked
         assert store.find()["run"]["step"] == step
         assert [path.name for path in store.folder.glob("step-*")] == [f"step-{step:08}"]
-        store.archive_previous_run()
+        with refused("newer snapshot step-00000002") if step == 1 else contextlib.nullcontext():
+            store.archive_previous_run()
+    storage.remove(second)
+    store.archive_previous_run()
+    assert storage.list_snapshots(store.url) == {"step-00000001": True}
+
+
+def test_a_damaged_snapshot_gives_way(store):
+    """``auto`` takes the one before. The damaged one would count as one of the last two."""
+    for step in (1, 2):
+        place, _ = save(store, step)
+    MemoryFileSystem().pipe(f"{place}/own", b"other")
+    assert store.find()["run"]["step"] == 1
+    store.archive_previous_run()
     assert storage.list_snapshots(store.url) == {"step-00000001": True}
 
 
