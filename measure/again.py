@@ -51,6 +51,17 @@ def figures_of(entry: dict) -> dict:
     return found
 
 
+def command_of(entry: dict) -> str | None:
+    """What was run: of a row, and of a recorded output."""
+    run = entry["runs"][0] if entry.get("runs") else entry
+    return run.get("command")
+
+
+def is_same_figure(new: dict, old: dict) -> bool:
+    """Whether an entry was measured by the same command, word for word, and is close."""
+    return command_of(new) == command_of(old) and is_close(figures_of(new), figures_of(old))
+
+
 def median(values: list) -> Any:
     """Of numbers, or of each kind in dictionaries of numbers."""
     if not isinstance(values[0], dict):
@@ -83,7 +94,7 @@ def keep_old(new: dict, old: dict, machine: str = "") -> dict:
         before = by_name(old.get(part, []))
         entries = dict(by_name(new.get(part, [])))
         for name, entry in entries.items():
-            if name in before and is_close(figures_of(entry), figures_of(before[name])):
+            if name in before and is_same_figure(entry, before[name]):
                 entries[name] = {"from": line} | before[name]
             else:
                 same = False

@@ -312,6 +312,21 @@ def test_what_is_close_to_the_measurement_before_stays():
     assert again.keep_old(NEW, {}) == NEW
 
 
+def test_what_another_command_measured_is_replaced():
+    """Though its figures are close: the table would name a command that did not measure them."""
+    for part, key in (("rows", "runs"), ("outputs", "")):
+        for steps, stays in ((100, True), (101, False)):
+            measured = []
+            for n in (100, steps):
+                entry = {"name": "a", "command": f"python x.py --max-steps {n}", "output": []}
+                if key:
+                    entry = {"name": "a", key: [entry]}
+                measured.append([entry] if key else {"a": entry})
+            old = OLD | {part: measured[0]}
+            kept = again.keep_old(NEW | {part: measured[1]}, old)
+            assert (kept == old) == stays, f"{part} {steps}"
+
+
 RECORDS = """#!/bin/sh
 echo "$*" >> called
 test "$*" != "benchmark.py --suite peers"
