@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measure all that a release shows, on a machine that does nothing else: about 55 minutes on two
-# cores (in the comments, minutes of each part). A part that fails is named at the end, and the
-# others go on; run its command again by itself.
+# Measure all that a release shows, on a machine that does nothing else. The comments have the
+# minutes that each part took by itself on two cores, 55 together. A part that fails is named at the
+# end, and the others go on; run its command again by itself.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 failed=()
