@@ -125,7 +125,7 @@ def main():
         value, _, *metrics = (found / found[1]).tolist()
         values.append(value)
         line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
-        print(line, *metrics)
+        print(line, *[f"{metric:.4f}" for metric in metrics])
         if value < best:
             best = value
             export(model, model.state_dict())

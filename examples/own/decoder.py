@@ -25,11 +25,8 @@ def make_data():
     return rows[few:], rows[:few]
 
 
-def loss_of(model, batch):  # the model's own loss would be a mean over this rank's labels
-    logits = model(batch["input_ids"], use_cache=False).logits.float()
-    labels = batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+def forward(model, batch):  # with a cache, recomputed layers would get every key twice
+    return model(batch["input_ids"], use_cache=False).logits.float()
 
 
 def export(model, weights):
