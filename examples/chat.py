@@ -15,7 +15,7 @@ import torch.distributed as dist
 from jinja2 import TemplateError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, default_collate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = "model"  # of the Hub
@@ -225,28 +225,41 @@ def make_data():  # for training, and every 20th conversation for evaluation
     return pack(train_set), pack(sum(found[::20], []))
 
 
-def logits_of(model, batch):
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
+
+
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def forward(model, batch):
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     return model(**inputs, use_cache=False).logits.float()  # a cache would ignore the packing
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits = logits_of(model, batch)
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
     labels = batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
+
+
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
 
 
 def export(model, weights):
     model.save_pretrained(f"{OUT}/best", state_dict=weights)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(f"{OUT}/best")
-
-
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
-    for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
-        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
 def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
@@ -262,17 +275,17 @@ def check(found, expected, dtype, why):  # once, before the first step: is it th
 @torch.no_grad()
 def check_packing(model, rows, device):  # recurrent layers, and some masks, ignore positions
     for row in rows:
-        row = {name: tensor[None].to(device) for name, tensor in row.items()}
+        row = {name: tensor.to(device) for name, tensor in collate([row]).items()}
         starts = torch.where(row["position_ids"][0] == 0)[0].tolist()
         ends = [*pairwise([*starts, LENGTH])]
         if (row["labels"][:, ends[-1][0] :] < 0).all():  # the last one is padding
             ends.pop()
         if len(ends) > 1:  # of the first row with several documents
-            found = logits_of(model.eval(), row)[:, : ends[-1][1]]
+            found = forward(model.eval(), row)[:, : ends[-1][1]]
             alone = []
             for a, b in ends:
                 document = {name: tensor[:, a:b] for name, tensor in row.items()}
-                alone.append(logits_of(model, document))
+                alone.append(forward(model, document))
             expected = torch.cat(alone, 1)
             why = "the documents of a row see each other in this model: set PACKED = False"
             return check(found, expected, next(model.parameters()).dtype, why)
@@ -314,6 +327,7 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -326,24 +340,29 @@ def main():
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
-    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
+    values = []
     saved = newest_checkpoint(rank, world)
     if saved:
         start = saved["step"]
         best = saved["best"]
+        values = saved["values"]
         if rank == 0:
             print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    model = DistributedDataParallel(model)  # averages the gradients in backward
+        if is_done(values):
+            start = STEPS
+    # Averages the gradients in backward; without the option, it would hold each of them twice
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
-    train_loader = DataLoader(train_set, batch_sampler=rows)
-    share = range(rank, len(eval_set), world)
-    eval_loader = DataLoader(Subset(eval_set, share), BATCH // world)
+    batches = (batch[rank::world] for batch in order(train_set, start))  # this rank's samples
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
+    share = Subset(eval_set, range(rank, len(eval_set), world))
+    eval_loader = DataLoader(share, BATCH // world, collate_fn=collate)
     torch.manual_seed(start * world + rank)  # of augmentation in loader workers
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
@@ -352,8 +371,8 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16):  # float16 also needs a GradScaler
-            sums = loss_of(model, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] * world / total[1]).backward()  # DDP divides by world
@@ -369,24 +388,30 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-                found += loss_of(model.module, batch)
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
+                found += loss_of(forward(model.module, batch), batch)
         dist.all_reduce(found)
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         is_best = value < best
         best = min(best, value)
         if rank == 0:  # every rank has the same weights: rank 0 saves them
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *metrics)
             if is_best:
                 export(model.module, model.module.state_dict())
             saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
+            saved |= {"step": step, "best": best, "values": values}
+            torch.save(saved, f"{OUT}/part")
             os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
             for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
                 os.remove(old)
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees DDP, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees DDP, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
