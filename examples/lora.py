@@ -1,4 +1,4 @@
-"""The loop of fsdp.py, training adapters (LoRA) of frozen weights, saved as peft reads them:
+"""The loop of pretrained.py, training adapters (LoRA) of frozen weights, saved as peft reads them:
 torchrun --nproc_per_node=2 lora.py"""
 
 import gc
@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import tempfile
-from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -19,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 OUT = "runs/lora"  # checkpoints, and the best weights
 STEPS = 60  # of the whole run
@@ -30,19 +28,19 @@ LR = 1e-2  # the highest learning rate
 WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
-WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
+WEIGHTS = ""  # a folder with *.safetensors; without one, make_model() has the weights
 RANK = 8  # of the adapters
 ALPHA = 16  # their output is multiplied by ALPHA / RANK
 TARGETS = ["0"]  # names of layers, or their ends: ["q_proj", "v_proj"]
 WHOLE = []  # of modules that are trained whole, as a new head: ["classifier"]
 FROZEN = torch.bfloat16  # no step changes frozen weights, so none is lost by rounding
-POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
+SOME = sd.StateDictOptions(ignore_frozen_params=True, strict=False)  # what is trained
 
 
 def make_model():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64, bias=False))
 
 
 def layers_of(model):  # the blocks: each is gathered when it computes
@@ -55,17 +53,43 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits = model(batch["input_ids"]).float()
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
+
+
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def forward(model, batch):
+    return model(batch["input_ids"]).float()
+
+
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
     labels = batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
 
 
-def export(model, weights):
-    tensors = {f"base_model.model.{n}.weight": t for n, t in weights.items() if ".lora_" in n}
-    whole = [name for name, p in model.named_parameters() if p.requires_grad]
-    tensors |= {f"base_model.model.{n}": weights[n] for n in whole if ".lora_" not in n}
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
+
+
+def export(model, weights):  # in the format of peft
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            end = ".weight" if ".lora_" in name else ""
+            tensors[f"base_model.model.{name}{end}"] = weights[name]
     save_file(tensors, f"{OUT}/best/adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS}
     config["modules_to_save"] = WHOLE or None
@@ -103,53 +127,66 @@ def add_adapter(layer, args, out):
     return out + linear(linear(args[0], layer.lora_A), layer.lora_B) * (ALPHA / RANK)
 
 
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
-    for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
-        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
-
-
-def recomputed(forward):  # its activations are computed again in backward, instead of kept
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
 def to_meta(module, name, parameter):  # without memory; one that is tied to another stays tied
     if not parameter.is_meta:
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 
-def read_weights(model, device):
+def make_empty_model():  # no rank may have room for all parameters, so they take no memory here
+    if not WEIGHTS:
+        return make_model()
+    with register_module_parameter_registration_hook(to_meta):
+        return make_model()
+
+
+def allocate(model, device):  # memory for this rank's shards
+    adapters = {n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    # memory for this rank's shards; adapters have their values
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for name, buffer in buffers.items():  # to_empty took their values, which no file may have
+    model.to_empty(device=device)
+    for name, adapter in adapters.items():  # they have their values, too
+        model.get_parameter(name).data.copy_(adapter)
+    for name, buffer in buffers.items():  # to_empty() took their values, which no file may have
         module, _, name = name.rpartition(".")
         setattr(model.get_submodule(module), name, buffer.to(device))
+
+
+def files_of(folder):  # as transformers chooses them: others may be of another save
+    index = f"{folder}/model.safetensors.index.json"
+    if os.path.exists(f"{folder}/model.safetensors") or not os.path.exists(index):
+        return ["model.safetensors"]
+    with open(index) as file:
+        return sorted(set(json.load(file)["weight_map"].values()))
+
+
+def end_if(why):  # every rank ends, or none: the others would wait for one that ends alone
+    found = [why] * dist.get_world_size()
+    dist.all_gather_object(found, why)
+    if any(found):
+        raise SystemExit(f"{WEIGHTS} {max(found)}")
+
+
+def read_weights(model):  # of the folder WEIGHTS, only the shards of this rank
     kept = model.state_dict()
-    tensors = {n: p for n, p in model.named_parameters() if ".lora_" not in n}  # tied: once
+    tensors = {n: p for n, p in model.named_parameters() if ".lora_" not in n}  # a tied one once
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    files = ["model.safetensors"]  # as transformers: others in the folder may be of another save
-    index = f"{WEIGHTS}/model.safetensors.index.json"
-    if not os.path.exists(f"{WEIGHTS}/model.safetensors") and os.path.exists(index):
-        with open(index) as file:
-            files = sorted(set(json.load(file)["weight_map"].values()))
+    files = files_of(WEIGHTS)
+    absent = [name for name in files if not os.path.exists(f"{WEIGHTS}/{name}")]
+    end_if(f"has no {absent[0]}" if absent else "")
     with tempfile.TemporaryDirectory() as links:  # the reader reads every file of a folder
         for name in files:
-            if not os.path.exists(f"{WEIGHTS}/{name}"):
-                raise SystemExit(f"{WEIGHTS} has no {name}")
             os.symlink(os.path.abspath(f"{WEIGHTS}/{name}"), f"{links}/{name}")
         reader = dcp.HuggingFaceStorageReader(links)
         found = reader.read_metadata().state_dict_metadata.keys()
-        if missing := tensors.keys() - found:
-            raise SystemExit(f"{WEIGHTS} has no {min(missing)}, which the model of make_model has")
-        if (unread := found - kept.keys()) and dist.get_rank() == 0:
-            print(f"not read from {WEIGHTS}: {min(unread)}, ..., which the model does not have")
+        missing = sorted(tensors.keys() - found)
+        end_if(f"has no {missing[0]}, which the model of make_model() has" if missing else "")
+        unread = sorted(found - kept.keys())
+        if unread and dist.get_rank() == 0:
+            print(f"not read from {WEIGHTS}: {unread[0]}, ..., which the model does not have")
         tied = [name for name in kept if name in found and name not in tensors]
         twins = {name: torch.empty_like(kept[name]) for name in tied}
         dcp.load(tensors | twins, storage_reader=reader)
     for name, twin in twins.items():  # of tied parameters: transformers unties them if they differ
-        if not torch.equal(twin, kept[name]):
+        if not torch.equal(twin, kept[name]):  # all ranks compare their shards, and get one answer
             why = f"its {name} differs from the parameter to which the model ties it"
             raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
 
@@ -183,7 +220,8 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -194,43 +232,51 @@ def main():
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
-    with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
-        model = make_model()
+    model = make_empty_model()
     adapt(model)  # before sharding: adapters are sharded and gathered with their layer, in fp32
     for parameter in model.parameters():  # not buffers: rotary frequencies would be rounded, too
         dtype = torch.float32 if parameter.requires_grad else FROZEN
         if parameter.is_floating_point():  # not what a quantized model has packed
             parameter.data = parameter.data.to(dtype)
+    policy = MixedPrecisionPolicy(torch.float32)  # of compute: weights and adapters alike
+    if half:  # gathers and computes in bfloat16, and adds up gradients in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
             fully_shard(part)
     for layer in layers_of(model):
-        layer.forward = recomputed(layer.forward)
-        fully_shard(layer, mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)  # all other parameters
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)  # all other parameters
     if WEIGHTS:
-        read_weights(model, device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, LR, weight_decay=DECAY)
-    only = sd.StateDictOptions(ignore_frozen_params=True, strict=False)  # checkpoints: adapters
+        allocate(model, device)
+        read_weights(model)
+    elif rank == 0:
+        print("WEIGHTS is not set: starts from the weights of make_model()")
+    optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
+    values = []
     if folder:
-        sd.get_optimizer_state_dict(model, optimizer, options=only)  # an empty step: states for all
+        sd.get_optimizer_state_dict(model, optimizer, options=SOME)  # an empty step: states for all
         drop_unsaved(model, optimizer, folder)
-        weights, moments = sd.get_state_dict(model, optimizer, options=only)
-        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        weights, moments = sd.get_state_dict(model, optimizer, options=SOME)
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": start, "best": best, "values": values}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start = saved["step"]
         best = saved["best"]
+        values = saved["values"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
-        sd.set_state_dict(model, optimizer, **states, options=only)
+        sd.set_state_dict(model, optimizer, **states, options=SOME)
+        if is_done(values):
+            start = STEPS
 
-    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
-    train_loader = DataLoader(train_set, batch_sampler=rows)
+    batches = (batch[rank::world] for batch in order(train_set, start))  # this rank's samples
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
     parts = [part[rank::world].tolist() for part in torch.arange(len(eval_set)).split(BATCH)]
-    eval_loader = DataLoader(eval_set, batch_sampler=[part or [0] for part in parts])
+    some = [part or [0] for part in parts]  # a rank without a sample takes any, and ignores it
+    eval_loader = DataLoader(eval_set, batch_sampler=some, collate_fn=collate)
     torch.manual_seed(start * world + rank)  # of augmentation in loader workers
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
@@ -239,7 +285,7 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        sums = loss_of(model, batch)
+        sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] * world / total[1]).backward()  # FSDP divides by world
@@ -255,31 +301,37 @@ def main():
         found = torch.zeros_like(total)
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad():  # every rank gathers the layers, also one without a row
-                sums = loss_of(model, batch)
+            with torch.no_grad():  # every rank gathers the layers, also one without a sample
+                sums = loss_of(forward(model, batch), batch)
             if part:
                 found += sums
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         if rank == 0:
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *metrics)
         if value < best:
             best = value
-            options = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
-            options = sd.StateDictOptions(**options)  # all call it, and rank 0 gets the adapters
-            weights = sd.get_model_state_dict(model, options=options)
+            options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            options.ignore_frozen_params = True
+            weights = sd.get_model_state_dict(model, options=options)  # on every rank, for rank 0
             if rank == 0:
                 export(model, weights)
-        weights, moments = sd.get_state_dict(model, optimizer, options=only)  # shards
-        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        weights, moments = sd.get_state_dict(model, optimizer, options=SOME)  # shards
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": step, "best": best, "values": values}
         dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
         if rank == 0:
             for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
                 shutil.rmtree(os.path.dirname(old))
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
