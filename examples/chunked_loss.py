@@ -3,12 +3,9 @@ torchrun --nproc_per_node=2 chunked_loss.py"""
 
 import gc
 import glob
-import json
 import math
 import os
 import shutil
-import tempfile
-from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -18,9 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 OUT = "runs/chunked_loss"  # checkpoints, and the best weights
 STEPS = 60  # of the whole run
@@ -30,16 +26,14 @@ LR = 1e-2  # the highest learning rate
 WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
-WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
+CHUNKS = 4  # of the tokens of each sample, whose logits do not exist at the same time
 SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
-POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
-CHUNKS = 4  # of the tokens of a rank, whose logits do not exist at the same time
 
 
 def make_model():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+    return nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64, bias=False))
 
 
 def layers_of(model):  # the blocks: each is gathered when it computes
@@ -56,79 +50,97 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
-def logits_of(model, batch):
-    return model(batch["input_ids"])
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    inputs = logits_of(model, batch)  # the head returns its inputs
-    labels = batch["labels"]
-    chunks = zip(inputs.flatten(0, -2).chunk(CHUNKS), labels.flatten().chunk(CHUNKS), strict=True)
-    # FSDP has gathered the head, which is in no layer, and keeps it so until backward ends
-    losses = [recomputed(loss_of_chunk)(head_of(model), *chunk) for chunk in chunks]
-    return torch.stack([sum(losses), (labels >= 0).sum()])
-
-
-def loss_of_chunk(head, inputs, labels):
-    logits = nn.functional.linear(inputs, head.weight, head.bias).float()
-    return nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-
-def export(model, weights):
-    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
-    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
-    weights = {name: tensor for name, tensor in weights.items() if name not in second}
-    save_file(weights, f"{OUT}/best/model.safetensors")
-
-
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
     for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
         yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
-def recomputed(forward):  # its activations are computed again in backward, instead of kept
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def forward(model, batch):
+    return model(batch["input_ids"]).float()
 
 
-def to_meta(module, name, parameter):  # without memory; one that is tied to another stays tied
-    if not parameter.is_meta:
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
+    labels = batch["labels"]
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
 
 
-def read_weights(model, device):
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    model.to_empty(device=device)  # memory for this rank's shards
-    for name, buffer in buffers.items():  # to_empty took their values, which no file may have
-        module, _, name = name.rpartition(".")
-        setattr(model.get_submodule(module), name, buffer.to(device))
-    kept = model.state_dict()
-    tensors = dict(model.named_parameters())  # one that is tied to another is there once
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    files = ["model.safetensors"]  # as transformers: others in the folder may be of another save
-    index = f"{WEIGHTS}/model.safetensors.index.json"
-    if not os.path.exists(f"{WEIGHTS}/model.safetensors") and os.path.exists(index):
-        with open(index) as file:
-            files = sorted(set(json.load(file)["weight_map"].values()))
-    with tempfile.TemporaryDirectory() as links:  # the reader reads every file of a folder
-        for name in files:
-            if not os.path.exists(f"{WEIGHTS}/{name}"):
-                raise SystemExit(f"{WEIGHTS} has no {name}")
-            os.symlink(os.path.abspath(f"{WEIGHTS}/{name}"), f"{links}/{name}")
-        reader = dcp.HuggingFaceStorageReader(links)
-        found = reader.read_metadata().state_dict_metadata.keys()
-        if missing := tensors.keys() - found:
-            raise SystemExit(f"{WEIGHTS} has no {min(missing)}, which the model of make_model has")
-        if (unread := found - kept.keys()) and dist.get_rank() == 0:
-            print(f"not read from {WEIGHTS}: {min(unread)}, ..., which the model does not have")
-        tied = [name for name in kept if name in found and name not in tensors]
-        twins = {name: torch.empty_like(kept[name]) for name in tied}
-        dcp.load(tensors | twins, storage_reader=reader)
-    for name, twin in twins.items():  # of tied parameters: transformers unties them if they differ
-        if not torch.equal(twin, kept[name]):
-            why = f"its {name} differs from the parameter to which the model ties it"
-            raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
+
+
+def export(model, weights):
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
+            del weights[name]
+        seen.add(id(tensor))
+    save_file(weights, f"{OUT}/best/model.safetensors")
+
+
+def chunks_of(output, batch):  # of tokens; of samples, if a sample has one output
+    dim = output.dim() - 2
+    pieces = {}
+    for name, tensor in batch.items():
+        if tensor.shape[: dim + 1] == output.shape[: dim + 1]:  # it has a value for each token
+            pieces[name] = tensor.chunk(CHUNKS, dim)
+    for i, chunk in enumerate(output.chunk(CHUNKS, dim)):
+        yield chunk, batch | {name: tensors[i] for name, tensors in pieces.items()}
+
+
+def logits_of(head, hidden):
+    return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+
+
+def loss_of_chunk(head, hidden, batch):
+    return loss_of(logits_of(head, hidden), batch)
+
+
+def loss_in_chunks(model, batch):  # the sums of loss_of(); backward computes the logits again
+    hidden = forward(model, batch)  # the head returns its inputs
+    head = head_of(model)  # it is in no layer, so FSDP keeps it gathered until backward ends
+    chunks = chunks_of(hidden, batch)
+    return sum(checkpoint(loss_of_chunk, head, *chunk, use_reentrant=False) for chunk in chunks)
+
+
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
+
+
+@torch.no_grad()
+def replace_head(model, sample):  # from now on, it returns its inputs
+    few = {name: tensor[:, :256] for name, tensor in sample.items() if tensor.dim() > 1}
+    sample = sample | few  # all logits of a long sample may not fit
+    head = head_of(model.eval())
+    compute = head.forward
+    head.forward = lambda inputs: compute(1000 * inputs)  # a soft cap shows in large logits
+    expected = forward(model, sample)
+    head.forward = lambda inputs: 1000 * inputs
+    found = logits_of(head, forward(model, sample))
+    why = "forward changes the logits after the head, as by a soft cap, which logits_of() omits"
+    check(found, expected, head.weight.dtype, why)
+    why = "loss_of() is no sum over tokens: those of the chunks add up to another one"
+    check(loss_in_chunks(model, sample), loss_of(expected, sample), head.weight.dtype, why)
+    head.forward = torch.clone  # FSDP warns about views
+    model.reshard()  # the optimizer needs the shards
 
 
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
@@ -153,29 +165,6 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
-def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
-    # A part of the model was replaced, and its forward may do more than the new part knows of
-    eps = torch.finfo(dtype).eps
-    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
-    off = off.nan_to_num(math.inf)
-    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
-    if off > eps**0.5:
-        raise SystemExit(f"{why} (relative difference {off:.1g})")
-
-
-@torch.no_grad()
-def replace_head(model, sample):  # the model returns the inputs of its head, for loss_of_chunk()
-    head = head_of(model.eval())
-    compute = head.forward
-    head.forward = lambda inputs: 1000 * compute(inputs)  # a soft cap shows in large logits
-    expected = logits_of(model, sample)
-    head.forward = torch.clone  # FSDP warns about views
-    found = 1000 * nn.functional.linear(logits_of(model, sample), head.weight, head.bias)
-    model.reshard()  # the optimizer needs the shards
-    why = "forward changes the logits after the head, as by a soft cap, which loss_of_chunk() omits"
-    check(found, expected, POLICY.param_dtype or torch.float32, why)
-
-
 def main():
     if "RANK" not in os.environ:
         raise SystemExit("start this file with the command in its first lines")
@@ -183,6 +172,7 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -193,39 +183,44 @@ def main():
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
-    with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
-        model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
+    model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
+    policy = MixedPrecisionPolicy()
+    if half:  # gathers and computes in bfloat16, and adds up gradients in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
             fully_shard(part)
     for layer in layers_of(model):
-        layer.forward = recomputed(layer.forward)
-        fully_shard(layer, mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)  # all other parameters
-    if WEIGHTS:
-        read_weights(model, device)
-    sample = {name: tensor[None, :256].to(device) for name, tensor in train_set[0].items()}
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)  # all other parameters
+    sample = {name: tensor.to(device) for name, tensor in collate([train_set[0]]).items()}
     replace_head(model, sample)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
-    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
+    values = []
     if folder:
         sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
         drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": start, "best": best, "values": values}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start = saved["step"]
         best = saved["best"]
+        values = saved["values"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
         sd.set_state_dict(model, optimizer, **states, options=SOME)
+        if is_done(values):
+            start = STEPS
 
-    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
-    train_loader = DataLoader(train_set, batch_sampler=rows)
+    batches = (batch[rank::world] for batch in order(train_set, start))  # this rank's samples
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
     parts = [part[rank::world].tolist() for part in torch.arange(len(eval_set)).split(BATCH)]
-    eval_loader = DataLoader(eval_set, batch_sampler=[part or [0] for part in parts])
+    some = [part or [0] for part in parts]  # a rank without a sample takes any, and ignores it
+    eval_loader = DataLoader(eval_set, batch_sampler=some, collate_fn=collate)
     torch.manual_seed(start * world + rank)  # of augmentation in loader workers
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
@@ -234,7 +229,7 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        sums = loss_of(model, batch)
+        sums = loss_in_chunks(model, batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] * world / total[1]).backward()  # FSDP divides by world
@@ -250,16 +245,18 @@ def main():
         found = torch.zeros_like(total)
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad():  # every rank gathers the layers, also one without a row
-                sums = loss_of(model, batch)
+            with torch.no_grad():  # every rank gathers the layers, also one without a sample
+                sums = loss_in_chunks(model, batch)
             if part:
                 found += sums
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         if rank == 0:
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *metrics)
         if value < best:
             best = value
             options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -267,13 +264,17 @@ def main():
             if rank == 0:
                 export(model, weights)
         weights, moments = sd.get_state_dict(model, optimizer)  # this rank's shards
-        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": step, "best": best, "values": values}
         dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
         if rank == 0:
             for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
                 shutil.rmtree(os.path.dirname(old))
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
