@@ -398,7 +398,7 @@ def main():
         best = min(best, value)
         if rank == 0:  # every rank has the same weights: rank 0 saves them
             line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
-            print(line, *metrics)
+            print(line, *[f"{metric:.4f}" for metric in metrics])
             if is_best:
                 export(model.module, model.module.state_dict())
             saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}

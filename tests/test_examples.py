@@ -65,7 +65,7 @@ def insert(text, own):
         found = re.search(rf"^{head}:.*?(?=\n\n\n)", text, re.M | re.S)
         if isinstance(node, ast.FunctionDef) and found:
             text = text if node.name == "main" else text.replace(found[0], code)
-        elif not isinstance(node, ast.Expr):
+        elif not isinstance(node, (ast.Expr, ast.If)):  # a docstring, or what starts main()
             text = text.replace("\n\n\n", f"\n\n{code}\n\n\n", 1)
     return text
 
