@@ -20,7 +20,7 @@ KINDS = {  # in the picture, by the kinds that are predicted
 }  # fmt: skip
 DIFFS = {  # the lines of an example that the README shows
     "ddp": r"init_process_group|DistributedDataParallel\(|rank::world|backward\(\)",
-    "fsdp": r"DistributedDataParallel\(|fully_shard\((layer|model)|for layer|recomputed\(",
+    "fsdp": r"DistributedDataParallel\(|fully_shard\((layer|model)|for layer",
 }
 
 
