@@ -2,14 +2,11 @@
 
 import gc
 import glob
-import json
 import logging
 import math
 import os
 import shutil
-import tempfile
 from collections import OrderedDict
-from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -22,8 +19,6 @@ from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
 OUT = "runs/fsdp_tp"  # checkpoints, and the best weights
@@ -34,13 +29,11 @@ LR = 1e-2  # the highest learning rate
 WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
-WEIGHTS = ""  # a folder with *.safetensors: each rank reads its shards of the initial weights
-SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
-POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # of compute, and of reduce-scatter
 TP = 2  # ranks that share each matrix: neighbours, as on one machine
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a rank has some heads, columns
 ROWWISE = ("o_proj", "down_proj")  # a rank has the matching rows, and the ranks sum their outputs
 PER_HEAD = ("q_norm", "k_norm")  # whole on every rank, which applies it to its heads only
+SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
 
 
 class Layer(nn.Module):  # with the names of transformers
@@ -75,7 +68,8 @@ def make_model():
     torch.manual_seed(0)
     layers = nn.Sequential(*(Layer() for _ in range(4)))
     model = OrderedDict(embed_tokens=nn.Embedding(64, 64), layers=layers, norm=nn.RMSNorm(64))
-    return nn.Sequential(OrderedDict(model=nn.Sequential(model), lm_head=nn.Linear(64, 64)))
+    head = nn.Linear(64, 64, bias=False)
+    return nn.Sequential(OrderedDict(model=nn.Sequential(model), lm_head=head))
 
 
 def layers_of(model):  # the blocks: each is gathered when it computes
@@ -88,68 +82,44 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits = model(batch["input_ids"]).float()
-    labels = batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
 
 
-def export(model, weights):
-    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
-    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
-    weights = {name: tensor for name, tensor in weights.items() if name not in second}
-    save_file(weights, f"{OUT}/best/model.safetensors")
-
-
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
     for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
         yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
-def recomputed(forward):  # its activations are computed again in backward, instead of kept
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def forward(model, batch):
+    return model(batch["input_ids"]).float()
 
 
-def to_meta(module, name, parameter):  # without memory; one that is tied to another stays tied
-    if not parameter.is_meta:
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
+    labels = batch["labels"]
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
 
 
-def read_weights(model, device):
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    model.to_empty(device=device)  # memory for this rank's shards
-    for name, buffer in buffers.items():  # to_empty took their values, which no file may have
-        module, _, name = name.rpartition(".")
-        setattr(model.get_submodule(module), name, buffer.to(device))
-    kept = model.state_dict()
-    tensors = dict(model.named_parameters())  # one that is tied to another is there once
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    files = ["model.safetensors"]  # as transformers: others in the folder may be of another save
-    index = f"{WEIGHTS}/model.safetensors.index.json"
-    if not os.path.exists(f"{WEIGHTS}/model.safetensors") and os.path.exists(index):
-        with open(index) as file:
-            files = sorted(set(json.load(file)["weight_map"].values()))
-    with tempfile.TemporaryDirectory() as links:  # the reader reads every file of a folder
-        for name in files:
-            if not os.path.exists(f"{WEIGHTS}/{name}"):
-                raise SystemExit(f"{WEIGHTS} has no {name}")
-            os.symlink(os.path.abspath(f"{WEIGHTS}/{name}"), f"{links}/{name}")
-        reader = dcp.HuggingFaceStorageReader(links)
-        found = reader.read_metadata().state_dict_metadata.keys()
-        if missing := tensors.keys() - found:
-            raise SystemExit(f"{WEIGHTS} has no {min(missing)}, which the model of make_model has")
-        if (unread := found - kept.keys()) and dist.get_rank() == 0:
-            print(f"not read from {WEIGHTS}: {min(unread)}, ..., which the model does not have")
-        tied = [name for name in kept if name in found and name not in tensors]
-        twins = {name: torch.empty_like(kept[name]) for name in tied}
-        dcp.load(tensors | twins, storage_reader=reader)
-    for name, twin in twins.items():  # of tied parameters: transformers unties them if they differ
-        if not torch.equal(twin, kept[name]):
-            why = f"its {name} differs from the parameter to which the model ties it"
-            raise SystemExit(f"{WEIGHTS}: {why}; set tie_word_embeddings to false")
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
+
+
+def export(model, weights):
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
+            del weights[name]
+        seen.add(id(tensor))
+    save_file(weights, f"{OUT}/best/model.safetensors")
 
 
 def parents_of(model, names):  # the modules that have layers of these names
@@ -181,17 +151,32 @@ def shard(model, mesh):  # embedding, norms and head stay whole
                 raise SystemExit(f"{name} normalizes all heads together, and no rank has them")
 
 
-def clip_grad_norm(groups, limit):  # by the norm of all gradients, on either mesh
+def split_by_mesh(parameters):  # no operation takes DTensors of two meshes
+    parameters = list(parameters)
+    sharded = [p for p in parameters if p.device_mesh.ndim == 2]  # over "tp", too
+    return sharded, [p for p in parameters if p.device_mesh.ndim == 1]
+
+
+def clip_grad_norm(parameters, limit):  # by the norm of all gradients, on either mesh
+    meshes = split_by_mesh(p for p in parameters if p.grad is not None)
     norms = []
-    for group in groups:
-        gradients = [p.grad for p in group if p.grad is not None]
-        if gradients:
-            norm = nn.utils.get_total_norm(gradients)
-            norms.append(norm.full_tensor())
+    for part in filter(None, meshes):
+        norm = nn.utils.get_total_norm([p.grad for p in part])
+        norms.append(norm.full_tensor())
     total = torch.stack(norms).norm()
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, total)
+    for part in meshes:
+        nn.utils.clip_grads_with_norm_(part, limit, total)
     return total
+
+
+def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
+    # A part of the model was replaced, and its forward may do more than the new part knows of
+    eps = torch.finfo(dtype).eps
+    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
+    off = off.nan_to_num(math.inf)
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
+    if off > eps**0.5:
+        raise SystemExit(f"{why} (relative difference {off:.1g})")
 
 
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
@@ -216,16 +201,6 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
-def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
-    # A part of the model was replaced, and its forward may do more than the new part knows of
-    eps = torch.finfo(dtype).eps
-    off = (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=eps)
-    off = off.nan_to_num(math.inf)
-    dist.all_reduce(off, dist.ReduceOp.MAX)  # every rank ends, or none
-    if off > eps**0.5:
-        raise SystemExit(f"{why} (relative difference {off:.1g})")
-
-
 def main():
     if "RANK" not in os.environ:
         raise SystemExit("start this file with the command in its first lines")
@@ -233,92 +208,99 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
     world = dist.get_world_size()
-
     if world % TP:
         raise SystemExit(f"{world} ranks are not divisible by TP = {TP}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # 2 sums
     mesh = init_device_mesh(device.type, (world // TP, TP), mesh_dim_names=("dp", "tp"))
-    dp = mesh["dp"].get_local_rank()  # ranks with the same dp have the same rows
+    dp = mesh["dp"].get_local_rank()  # ranks with the same dp have the same samples
     dps = world // TP
     dp_group = mesh["dp"].get_group()
     tp_group = mesh["tp"].get_group()
+
     folder = find_checkpoint(rank, world)
     train_set, eval_set = make_data()
     if min(BATCH, len(train_set)) < dps:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {dps} ranks")
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
-    with register_module_parameter_registration_hook(to_meta) if WEIGHTS else nullcontext():
-        model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
-    sample = default_collate([train_set[0]])
+    model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
+    sample = collate([train_set[0]])
     expected = None
-    if rank == 0 and not WEIGHTS:  # the untouched model, on the CPU, unless no rank has it whole
+    if rank == 0:  # the untouched model, on the CPU, which has room for it
         threads = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
         with torch.no_grad():
-            expected = loss_of(model.eval(), sample).to(device)
+            expected = forward(model.eval(), sample).to(device)
         torch.set_num_threads(threads)
     shard(model, mesh["tp"])
+    policy = MixedPrecisionPolicy()
+    if half:  # gathers and computes in bfloat16, and adds up gradients in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in list(model.modules()):
         if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
             fully_shard(part, mesh=mesh["dp"])
     for layer in layers_of(model):
-        layer.forward = recomputed(layer.forward)
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=POLICY)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=POLICY)  # all other parameters
-    if WEIGHTS:
-        read_weights(model, device)
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)  # all other parameters
+    sample = {name: tensor.to(device) for name, tensor in sample.items()}
     with torch.no_grad():
-        found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
+        found = forward(model.eval(), sample)
     model.reshard()  # the optimizer needs the shards
-    why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: another loss"
-    dtype = POLICY.param_dtype or torch.float32
     if expected is None:
-        expected = found.clone()  # of rank 0, instead
+        expected = torch.empty_like(found)  # of rank 0, instead
     dist.broadcast(expected, 0)
-    check(found, expected, dtype, why)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
-    sharded = [p for p in model.parameters() if p.device_mesh.ndim == 2]  # over "tp", too
-    whole = [p for p in model.parameters() if p.device_mesh.ndim == 1]
+    why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: other outputs"
+    check(found, expected, policy.param_dtype or torch.float32, why)
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
     per_head = [p for name, p in model.named_parameters() if {*name.split(".")} & {*PER_HEAD}]
     per_head = [p for p in per_head if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
+    groups = []
+    for group in groups_of(model):
+        groups += [group | {"params": part} for part in split_by_mesh(group["params"])]
+    optimizer = torch.optim.AdamW(groups, LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
+    values = []
     if folder:
         sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
         drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": start, "best": best, "values": values}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start = saved["step"]
         best = saved["best"]
+        values = saved["values"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
         sd.set_state_dict(model, optimizer, **states, options=SOME)
+        if is_done(values):
+            start = STEPS
 
-    rows = (batch[dp::dps] for batch in order(len(train_set), start))  # this rank's
-    train_loader = DataLoader(train_set, batch_sampler=rows)
+    batches = (batch[dp::dps] for batch in order(train_set, start))  # this rank's samples
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
     parts = [part[dp::dps].tolist() for part in torch.arange(len(eval_set)).split(BATCH)]
-    eval_loader = DataLoader(eval_set, batch_sampler=[part or [0] for part in parts])
+    some = [part or [0] for part in parts]  # a rank without a sample takes any, and ignores it
+    eval_loader = DataLoader(eval_set, batch_sampler=some, collate_fn=collate)
     torch.manual_seed(start * dps + dp)  # of augmentation in loader workers
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
-        torch.manual_seed(step * dps + dp)  # of dropout: the same masks where the rows are
+        torch.manual_seed(step * dps + dp)  # of dropout: one mask for ranks with the same samples
         factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        sums = loss_of(model, batch)
+        sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total, group=dp_group)  # ranks may have different numbers of labels
         (sums[0] * dps / total[1]).backward()  # FSDP divides by dps
-        for p in per_head:
-            dist.all_reduce(p.grad.to_local(), group=tp_group)
-        norm = clip_grad_norm([sharded, whole], 1.0)
+        for parameter in per_head:
+            dist.all_reduce(parameter.grad.to_local(), group=tp_group)
+        norm = clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY and step < STEPS:
@@ -330,16 +312,18 @@ def main():
         found = torch.zeros_like(total)
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad():  # every rank gathers the layers, also one without a row
-                sums = loss_of(model, batch)
+            with torch.no_grad():  # every rank gathers the layers, also one without a sample
+                sums = loss_of(forward(model, batch), batch)
             if part:
                 found += sums
         dist.all_reduce(found, group=dp_group)
         dist.broadcast(found, 0)  # to the last bit: ranks decide by it what they do next
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         if rank == 0:
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *metrics)
         if value < best:
             best = value
             options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -347,13 +331,17 @@ def main():
             if rank == 0:
                 export(model, weights)
         weights, moments = sd.get_state_dict(model, optimizer)  # this rank's shards
-        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": step, "best": best, "values": values}
         dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
         if rank == 0:
             for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
                 shutil.rmtree(os.path.dirname(old))
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
