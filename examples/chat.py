@@ -337,7 +337,7 @@ def main():
     model = make_model().to(device)
     train_set, eval_set = make_data()
     check_packing(model, train_set, device)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)

@@ -137,7 +137,7 @@ def replace_head(model, sample):  # from now on, it returns its inputs
     found = logits_of(head, forward(model, sample))
     why = "forward changes the logits after the head, as by a soft cap, which logits_of() omits"
     check(found, expected, head.weight.dtype, why)
-    why = "loss_of() is no sum over tokens: those of the chunks add up to another one"
+    why = "loss_of() is not a sum over tokens: its chunks add up to another loss"
     check(loss_in_chunks(model, sample), loss_of(expected, sample), head.weight.dtype, why)
     head.forward = torch.clone  # FSDP warns about views
     model.reshard()  # the optimizer needs the shards
@@ -195,7 +195,7 @@ def main():
     fully_shard(model, mp_policy=policy)  # all other parameters
     sample = {name: tensor.to(device) for name, tensor in collate([train_set[0]]).items()}
     replace_head(model, sample)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
