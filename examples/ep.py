@@ -28,7 +28,6 @@ WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 SOME = sd.StateDictOptions(strict=False)  # optimizer state of some parameters; dcp.load is strict
-WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
 
 
 class Experts(nn.Module):  # with stacked weights, as in transformers
@@ -74,25 +73,44 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits = model(batch["input_ids"]).float()
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
+
+
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def forward(model, batch):
+    return model(batch["input_ids"]).float()
+
+
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
     labels = batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
+
+
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
 
 
 def export(model, weights):
-    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
-    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
-    weights = {name: tensor for name, tensor in weights.items() if name not in second}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
+            del weights[name]
+        seen.add(id(tensor))
     save_file(weights, f"{OUT}/best/model.safetensors")
-
-
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
-    for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
-        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
 class Exchange(torch.autograd.Function):  # all-to-all of rows, of given numbers per rank
@@ -108,7 +126,7 @@ class Exchange(torch.autograd.Function):  # all-to-all of rows, of given numbers
         return Exchange.apply(gradient, *ctx.reverse), None, None
 
 
-def forward(experts, x, index, weights):  # in place of the experts' own
+def exchange_tokens(experts, x, index, weights):  # in place of the experts' own
     gate_up = experts.gate_up_proj.to_local()  # of this rank's experts
     down = experts.down_proj.to_local()
     count = len(down)
@@ -126,15 +144,19 @@ def forward(experts, x, index, weights):  # in place of the experts' own
     for i in range(count):
         chosen = expert == i
         gate, up = F.linear(rows[chosen], gate_up[i]).chunk(2, -1)
-        found[chosen] = F.linear(experts.act_fn(gate) * up, down[i])
+        y = F.linear(experts.act_fn(gate) * up, down[i])
+        found[chosen] = y.to(found.dtype)  # under autocast, it is in bfloat16
     found = Exchange.apply(found, incoming, outgoing) * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, token, found.to(x.dtype))
 
 
 def shard(model, mesh):  # the experts; all other modules stay whole
+    names = {"gate_up_proj", "down_proj"}
+    found = 0
     for module in model.modules():
         stacks = dict(module.named_parameters(recurse=False))
-        if stacks.keys() == {"gate_up_proj", "down_proj"}:
+        if stacks.keys() == names:
+            found += 1
             for name, stack in stacks.items():
                 if len(stack) % mesh.size():
                     raise SystemExit(
@@ -142,19 +164,26 @@ def shard(model, mesh):  # the experts; all other modules stay whole
                     )
                 own = distribute_tensor(stack.detach(), mesh, [Shard(0)])
                 setattr(module, name, nn.Parameter(own, stack.requires_grad))
-            module.forward = partial(forward, module)
+            module.forward = partial(exchange_tokens, module)
+    if not found:
+        raise SystemExit(f"no module of the model has the parameters {sorted(names)} alone")
 
 
-def clip_grad_norm(groups, limit):  # by the norm of all gradients, of sharded and whole ones
+def split_by_kind(parameters):  # no operation takes both DTensors and plain tensors
+    parameters = list(parameters)
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    return sharded, [p for p in parameters if not isinstance(p, DTensor)]
+
+
+def clip_grad_norm(parameters, limit):  # by the norm of all gradients, of sharded and whole ones
+    kinds = split_by_kind(p for p in parameters if p.grad is not None)
     norms = []
-    for group in groups:
-        gradients = [p.grad for p in group if p.grad is not None]
-        if gradients:
-            norm = nn.utils.get_total_norm(gradients)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    for part in filter(None, kinds):
+        norm = nn.utils.get_total_norm([p.grad for p in part])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.stack(norms).norm()
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, total)
+    for part in kinds:
+        nn.utils.clip_grads_with_norm_(part, limit, total)
     return total
 
 
@@ -197,6 +226,7 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -208,45 +238,54 @@ def main():
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model()
-    sample = default_collate([train_set[0]])
+    sample = collate([train_set[0]])
     expected = None
     if rank == 0:  # the untouched model, on the CPU, which has room for it
         threads = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
         with torch.no_grad():
-            expected = loss_of(model.eval(), sample).to(device)
+            expected = loss_of(forward(model.eval(), sample), sample).to(device)
         torch.set_num_threads(threads)
     shard(model, init_device_mesh(device.type, (world,)))
     model.to(device)
-    with torch.no_grad():
-        found = loss_of(model.eval(), {name: tensor.to(device) for name, tensor in sample.items()})
-    why = "forward() is not what the experts of this model compute: another loss"
+    sample = {name: tensor.to(device) for name, tensor in sample.items()}
+    with torch.no_grad():  # the loss, as rounding may send a token to another expert
+        found = loss_of(forward(model.eval(), sample), sample)
     if expected is None:
-        expected = found.clone()  # of rank 0, instead
+        expected = torch.empty_like(found)  # of rank 0, instead
     dist.broadcast(expected, 0)
+    why = "exchange_tokens() is not what the experts of this model compute: another loss"
     check(found, expected, next(model.parameters()).dtype, why)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    optimizer = torch.optim.AdamW([{"params": sharded}, {"params": whole}], LR, weight_decay=DECAY)
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
+    whole = split_by_kind(model.parameters())[1]
+    groups = []
+    for group in groups_of(model):
+        groups += [group | {"params": part} for part in split_by_kind(group["params"])]
+    optimizer = torch.optim.AdamW(groups, LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
-    if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+    values = []
+    if folder:
         sd.get_optimizer_state_dict(model, optimizer)  # an empty step: all parameters have a state
         drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": start, "best": best, "values": values}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start = saved["step"]
         best = saved["best"]
+        values = saved["values"]
         states = {"model_state_dict": weights, "optim_state_dict": moments}
         sd.set_state_dict(model, optimizer, **states, options=SOME)
+        if is_done(values):
+            start = STEPS
 
-    rows = (batch[rank::world] for batch in order(len(train_set), start))  # this rank's
-    train_loader = DataLoader(train_set, batch_sampler=rows)
+    batches = (batch[rank::world] for batch in order(train_set, start))  # this rank's samples
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
     parts = [part[rank::world].tolist() for part in torch.arange(len(eval_set)).split(BATCH)]
-    eval_loader = DataLoader(eval_set, batch_sampler=[part or [0] for part in parts])
+    some = [part or [0] for part in parts]  # a rank without a sample takes any, and ignores it
+    eval_loader = DataLoader(eval_set, batch_sampler=some, collate_fn=collate)
     torch.manual_seed(start * world + rank)  # of augmentation in loader workers
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
@@ -255,17 +294,18 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        sums = loss_of(model, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] / total[1]).backward()  # experts get the gradients of all ranks' tokens
         used = torch.tensor([p.grad is not None for p in whole], device=device).int()
-        dist.all_reduce(used)  # a rank's rows may leave out what those of another one use
+        dist.all_reduce(used)  # a rank's samples may leave out what those of another one use
         for p, count in zip(whole, used.tolist(), strict=True):
             if count:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad)
-        norm = clip_grad_norm([sharded, whole], 1.0)
+        norm = clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY and step < STEPS:
@@ -277,28 +317,35 @@ def main():
         found = torch.zeros_like(total)
         for part, batch in zip(parts, eval_loader, strict=True):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad():  # every rank has experts, also one without a row
-                sums = loss_of(model, batch)
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
+                sums = loss_of(forward(model, batch), batch)
             if part:
                 found += sums
         dist.all_reduce(found)
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         if rank == 0:
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *[f"{metric:.4f}" for metric in metrics])
         if value < best:
             best = value
-            weights = sd.get_model_state_dict(model, options=WHOLE)
+            options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = sd.get_model_state_dict(model, options=options)  # on every rank, for rank 0
             if rank == 0:
                 export(model, weights)
-        weights, moments = sd.get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        weights, moments = sd.get_state_dict(model, optimizer)  # this rank's shards
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": step, "best": best, "values": values}
         dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
         if rank == 0:
             for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
                 shutil.rmtree(os.path.dirname(old))
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
