@@ -82,25 +82,44 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
-def loss_of(model, batch):  # the sum over all labels, and their number; -100 does not count
-    logits = model(batch["input_ids"], batch.get("position_ids")).float()
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
+
+
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def forward(model, batch):
+    return model(batch["input_ids"]).float()
+
+
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
     labels = batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
+
+
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
 
 
 def export(model, weights):
-    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
-    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
-    weights = {name: tensor for name, tensor in weights.items() if name not in second}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
+            del weights[name]
+        seen.add(id(tensor))
     save_file(weights, f"{OUT}/best/model.safetensors")
-
-
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
-    for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
-        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
 class Exchange(torch.autograd.Function):  # splits one dimension over the ranks, joins another
@@ -124,6 +143,7 @@ def attend(q, k, v, window=None, **options):  # causal, of [batch, heads, this r
         raise SystemExit(f"{heads} attention heads cannot be divided among {world} ranks")
     if k.shape[1] % world:  # too few heads of keys and values
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    q, k = (x.to(v.dtype) for x in (q, k))  # under autocast, a rotation makes them float32
     q, k, v = (Exchange.apply(x, 1, 2) for x in (q, k, v))  # all the time, of 1/N of the heads
     time = torch.arange(q.shape[2], device=q.device)
     mask = None
@@ -140,15 +160,22 @@ def replace_attention(model):  # of each layer, by attend()
             module.attend = attend
 
 
-def shard(batch, device):  # this rank's positions of every row; padded to a multiple of the ranks
+def add_positions(model, args, kwargs):  # of this rank's part of the first argument
+    x = [*args, *kwargs.values()][0]
+    first = x.shape[1] * dist.get_rank()
+    positions = torch.arange(first, first + x.shape[1], device=x.device).expand(len(x), -1)
+    return args, {"position_ids": positions} | kwargs
+
+
+def shard(batch, device):  # this rank's part of the sequence, which is dimension 1 of each tensor
     rank = dist.get_rank()
     world = dist.get_world_size()
-    rows, time = batch["input_ids"].shape
-    missing = -time % world
-    padded = {name: F.pad(tensor, (0, missing)) for name, tensor in batch.items()}
-    padded["labels"] = F.pad(batch["labels"], (0, missing), value=-100)
-    padded["position_ids"] = torch.arange(time + missing).expand(rows, -1)
-    return {name: tensor.chunk(world, 1)[rank].to(device) for name, tensor in padded.items()}
+    shapes = {name: [*tensor.shape] for name, tensor in batch.items()}
+    times = {shape[1] if len(shape) > 1 else 1 for shape in shapes.values()}
+    if len(times) > 1 or min(times) % world:
+        why = f"{world} ranks cannot share dimension 1, the sequence, of {shapes}"
+        raise SystemExit(f"{why}: let collate() pad it at the end")
+    return {name: tensor.chunk(world, 1)[rank].to(device) for name, tensor in batch.items()}
 
 
 def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
@@ -197,6 +224,7 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -206,33 +234,41 @@ def main():
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model().to(device)
     train_set, eval_set = make_data()
-    sample = default_collate([{name: tensor[:256] for name, tensor in train_set[0].items()}])
-    sample["position_ids"] = torch.arange(sample["input_ids"].shape[1])[None]
+    sample = collate([train_set[0]])
+    cut = 256 // world * world  # positions: the attention of all of them may need too much memory
+    for name, tensor in sample.items():
+        sample[name] = tensor[:, :cut] if tensor.dim() > 1 else tensor
     whole = {name: tensor.to(device) for name, tensor in sample.items()}
     with torch.no_grad():
-        expected = loss_of(model.eval(), whole)
+        expected = forward(model.eval(), whole).chunk(world, 1)[rank]
+        model.register_forward_pre_hook(add_positions, with_kwargs=True)
         replace_attention(model)
-        found = loss_of(model, shard(sample, device))
-    dist.all_reduce(found)  # a sum over the ranks' positions
-    why = "attend() is not the attention of this model: another loss"
+        found = forward(model, shard(sample, device))
+    why = "attend() is not the attention of this model: other outputs"
     check(found, expected, next(model.parameters()).dtype, why)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
-    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
+    optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
+    values = []
     saved = newest_checkpoint(rank, world)
     if saved:
         start = saved["step"]
         best = saved["best"]
+        values = saved["values"]
         if rank == 0:
             print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    model = DistributedDataParallel(model)  # averages the gradients in backward
+        if is_done(values):
+            start = STEPS
+    # Averages the gradients in backward; without the option, it would hold each of them twice
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
-    eval_loader = DataLoader(eval_set, BATCH)  # every rank reads all rows
+    batches = order(train_set, start)
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
+    eval_loader = DataLoader(eval_set, BATCH, collate_fn=collate)  # every rank reads all samples
     torch.manual_seed(start * world + rank)  # of augmentation in loader workers
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
@@ -241,7 +277,8 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = shard(batch, device)
-        sums = loss_of(model, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
         (sums[0] * world / total[1]).backward()  # DDP divides by world
@@ -256,24 +293,31 @@ def main():
         model.eval()
         found = torch.zeros_like(total)
         for batch in eval_loader:
-            with torch.no_grad():
-                found += loss_of(model.module, shard(batch, device))
+            batch = shard(batch, device)
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
+                found += loss_of(forward(model.module, batch), batch)
         dist.all_reduce(found)
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         is_best = value < best
         best = min(best, value)
         if rank == 0:  # every rank has the same weights: rank 0 saves them
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *[f"{metric:.4f}" for metric in metrics])
             if is_best:
                 export(model.module, model.module.state_dict())
             saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(saved | {"step": step, "best": best}, f"{OUT}/part")
+            saved |= {"step": step, "best": best, "values": values}
+            torch.save(saved, f"{OUT}/part")
             os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
             for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:
                 os.remove(old)
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees DDP, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees DDP, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
