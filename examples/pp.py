@@ -28,6 +28,8 @@ WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
 MICRO = 8  # micro-batches of a batch: the more, the shorter ranks wait for each other
+INPUT = "input_ids"  # of a batch: later stages get hidden states in its place
+NAMES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")  # as in transformers
 FLAT = sd.StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters' names
 
 
@@ -72,28 +74,44 @@ def make_data():  # for training and for evaluation
     return rows[:540], rows[540:]
 
 
-def forward(stage, x):  # from token ids or hidden states to hidden states or logits
-    return stage(x)
+def collate(samples):  # a batch: a dictionary of tensors, with the samples in dimension 0
+    return default_collate(samples)
 
 
-def loss_of(logits, labels):  # the sum over all labels, and their number; -100 does not count
-    logits = logits.float()
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    return torch.stack([loss, (labels >= 0).sum()])
+def order(train_set, start):  # the samples of each batch: a new permutation every epoch
+    batches = max(1, len(train_set) // BATCH)
+    for step in range(start, STEPS):
+        epoch, i = divmod(step, batches)
+        generator = torch.Generator().manual_seed(epoch)
+        permutation = torch.randperm(len(train_set), generator=generator)
+        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
+
+
+def forward(model, batch):
+    return model(batch["input_ids"]).float()
+
+
+def loss_of(output, batch):  # sums: of the loss, and of what it is divided by; then of any metrics
+    labels = batch["labels"]
+    loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum")
+    return torch.stack([loss, (labels >= 0).sum()])  # labels of -100 do not count
+
+
+def groups_of(model):  # what is trained; a group may have its own "lr" and "weight_decay"
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def is_done(values):  # of all evaluations so far: whether training ends before STEPS
+    return False
 
 
 def export(model, weights):
-    names = {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
-    second = model.state_dict().keys() - names.values()  # of a tied tensor: it is saved once
-    weights = {name: tensor for name, tensor in weights.items() if name not in second}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
+            del weights[name]
+        seen.add(id(tensor))
     save_file(weights, f"{OUT}/best/model.safetensors")
-
-
-def order(samples, start):  # the indices of each batch: a new permutation every epoch
-    for step in range(start, STEPS):
-        epoch, i = divmod(step, max(1, samples // BATCH))
-        permutation = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
-        yield permutation[i * BATCH : (i + 1) * BATCH].tolist()
 
 
 class Elsewhere(nn.Module):  # in the place of a module that another rank has
@@ -105,6 +123,8 @@ class Stage(nn.Module):
     def __init__(self, model, rank, world):
         super().__init__()
         self.model = model
+        self.batch = {}  # the current one, on every rank
+        self.half = False
         count = len(model.model.layers)
         for i in range(count):
             if i * world // count != rank:
@@ -115,11 +135,19 @@ class Stage(nn.Module):
             model.model.norm = Elsewhere()
             model.lm_head = Elsewhere()
 
-    def forward(self, x):
-        return forward(self.model, x)
+    def forward(self, x, rows):  # of a micro-batch, and which rows of the batch these are
+        part = rows_of(self.batch, rows, BATCH) | {INPUT: x}
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
+            return forward(self.model, part)
 
 
-def make_stage(model, rank, world, device, length):
+def make_stage(model, rank, world, device, sample):
+    modules = dict(model.named_modules())
+    for name in NAMES:
+        if name not in modules:
+            raise SystemExit(f"the model has no {name}: stages are made of {', '.join(NAMES)}")
+    if INPUT not in sample:
+        raise SystemExit(f"a batch has no {INPUT!r}: INPUT is one of {', '.join(sample)}")
     layers = len(model.model.layers)
     embedding = model.model.embed_tokens
     head = model.lm_head
@@ -131,24 +159,37 @@ def make_stage(model, rank, world, device, length):
             "use at most as many ranks as layers and as micro-batches, and a multiple of these rows"
         )
     with torch.device("meta"):  # without them, the first step would draw dropout twice
-        ids = torch.empty(BATCH // MICRO, length, dtype=torch.int64)
-        options = {"dtype": embedding.weight.dtype, "requires_grad": True}
+        ids = torch.empty(BATCH // MICRO, *sample[INPUT].shape[1:], dtype=sample[INPUT].dtype)
+        options = {"dtype": torch.float32, "requires_grad": True}  # as forward() returns
         hidden = torch.empty(*ids.shape, embedding.embedding_dim, **options)
         logits = torch.empty(*ids.shape, head.out_features, **options)
     stage = Stage(model, rank, world).to(device)
     inputs = ids if rank == 0 else hidden
     outputs = logits if rank == world - 1 else hidden
     # It is called for each schedule
-    return partial(PipelineStage, stage, rank, world, device, inputs, outputs)
+    return stage, partial(PipelineStage, stage, rank, world, device, inputs, outputs)
 
 
-def full(batch, device):  # empty rows fill a batch: all have the same shape
-    missing = (0, 0, 0, BATCH - len(batch["labels"]))
-    return F.pad(batch["input_ids"], missing).to(device), F.pad(batch["labels"], missing).to(device)
+def full(batch, shapes, device):  # the last row fills a batch: all have the same shape
+    for name, shape in shapes.items():
+        if batch[name].shape[1:] != shape:
+            found = [*batch[name].shape[1:]]
+            why = f"{name} of a sample has the shape {found}, and of the first one {[*shape]}"
+            raise SystemExit(f"{why}: let collate() pad all to one shape")
+    rows = torch.arange(BATCH).clamp(max=len(batch[INPUT]) - 1)
+    return {name: tensor[rows].to(device) for name, tensor in batch.items()}
 
 
-def total_of(sums, device):  # of all micro-batches, from the rank of the last stage
-    total = sum(sums).detach() if sums else torch.zeros(2, device=device)
+def rows_of(batch, rows, count):  # of consecutive ones, those below this count
+    first = int(rows[0])
+    last = min(first + len(rows), count)
+    return {name: tensor[first:last] for name, tensor in batch.items()}
+
+
+def total_of(sums, width, device):  # of all micro-batches, from the rank of the last stage
+    total = torch.zeros(width, device=device)
+    for each in sums:
+        total += each
     sums.clear()
     dist.all_reduce(total)
     return total
@@ -196,6 +237,7 @@ def main():
         config = getattr(dist, "config", None)
         if hasattr(config, "pipeline_per_direction_p2p"):  # off by default in PyTorch 2.14
             config.pipeline_per_direction_p2p = True  # activations do not wait for gradients
+    half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -205,35 +247,53 @@ def main():
     train_set, eval_set = make_data()
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model()
-    sample = default_collate([train_set[0]])
+    groups = groups_of(model)
+    sample = collate([train_set[0]])
     found = expected = torch.ones(1, device=device)  # of a rank without logits
+    width = [None]  # of what loss_of() returns
     if rank == world - 1:  # it will have the logits; the untouched model computes on the CPU
         threads = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
         with torch.no_grad():
-            expected = forward(model.eval(), sample["input_ids"]).to(device)
+            expected = forward(model.eval(), sample)
+            width = [len(loss_of(expected, sample))]
+        expected = expected.to(device)
         torch.set_num_threads(threads)
-    new_stage = make_stage(model, rank, world, device, len(train_set[0]["input_ids"]))
-    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=DECAY)
+    dist.broadcast_object_list(width, world - 1)
+    shapes = {name: tensor.shape[1:] for name, tensor in sample.items()}
+    stage, new_stage = make_stage(model, rank, world, device, sample)
+    own = set(model.parameters())
+    for group in groups:
+        group["params"] = [p for p in group["params"] if p in own]  # others are of other ranks
+    optimizer = torch.optim.AdamW(groups, LR, weight_decay=DECAY)
     sums = []  # of each micro-batch, what loss_of() returns
-    rows = 1  # of the batch; all others are empty
+    count = 1  # rows of the batch; all others only fill it
     firsts = []  # the logits of each micro-batch's first row
 
-    def loss_of_rows(logits, labels):
-        left = max(0, rows - len(sums) * len(labels))
-        sums.append(loss_of(logits[:left], labels[:left]))
-        return sums[-1][0]
+    def loss_of_rows(output, rows):
+        part = rows_of(stage.batch, rows, count)
+        output = output[: max(0, count - int(rows[0]))]
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            found = loss_of(output, part)
+        sums.append(found.detach())
+        return found[0]
 
-    def keep_first(logits, labels):
-        firsts.append(logits[:1].clone())
-        return logits.sum()
+    def keep_first(output, rows):
+        firsts.append(output[:1].clone())
+        return output.sum()
+
+    def run(method, batch):  # of a schedule
+        stage.batch = full(batch, shapes, device)
+        inputs = [stage.batch[INPUT]] if rank == 0 else []  # all other stages receive theirs
+        options = {"rows": torch.arange(BATCH), "target": torch.arange(BATCH)}
+        # The outermost autocast frees the weights in bfloat16: so micro-batches share a copy
+        with torch.autocast(device.type, enabled=False):
+            method(*inputs, **options, return_outputs=False)
 
     schedule = Schedule1F1B(new_stage(), MICRO, keep_first)
     with torch.no_grad():
         model.eval()
-        ids, labels = full(sample, device)
-        inputs = [ids] if rank == 0 else []
-        schedule.eval(*inputs, target=labels, return_outputs=False)
+        run(schedule.eval, sample)
     if rank == world - 1:
         found = firsts[0]
     firsts.clear()
@@ -242,37 +302,41 @@ def main():
     check(found, expected, next(model.parameters()).dtype, why)
     # A new stage for training: in PyTorch 2.11, one that has evaluated first sends no gradients
     schedule = Schedule1F1B(new_stage(), MICRO, loss_of_rows, scale_grads=False)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, but not for the comparison
+    stage.half = half
+    torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
     gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)  # nccl would gather on the GPU
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
     best = math.inf
-    if folder:  # only then: get_state_dict takes an empty step, which AdamW would count
+    values = []
+    if folder:
         sd.get_optimizer_state_dict(model, optimizer, options=FLAT)  # an empty step: states for all
         drop_unsaved(model, optimizer, folder)
         weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
-        saved = {"model": weights, "optimizer": moments, "step": 0, "best": best}
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": start, "best": best, "values": values}
         dcp.load(saved, checkpoint_id=folder)  # into the shards of this number of ranks
         start = saved["step"]
         best = saved["best"]
-        sd.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT
-        )
+        values = saved["values"]
+        states = {"model_state_dict": weights, "optim_state_dict": moments}
+        sd.set_state_dict(model, optimizer, **states, options=FLAT)
+        if is_done(values):
+            start = STEPS
 
-    train_loader = DataLoader(train_set, batch_sampler=order(len(train_set), start))
-    eval_loader = DataLoader(eval_set, BATCH)
-    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    batches = order(train_set, start)
+    train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
+    eval_loader = DataLoader(eval_set, BATCH, collate_fn=collate)
+    torch.manual_seed(start)  # of augmentation in loader workers: every rank draws the same
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
         factor = min(step / max(1, WARMUP), 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
-        ids, labels = full(batch, device)
-        rows = len(batch["labels"])
-        inputs = [ids] if rank == 0 else []  # all other stages receive theirs
-        schedule.step(*inputs, target=labels, return_outputs=False)
-        total = total_of(sums, device)
+        count = len(batch[INPUT])
+        run(schedule.step, batch)
+        total = total_of(sums, *width, device)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for gradient in gradients:
             gradient /= total[1]  # micro-batches have different numbers of labels
@@ -283,22 +347,22 @@ def main():
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
+        torch.manual_seed(step)  # of augmentation without workers: every rank draws the same
         if step % EVERY and step < STEPS:
             continue
 
         model.eval()
-        found = 0
         for batch in eval_loader:
-            ids, labels = full(batch, device)
-            rows = len(batch["labels"])
-            inputs = [ids] if rank == 0 else []
+            count = len(batch[INPUT])
             with torch.no_grad():
-                schedule.eval(*inputs, target=labels, return_outputs=False)
-            found = found + total_of(sums, device)
+                run(schedule.eval, batch)
+        found = total_of(sums, *width, device)
         loss = (total[0] / total[1]).item()
-        value = (found[0] / found[1]).item()  # the same on every rank
+        value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
+        values.append(value)
         if rank == 0:
-            print(f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}")
+            line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
+            print(line, *[f"{metric:.4f}" for metric in metrics])
         if value < best:
             best = value
             weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
@@ -306,14 +370,18 @@ def main():
             dist.gather_object(weights, parts, group=gloo)
             if rank == 0:
                 export(model, {name: part[name] for part in parts for name in part})
-        weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)
-        saved = {"model": weights, "optimizer": moments, "step": step, "best": best}
+        weights, moments = sd.get_state_dict(model, optimizer, options=FLAT)  # this rank's shards
+        saved = {"model": weights, "optimizer": moments}
+        saved |= {"step": step, "best": best, "values": values}
         dcp.save(saved, checkpoint_id=f"{OUT}/step-{step:08}")
         if rank == 0:
             for old in sorted(glob.glob(f"{OUT}/step-*/.metadata"))[:-2]:
                 shutil.rmtree(os.path.dirname(old))
+        if is_done(values):
+            break
 
 
-main()
-gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # frees the model, which holds the process group: else gloo may abort at exit
+    dist.destroy_process_group()
