@@ -269,7 +269,7 @@ def main():
     batches = order(train_set, start)
     train_loader = DataLoader(train_set, batch_sampler=batches, collate_fn=collate)
     eval_loader = DataLoader(eval_set, BATCH, collate_fn=collate)  # every rank reads all samples
-    torch.manual_seed(start * world + rank)  # of augmentation in loader workers
+    torch.manual_seed(start)  # of augmentation in loader workers: every rank draws the same
     for step, batch in enumerate(train_loader, start + 1):
         model.train()  # from_pretrained() returns a model in evaluation mode
         torch.manual_seed(step * world + rank)  # of dropout: each rank has its own masks
@@ -285,6 +285,7 @@ def main():
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        torch.manual_seed(step)  # of augmentation without workers: every rank draws the same
         if step % EVERY and step < STEPS:
             continue
 
