@@ -40,17 +40,29 @@ MFU = json.loads(Path(__file__).with_name("estimator").joinpath("mfu.json").read
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
 
-def gib_of(text: str) -> float:
+class Memory(float):
+    """GiB of a GPU, and its name if that was given."""
+
+    gpu = ""
+
+
+def memory_of(text: str) -> Memory:
     """``--memory``: a number, or the name of a GPU."""
-    names = {name.lower(): size for name, (size, _) in GPUS.items()}
-    if text.lower() in names:
-        return names[text.lower()]
+    name = next((name for name in GPUS if name.lower() == text.lower()), "")
     try:
-        return number(float, 0, above=0)(text)
+        found = Memory(GPUS[name][0] if name else number(float, 0, above=0)(text))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text} is neither a number of GiB nor one of {', '.join(GPUS)}"
         ) from None
+    found.gpu = name
+    return found
+
+
+def gpu_of(args) -> tuple[str, str]:
+    """The GPU whose speed is predicted, and how to say so."""
+    name = getattr(args.memory, "gpu", "")
+    return name or "H100", f"on {name}" if name else "on H100, as --memory names no GPU"
 
 
 def mfu_of(text: str) -> tuple[float, float]:
@@ -67,11 +79,10 @@ def mfu_of(text: str) -> tuple[float, float]:
     )
 
 
-def published_mfu(gib: float | None, parameters: int) -> tuple[float, float]:
-    """The range that was published for models of this size on the GPU with this memory; an H100's
-    without one, and of all GPUs if there are no figures of this one."""
-    name = next((name for name, (size, _) in GPUS.items() if size == gib), "H100")
-    rows = [row["mfu"] for row in MFU if name.startswith(row["gpu"]) and parameters < row["below"]]
+def published_mfu(gpu: str, parameters: int) -> tuple[float, float]:
+    """The range that was published for models of this size on this GPU; of all GPUs if there are no
+    figures of this one."""
+    rows = [row["mfu"] for row in MFU if gpu.startswith(row["gpu"]) and parameters < row["below"]]
     lows, highs = zip(*(rows[:1] or [row["mfu"] for row in MFU]), strict=True)
     return min(lows), max(highs)
 
@@ -93,7 +104,7 @@ def make_flags() -> argparse.ArgumentParser:
     flag("--gpus", type=number(int, 1), default=4, metavar="N", help="number of GPUs (default: 4)")
     flag("--classes", type=number(int, 1), metavar="N",
          help="number of classes, or of tokens in the vocabulary (default: 10; GPT 65)")
-    flag("--memory", type=gib_of, metavar="GIB|NAME",
+    flag("--memory", type=memory_of, metavar="GIB|NAME",
          help=f"memory of one GPU: a number, or one of {', '.join(GPUS)}. Says what fits")
     flag("--spare", type=number(float, 0), metavar="GIB",
          help="part of --memory to reserve for what is not predicted (default: 1.5, or 7%% of "
@@ -115,8 +126,8 @@ def make_flags() -> argparse.ArgumentParser:
          "(default: nvlink4)")
     flag("--mfu", type=mfu_of, metavar="LOW,HIGH",
          help="share of the GPU's peak FLOP/s that training of a decoder reaches, for tokens/s in "
-         "--recommend and --scale (default: what is published for the GPU of --memory, or an H100, "
-         "and a model of this size: estimator/mfu.json)")
+         "--recommend and --scale (default: what is published for the GPU of --memory, an H100 if "
+         "that is a number, and a model of this size: estimator/mfu.json)")
     flag("--step-ms", type=number(float, 0, above=0), metavar="MS",
          help="with --scale: compute time of a step, without communication (default for a decoder: "
          "by --mfu)")
@@ -283,7 +294,8 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
             speeds[name][n] = [tokens / (slow + most), tokens / (fast + hidden)]
     if args.json:
         return print(json.dumps(shares | {"tokens/s": speeds} if tokens else shares, indent=2))
-    tables.print_scale(args, flags, f"{inputs}, {each} samples per rank", (fast, slow), shares)
+    about = f"{inputs}, {each} samples per rank" + (f" {gpu_of(args)[1]}" if tokens else "")
+    tables.print_scale(args, flags, about, (fast, slow), shares)
     tables.print_speeds(speeds if tokens else {})
     if args.plot:
         unit = f"% of a step that waits ({tables.describe(args, flags)})"
@@ -338,9 +350,9 @@ def job_of(args, flags: list[str]):
     optimizer = "sgd" if "sgd" in flags else "adamw"
     vocabulary = args.classes or size.vocabulary or 65
     context = given.context or size.context
-    # --memory in GiB names no GPU: it is an H100 then
-    tflops = next((flops for gib, flops in GPUS.values() if gib == args.memory), GPUS["H100"][1])
-    mfu = args.mfu or published_mfu(args.memory, size.count_parameters(vocabulary))
+    gpu, _ = gpu_of(args)
+    _, tflops = GPUS[gpu]
+    mfu = args.mfu or published_mfu(gpu, size.count_parameters(vocabulary))
     return Job(
         size=size,
         vocabulary=vocabulary,
