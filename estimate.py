@@ -116,7 +116,8 @@ def make_flags() -> argparse.ArgumentParser:
     flag("--recommend", action="store_true",
          help="recommend combinations of techniques that fit --memory, each with the command for "
          "pytorch_ND_parallel.py; least recomputation, idle time and communication that does not "
-         "overlap with compute first. In bfloat16, or with --dtype float32")
+         "overlap with compute first, and the simplest of equal ones. In bfloat16, or with --dtype "
+         "float32")
     flag("--scale", action="store_true",
          help="instead of memory, predict the share of a step that a GPU waits for communication, "
          "on up to 1,024 GPUs with as many samples each")
@@ -148,6 +149,8 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
         least, part = SPARE
         args = fill(args, spare=max(least, part * args.memory))
     check(args)
+    if args.scale:
+        check_scale(args, others)
     if args.scale and not args.step_ms and (args.measured or not is_decoder(args)):
         args = fill(args, step_ms=step_of(args.measured))
     if args.module and "--optimizer" not in others:
@@ -180,6 +183,19 @@ def check(args) -> None:
         fail("--recommend predicts combinations of techniques; leave out --only, --scale and --fit")
     if args.recommend and args.memory is None:
         fail("--recommend needs the --memory of a GPU, for example --memory H100")
+
+
+def check_scale(args, others: list[str]) -> None:
+    """Refuse what :data:`SCALED` does not have."""
+    names = dict.fromkeys(name.split()[0] for name in SCALED)
+    given = [f"--only {name}" for name in args.only.split(",")] if args.only else []
+    wrong = [only for only in given if names.keys().isdisjoint(only.split())]
+    wrong += [word for word in others if word.partition("=")[0] in ("--tp", "--cp", "--pp")]
+    if wrong:
+        fail(
+            f"--scale {wrong[0]}: predicted speeds were near published ones only for data "
+            f"parallelism; use some of {', '.join(names)}"
+        )
 
 
 def is_decoder(args) -> bool:
@@ -310,7 +326,7 @@ def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:
         return args.step_ms / 1e3, args.step_ms / 1e3, 0
     job = job_of(args, flags)
     tokens = each * job.context
-    slow, fast = (tokens * job.flops_per_token / (job.flops * mfu) for mfu in job.mfu)
+    slow, fast = (job.seconds(tokens, mfu) for mfu in job.mfu)
     return slow, fast, tokens
 
 
@@ -371,7 +387,7 @@ def recommend(args, flags: list[str], at_once: int) -> None:
 
     room = tables.room_of(args)
     ideas = ["a smaller --batch-size"]
-    mfu = ()
+    at = ""
     speeds = []
     if args.module:
         own = load_own(args.module)
@@ -387,11 +403,12 @@ def recommend(args, flags: list[str], at_once: int) -> None:
         found = recommend(job, args.gpus, room, args.link, at_once)
         flags = list(job.flags)
         ideas = would_fit(job, args.gpus, room) + ideas
-        mfu = job.mfu
+        at = "of those that differ by less than predictions are sure, the simplest first;\n"
+        at += "speeds at an MFU of {:g} to {:g} {};\n".format(*job.mfu, gpu_of(args)[1])
         speeds = [speed_of(job, one.technique, args.link) for one in found]
     if not found:
         fail(f"--memory {args.memory:g}: nothing comes close to fitting; give more memory")
-    tables.print_ways(args, flags, found, mfu, speeds)
+    tables.print_ways(args, flags, found, at, speeds)
     sys.stdout.flush()
     closest = min(found, key=lambda one: one.peak)
     if closest.peak > room:

@@ -1,7 +1,8 @@
 """Which device meshes of pytorch_ND_parallel.py fit the GPUs, ranked by their cost.
 
-All combinations are ranked by their theoretical cost. Those whose persistent memory alone does not
-fit are dropped; the script's own step is predicted for the others, until enough of them fit.
+All combinations are ranked by their theoretical cost, the simplest of equal ones first. Those whose
+persistent memory alone does not fit are dropped; the script's own step is predicted for the others,
+until enough of them fit.
 """
 
 import dataclasses
@@ -23,6 +24,10 @@ MACHINE = 8  # GPUs; tensor parallelism stays within one
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH = 5  # stop after this many combinations that fit
 SECONDS = 45  # or after this time
+# Shares of a step's compute by which predicted ratios of published speeds were too high
+# (docs/reports/2026-11-published-models.md): those of data parallelism, and of TP and CP
+EQUAL = 0.06
+UNSURE = 0.5
 ROWS = {  # for a user's own model: the file of examples/ that has the technique
     "torchrun_DDP": "ddp.py",
     "DDP_AMP --dtype bfloat16": "amp.py",
@@ -48,7 +53,12 @@ class Way(Setup):
     @property
     def kind(self) -> tuple[int, ...]:
         """Only one of each kind is reported: others differ only in data parallelism."""
-        return self.tp, self.pp, self.cp
+        return self.tp, self.pp, self.cp, self.shard > 1
+
+    @property
+    def compared(self) -> bool:
+        """Whether predicted ratios of speeds were near published ones."""
+        return self.tp == self.pp == self.cp == 1 and not self.offload
 
     def words(self) -> list[str]:
         given = {
@@ -63,7 +73,8 @@ class Way(Setup):
 
     def describe(self) -> str:
         """In words, from the dimension that sends least to the one that sends most."""
-        names = {"HSDP replicas": self.replicate, "FSDP": self.shard, "TP": self.tp}
+        replicas = "HSDP replicas" if self.shard * self.cp > 1 else "DDP"
+        names = {replicas: self.replicate, "FSDP": self.shard, "TP": self.tp}
         names |= {"PP": self.pp, "CP": self.cp}
         said = [f"{name} {n}" for name, n in names.items() if n > 1] or ["one GPU"]
         said += [f"activation checkpointing {self.ac}"] if self.ac != "none" else []
@@ -74,11 +85,11 @@ class Way(Setup):
         """The command to run on each machine."""
         machines = max(1, self.ranks // MACHINE)
         each = self.ranks // machines
-        nodes = ""
+        nodes = "--standalone"
         if machines > 1:
-            nodes = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 "
+            nodes = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500"
         words = [*flags, "--batch-size", str(batch_size), *self.words()]
-        return f"torchrun {nodes}--nproc_per_node={each} {self.command[0]} {' '.join(words)}"
+        return f"torchrun {nodes} --nproc_per_node={each} {self.command[0]} {' '.join(words)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +124,7 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        return self.size.count_parameters(self.vocabulary)
+        return int(self.decoder.whole)
 
     @property
     def flops_per_token(self) -> int:
@@ -121,21 +132,28 @@ class Job:
         embedding, and all pairs of tokens in attention, without recomputation."""
         lookup = self.vocabulary * self.size.width
         attention = self.size.layers * self.size.heads * self.size.head_width * self.context
-        return 6 * (self.parameters - lookup) + 12 * attention
+        untied = self.size.count_parameters(self.vocabulary)
+        return 6 * (untied - lookup) + 12 * attention
+
+    def seconds(self, tokens: float, mfu: float) -> float:
+        """Of forward and backward of so many tokens on a GPU."""
+        return tokens * self.flops_per_token / (self.flops * mfu)
 
     @functools.cached_property
     def decoder(self) -> Decoder:
         """The sizes for theory."""
         size = self.size
-        options = {
-            "heads": size.heads * size.head_width / size.width,
-            "kv": size.kv_heads / size.heads,
-            "mlp": size.mlp_matrices * size.width * size.mlp_width,
-            "llama": size.mlp_matrices == 3,
-            "tied": getattr(size, "tie", False),
-        }
         numbers = self.vocabulary, self.context, self.batch_size
-        return decoder(size.layers, size.width, *numbers, **options)
+        return decoder(
+            size.layers,
+            size.width,
+            *numbers,
+            heads=size.heads * size.head_width / size.width,
+            kv=size.kv_heads / size.heads,
+            mlp=size.mlp_matrices * size.width * size.mlp_width,
+            llama=size.mlp_matrices == 3,
+            tied=getattr(size, "tie", False),
+        )
 
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
@@ -148,7 +166,8 @@ def ways_of(job: Job, gpus: int) -> Iterator[Way]:
         if pp > job.size.layers or job.context % (tp * (2 * cp if cp > 1 else 1)):
             continue
         shares = gpus // tp // pp // cp  # of the batch
-        for replicate in (n for n in divisors if shares % n == 0 and machines % n == 0):
+        copies = {shares, *(n for n in divisors if shares % n == 0 and machines % n == 0)}
+        for replicate in copies:  # all, which is DDP, or the same number on each machine
             for accumulate in divisors_of(job.batch_size // shares):
                 at_once, left = divmod(job.batch_size, shares * accumulate)
                 microbatches = default_microbatches("1f1b", at_once, pp) if pp > 1 else 1
@@ -171,23 +190,33 @@ def divisors_of(n: int) -> list[int]:
 # ------------------------------------------------------------------------------ by theory alone
 
 
-def messages(job: Job, way: Way) -> list[tuple[float, int, bool]]:
-    """What a rank sends per step, by the theory of the root's list: bytes, how many adjacent ranks
-    they are sent among, and whether that overlaps with compute. Adjacent are the ranks of tp, then
-    of cp, of FSDP, of its replicas and of the pipeline."""
+def messages(job: Job, way: Way, link: dict) -> dict[str, float]:
+    """Seconds that a rank sends per step, by dimension, from the bytes of the root's list; of large
+    groups, which FSDP and its replicas have, also the latencies. ``link``: see :func:`cost_of`."""
     options = {
         "decoder": job.decoder, "dtype": "bfloat16" if job.bytes == 2 else "float32",
         "dp_replicate": way.replicate, "dp_shard": way.shard, "tp": way.tp, "cp": way.cp,
         "pp": way.pp, "pipeline_schedule": "1f1b", "sequence_parallel": way.tp > 1,
         "ac": way.ac, "accumulate": way.accumulate,
     }  # fmt: skip
-    among = {
-        "tp": (way.tp, False), "cp": (way.tp * way.cp, False), "pp": (way.ranks, False),
-        "shard": (way.ranks // way.replicate // way.pp, True),
-        "replicate": (way.ranks // way.pp, True),
+    shards = way.shard * way.cp
+    units = way.accumulate * (job.size.layers / way.pp + 1)  # blocks, and what is in none
+    hops = {"shard": 3 * units * (shards - 1), "replicate": 2 * units * math.log2(way.replicate)}
+    groups = {  # how many ranks, and how far apart they are
+        "tp": (way.tp, 1), "cp": (way.cp, way.tp), "shard": (shards, way.tp),
+        "replicate": (way.replicate, way.tp * shards), "pp": (way.pp, way.ranks // way.pp),
     }  # fmt: skip
     sent = by_dimension(options)
-    return [(sum(sent[name].values()) * job.decoder.whole, *how) for name, how in among.items()]
+    found = {}
+    for name, (ranks, apart) in groups.items():
+        one = link["allreduce"]
+        if way.ranks > MACHINE:
+            inside = network.LINKS["nvlink4"]
+            alone = ranks * apart <= MACHINE
+            one = inside if alone else network.mean_link(max(1, MACHINE // apart), inside, one)
+        size = sum(sent[name].values()) * job.decoder.whole
+        found[name] = hops.get(name, 0) * one.latency + size / one.bandwidth
+    return found
 
 
 def kept_at_least(job: Job, way: Way) -> float:
@@ -195,9 +224,12 @@ def kept_at_least(job: Job, way: Way) -> float:
     size = job.size
     local = job.parameters / way.tp / way.pp
     shards = way.shard * way.cp
-    kept = 0.0 if way.offload else STATE[job.optimizer] * local / shards
+    state = 0.0 if way.offload else STATE[job.optimizer] * local / shards
+    kept = state
     if way.pp > 1 and shards > 1:
         kept += 2 * job.bytes * local  # gathered for a whole step, and gradients
+    elif way.accumulate == 1 and not way.offload:
+        kept -= 4 * local / shards  # gradients, which backward makes when activations are gone
     parts = way.accumulate * way.microbatches
     tokens = job.batch_size * job.context / way.replicate / shards / parts
     kv = size.head_width * size.kv_heads
@@ -214,38 +246,54 @@ def kept_at_least(job: Job, way: Way) -> float:
     under_way = min(way.pp, way.microbatches)
     kept += under_way * tokens * size.layers / way.pp * of_block * job.bytes
     if way.pp == 1:
-        kept += tokens * job.vocabulary * (2 * job.bytes + 4) / way.tp
-    return kept
+        kept += tokens * job.vocabulary * (job.bytes + 4) / way.tp
+    return max(kept, state)
 
 
 def cost_of(job: Job, way: Way, link: dict, mfu: float = 0.0) -> tuple[float, float]:
-    """Seconds per step: the overhead, which is recomputation, idle time of a stage, and the
-    communication that does not overlap with compute; and all communication, for equal overheads.
+    """Seconds per step: the overhead, which is recomputation, idle time of a stage, communication
+    that does not overlap with compute, and what the model may be off by; and all communication.
     ``link`` is between machines, or within the machine if there is only one. ``mfu``: the middle of
     the job's, if it is 0."""
     tokens = job.batch_size * job.context / way.ranks
-    forward = tokens * job.flops_per_token / 3 / (job.flops * (mfu or sum(job.mfu) / 2))
+    forward = job.seconds(tokens, mfu or sum(job.mfu) / 2) / 3
     again = {"none": 0.0, "selective": 0.4, "full": 1.0}[way.ac] * forward
     compute = 3 * forward + again
     idle = (way.pp - 1) / way.microbatches * compute
-    sent = {True: 0.0, False: 0.0}
-    for size, among, overlaps in messages(job, way):
-        one = network.link_of("nvlink4") if way.ranks > MACHINE >= among else link
-        sent[overlaps] += size / one["allreduce"].bandwidth
-    waiting = sent[False] + max(0.0, sent[True] - compute)
-    overhead = again + idle + waiting
+    sent = messages(job, way, link)
+    overlaps = sent["shard"] + sent["replicate"]
+    waiting = sent["tp"] + sent["cp"] + sent["pp"] + max(0.0, overlaps - compute)
+    overhead = again + idle + waiting + (0.0 if way.compared else UNSURE * 3 * forward)
     if way.offload:
         overhead += 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
     return overhead, sum(sent.values())
 
 
+def in_order(job: Job, ways: list[Way], link: dict) -> list[Way]:
+    """Lowest overhead first. Of those that differ by no more than ``EQUAL`` from the lowest left,
+    the one with the fewest techniques, then DDP, then what communicates least."""
+    found = []
+    lowest = -math.inf
+    costs = [(cost_of(job, way, link), way.words(), way) for way in ways]
+    for cost, words, way in sorted(costs, key=lambda one: one[:2]):
+        within = EQUAL * job.seconds(job.batch_size * job.context / way.ranks, sum(job.mfu) / 2)
+        if cost[0] > lowest + within:
+            lowest = cost[0]
+        hybrid = way.replicate > 1 and way.shard > 1  # HSDP is one technique, in two words
+        techniques = way.describe().count(",") - hybrid
+        found.append((lowest, techniques, way.shard > 1, cost[1], words, way))
+    return [way for *_, way in sorted(found, key=lambda one: one[:-1])]
+
+
 def speed_of(job: Job, way: Way, link: dict) -> list[float]:
     """Tokens per second and GPU: with the lowest and the highest MFU of the job, which says what
-    compute takes, and the overhead besides."""
+    compute takes, and the overhead besides; none if the combination is not ``compared``."""
     tokens = job.batch_size * job.context / way.ranks
-    compute = [tokens * job.flops_per_token / (job.flops * mfu) for mfu in job.mfu]
-    pairs = zip(job.mfu, compute, strict=True)
-    return [tokens / (seconds + cost_of(job, way, link, mfu)[0]) for mfu, seconds in pairs]
+    found = []
+    for mfu in job.mfu if way.compared else ():
+        overhead, _ = cost_of(job, way, link, mfu)
+        found.append(tokens / (job.seconds(tokens, mfu) + overhead))
+    return found
 
 
 # ------------------------------------------------------------------------------------ predicted
@@ -254,10 +302,11 @@ def speed_of(job: Job, way: Way, link: dict) -> list[float]:
 def recommend(
     job: Job, gpus: int, room: int, link: dict, at_once: int, enough: int = ENOUGH
 ) -> list[Prediction]:
-    """The combinations that fit ``room`` bytes, lowest cost first; if none fits, the closest.
+    """The combinations that fit ``room`` bytes, :func:`in_order`; if none fits, the closest.
     Predicts until ``enough`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
-    ways.sort(key=lambda way: (cost_of(job, way, link), way.words()))
+    ways = in_order(job, ways, link)
+    place = {way.command: number for number, way in enumerate(ways)}
     deadline = time.monotonic() + SECONDS
     good = []
     others = []
@@ -267,7 +316,7 @@ def recommend(
             fits = found.kinds and found.peak <= room
             (good if fits else others).append(found)
 
-    while ways and len(good) < enough and time.monotonic() < deadline:
+    while ways and time.monotonic() < deadline:
         done = {one.technique.kind for one in good}
         first = {}
         for way in ways:
@@ -276,13 +325,19 @@ def recommend(
         chosen = list(first.values())[:at_once]
         if not chosen:
             break
+        ahead = [one for one in good if place[one.technique.command] < place[chosen[0].command]]
+        if len(ahead) >= enough:
+            break
         ways = [way for way in ways if way not in chosen]
         try_out(chosen)
     if not good:  # the time is over, or none fits by the bound
         try_out(likely(job, ways, room, others, at_once))
     if not good and not others:
-        try_out([smallest(job, gpus)])
-    good.sort(key=lambda one: cost_of(job, one.technique, link))
+        every = list(ways_of(job, gpus))
+        if not every:
+            fail(f"--gpus {gpus}: no mesh divides this batch, heads and context; change one")
+        try_out([min(every, key=lambda way: kept_at_least(job, way))])
+    good.sort(key=lambda one: place.get(one.technique.command, 0))
     others = [one for one in others if one.kinds]
     return good[:enough] or sorted(others, key=lambda one: one.peak)[:1]
 
@@ -319,13 +374,6 @@ def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: in
         return sorted(ways, key=lambda way: kept_at_least(job, way))[:n]
     offloaded = [way for way in found[n:] if way.offload]
     return found[:n] + offloaded[:n]
-
-
-def smallest(job: Job, gpus: int) -> Way:
-    ways = list(ways_of(job, gpus))
-    if not ways:
-        fail(f"--gpus {gpus}: no mesh divides this batch, these heads and this context; change one")
-    return min(ways, key=lambda way: kept_at_least(job, way))
 
 
 def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:

@@ -138,24 +138,25 @@ def size_of(size: int) -> str:
     return f"{size / GIB:.2f}"[:5].rstrip(".")
 
 
-def print_ways(args, flags: list[str], found: list, mfu, speeds: list[list[float]]) -> None:
-    """Print each combination in a few lines, with its command; and with the speed of each, at the
-    lowest and the highest ``mfu``, if these are known."""
+def print_ways(args, flags: list[str], found: list, at: str, speeds: list[list[float]]) -> None:
+    """Print each combination in a few lines, with its command; and with the speed of each that has
+    one, ``at`` an MFU, if these are known."""
     print(
         f"{describe(args, flags)}, global batch {args.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} reserved:"
     )
     print("least recomputation, idle time and communication that compute does not hide first;")
-    at = ", speeds at an MFU of {:g} to {:g}".format(*mfu) if mfu else ""
-    print(f"peaks are predictions per GPU{at}")
+    print(f"{at}peaks are predictions per GPU")
     for number, one in enumerate(found, 1):
         way = one.technique
         parts = by_column(one)
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs_of(one))}")
-        if mfu:
-            print("   {:,.0f} to {:,.0f} tokens/s per GPU".format(*speeds[number - 1]))
+        if at:
+            none = "no tokens/s: only those of data parallelism were near published speeds"
+            said = "{:,.0f} to {:,.0f} tokens/s per GPU" if speeds[number - 1] else none
+            print("  ", said.format(*speeds[number - 1]))
         print(f"   {way.launch(flags, args.batch_size)}")
     if args.module and any(one.technique.ac == "full" for one in found):
         print("\nactivation checkpointing, where the model is made:")
