@@ -323,7 +323,7 @@ def main():
         values.append(value)
         if rank == 0:
             line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"
-            print(line, *metrics)
+            print(line, *[f"{metric:.4f}" for metric in metrics])
         if value < best:
             best = value
             options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -310,10 +310,8 @@ def test_examples_stand_alone():
         assert not re.search(ours, read(name)), name
 
 
-OTHER_MODEL = {"make_model", "forward"}  # blocks with the names that a technique needs
 DIFFER = {"chat": {"make_model", "make_data", "forward", "export"}, "lora": {"export"}}
-DIFFER |= dict.fromkeys(("tp", "pp", "ep", "fsdp_tp"), {"make_model"})
-DIFFER |= {"cp": OTHER_MODEL}
+DIFFER |= dict.fromkeys(("tp", "pp", "ep", "cp", "fsdp_tp"), {"make_model"})  # named blocks
 
 
 def functions_in(name):
