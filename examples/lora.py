@@ -161,8 +161,9 @@ def files_of(folder):  # as transformers chooses them: others may be of another 
 def end_if(why):  # every rank ends, or none: the others would wait for one that ends alone
     found = [why] * dist.get_world_size()
     dist.all_gather_object(found, why)
-    if any(found):
-        raise SystemExit(f"{WEIGHTS} {max(found)}")
+    for rank, each in enumerate(found):
+        if each:
+            raise SystemExit(f"rank {rank}: {WEIGHTS} {each}")
 
 
 def read_weights(model):  # of the folder WEIGHTS, only the shards of this rank
