@@ -1,13 +1,15 @@
-"""Predict the GPU memory and the communication of each technique without a GPU, by running its own
-training step on fake tensors.
+"""Predict the GPU memory and the communication of training without a GPU, by running the training
+step on fake tensors: of your file that you copied from examples/, or of each technique.
 
-Command:    python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 4 --memory 24
+Command:    python estimate.py my_fsdp.py --gpus 8 --memory H100
+            python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 4 --memory 24
             python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
-            python estimate.py --module my_model.py:make_model --gpus 2
             python estimate.py --model gpt2 -b 64 --gpus 8 --scale --link ib400 --step-ms 250
             python estimate.py --model llama3-8b -b 16 --gpus 8 --memory H100 --recommend
-Prints      one row per technique: the peak of PyTorch's allocator on the GPU with the highest peak,
-            what it consists of, the bytes that a GPU sends per step, and whether it fits.
+Prints      of a file: the peak of PyTorch's allocator on one GPU, what it consists of, the bytes
+            that a GPU sends per step, and the lines of the file with the largest tensors. Takes
+            --gpus, --memory, --spare, --host-memory, --fit, --recommend and --json.
+            Of --model: one row per technique, on the GPU with the highest peak.
 Leaves out  memory outside PyTorch's tensors: the CUDA context (about 0.3 GiB), workspaces of cuDNN
             and cuBLAS, NCCL's buffers, fragmentation. --spare reserves memory for them.
 Other flags are those of the training scripts: --optimizer adamw, --norm group, --clip-grad 1, ...
@@ -37,6 +39,7 @@ from techniques import TECHNIQUES
 # GiB, and dense TFLOP/s in half precision
 GPUS = {name: (gpu["gib"], gpu["half"]) for name, gpu in flops.GPUS.items() if "gib" in gpu}
 MFU = json.loads(Path(__file__).with_name("estimator").joinpath("mfu.json").read_text())["rows"]
+WITHOUT_BFLOAT16 = ("T4",)
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
 
@@ -145,9 +148,7 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     """The flags of this script, frozen, and those that are passed to the training scripts."""
     given, others = make_flags().parse_known_args(words)
     args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
-    if args.memory is not None:
-        least, part = SPARE
-        args = fill(args, spare=max(least, part * args.memory))
+    args = with_spare(args)
     check(args)
     if args.scale:
         check_scale(args, others)
@@ -158,6 +159,30 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
     args = fill(args, model="llama" if not args.module and hub.is_folder(folder) else "resnet50")
     return args, ["--model", args.model, *others]
+
+
+OF_A_FILE = ("gpus", "memory", "spare", "host_memory", "fit", "recommend", "json", "help")
+
+
+def parse_file_args(words: list[str]) -> Any:
+    """The flags for a user's file."""
+    parser = make_flags()
+    given, others = parser.parse_known_args(words)
+    usual = parser.parse_args([])
+    for name, value in vars(given).items():
+        if name not in OF_A_FILE and value != getattr(usual, name):
+            others.append(f"--{name.replace('_', '-')}")
+    if others:
+        fail(f"{others[0]} is for --model; a file has constants, such as BATCH, and its functions")
+    args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
+    return with_spare(args)
+
+
+def with_spare(args):
+    if args.memory is None:
+        return args
+    least, part = SPARE
+    return fill(args, spare=max(least, part * args.memory))
 
 
 def check(args) -> None:
@@ -424,10 +449,39 @@ def load_own(given: str):
     return OwnModel(load_function(given), given)
 
 
+# -------------------------------------------------------------------------------- a user's file
+
+
+def predict_file(path: Path, words: list[str]) -> None:
+    from estimator import fit, own_file, techniques
+
+    args = parse_file_args(words)
+    check(args)
+    module = own_file.load(path)
+    ranks = args.gpus
+    if not own_file.is_launched(module):
+        if "--gpus" in words and args.gpus > 1:
+            fail(f"{path} trains on one GPU, not on --gpus {args.gpus}; copy examples/ddp.py")
+        ranks = 0
+    has_half = args.memory not in [GPUS[name][0] for name in WITHOUT_BFLOAT16]
+    predict = partial(own_file.predict, module, ranks, has_half)
+    if args.fit:
+        found = fit.search_batch(tables.room_of(args), max(1, ranks), predict)
+    else:
+        [found] = techniques.side_by_side([predict], 1)
+    if found.mistake:
+        stop(found)
+    (tables.print_file_json if args.json else tables.print_file)(args, found)
+    tables.say_whether_it_fits(args, found)
+
+
 def main() -> None:
-    args, flags = parse_args()
+    words = sys.argv[1:]
     try:
-        predict_all(args, flags)
+        if words and words[0].endswith(".py"):
+            predict_file(Path(words[0]), words[1:])
+        else:
+            predict_all(*parse_args())
         sys.stdout.flush()
     except ChildProcessError as error:
         fail(f"a process was killed (exit code {error}), maybe for lack of memory", code=3)

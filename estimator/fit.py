@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 
 from estimator import tables, techniques
+from estimator.own_file import Found
 from estimator.techniques import Prediction, Setup
 
 
@@ -25,6 +26,22 @@ def search(args, chosen: list[Setup], predict: Callable, at_once: int) -> list[P
                 with contextlib.suppress(StopIteration):  # it is found
                     wanted[i] = searches[i].send(prediction.peak)
     return found
+
+
+def search_batch(memory: float, unit: int, predict: Callable) -> Found:
+    """The prediction of a user's file for its largest BATCH that fits ``memory``, in bytes, a
+    multiple of ``unit``; or of the smallest one, if that does not fit."""
+    search = trials(memory)
+    found = {}
+    n = next(search)
+    while True:
+        [found[n]] = techniques.side_by_side([partial(predict, unit * n)], 1)
+        if found[n].mistake:
+            return found[n]
+        try:
+            n = search.send(found[n].peak)
+        except StopIteration as end:
+            return found[end.value or min(found)]
 
 
 def trials(memory: float) -> Generator[int, float, int]:

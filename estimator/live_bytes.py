@@ -1,14 +1,18 @@
 """The memory of all live tensors at every moment, by purpose."""
 
 import collections
+import contextlib
 import itertools
+import sys
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from estimator.places import Place, find
 from estimator.sent import Message, message_of
 
 SENDS = ("c10d", "fsdp")  # namespaces of communication, whose tensors are temporary
@@ -20,19 +24,23 @@ class LiveBytes(TorchDispatchMode):
     may be fake. A storage takes a multiple of ``block`` bytes: 512 in PyTorch's allocator for GPUs.
 
     The kind of a storage is first guessed from when it was created: ``kind``, which the caller
-    sets, one of ``KINDS``. :meth:`mark` corrects it later, also for the time before.
+    sets, one of ``KINDS``. :meth:`mark` corrects it later, also for the time before. With
+    ``finds_places``, the user's line that creates a storage is recorded.
     """
 
     KINDS = ("parameters", "gradients", "optimizer", "activations", "input", "temporary", "update")
     KINDS += ("offloaded",)
 
-    def __init__(self, block: int = 512):
+    def __init__(self, block: int = 512, finds_places: bool = False):
         super().__init__()
         self.block = block
+        self.finds_places = finds_places
         self.kind = "parameters"
         self.counts = True
         self.kinds: list[str] = []  # of each storage, by its number
         self.streams: list[int] = []  # likewise, of a GPU: FSDP communicates on its own
+        self.places: list[Place] = []  # likewise
+        self.moments: dict[int, Place] = {}  # of changes that resize a storage
         self.changes: list[tuple[int, int]] = []  # number of a storage, and change in bytes
         self.alive: dict[int, tuple[int, int]] = {}  # by address: number, and bytes
         self.messages: list[Message] = []
@@ -55,19 +63,31 @@ class LiveBytes(TorchDispatchMode):
 
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
         """Set the kind of tensors, or of those that have been of the kind ``only``."""
-        for storage in storages_of([*tensors]):
-            number = self.count(storage)
+        for tensor in inner_tensors_of([*tensors]):
+            number = self.count(tensor.untyped_storage(), tensor)
             if only in (None, self.kinds[number]):
                 self.kinds[number] = kind
 
-    def count(self, storage: torch.UntypedStorage) -> int:
-        """Record a storage that is new or resized. Returns its number."""
+    @contextlib.contextmanager
+    def of_kind(self, kind: str) -> Iterator[None]:
+        """What is created inside is of this kind."""
+        before = self.kind
+        self.kind = kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def count(self, storage: torch.UntypedStorage, tensor: torch.Tensor | None = None) -> int:
+        """Record a storage that is new or resized, of this tensor. Returns its number."""
         size = -(-storage.nbytes() // self.block) * self.block
         address = storage._cdata
         if address not in self.alive:
             self.alive[address] = len(self.kinds), 0
             self.kinds.append(self.kind)
             self.streams.append(id(torch.cpu.current_stream()))
+            if self.finds_places:
+                self.places.append(find(sys._getframe(1), tensor))
             weakref.finalize(storage, self.forget, address).atexit = False
         number, before = self.alive[address]
         if size != before:
@@ -108,6 +128,30 @@ class LiveBytes(TorchDispatchMode):
         none = dict.fromkeys(self.KINDS, 0)
         return [none | most for _, most in found]
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of all live tensors."""
+        return sum(size for _, size in self.alive.values())
+
+    def at_peak(self, without: tuple[str, ...] = ()) -> tuple[Place | None, dict[int, int]]:
+        """The peak since :meth:`begin_step`: the line that runs then, and the bytes of each
+        storage, by its number."""
+        totals = []  # after each change
+        total = 0
+        for number, size in self.changes:
+            total += 0 if self.kinds[number] in without else size
+            totals.append(total)
+        measured = range(max(0, self.begin - 1), len(totals))
+        if not measured:
+            return None, {}
+        end = max(measured, key=totals.__getitem__)
+        alive = collections.Counter()
+        for number, size in self.changes[: end + 1]:
+            alive[number] += size
+        alive = {n: size for n, size in alive.items() if size and self.kinds[n] not in without}
+        place = self.moments.get(end) or self.places[self.changes[end][0]]
+        return place if alive else None, alive
+
     # -------------------------------------------------------------------------- as a mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -119,9 +163,10 @@ class LiveBytes(TorchDispatchMode):
             self.messages.append(message)
         out = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in storages_of([args, kwargs])}
-        for storage in storages_of(out):
+        for tensor in inner_tensors_of(out):
+            storage = tensor.untyped_storage()
             if storage._cdata not in given:  # also of to(), which copies or returns its argument
-                self.count(storage)
+                self.count(storage, tensor)
         if func.namespace in SENDS and not any(word in func.__name__ for word in KEPT):
             self.mark([out, args], "temporary", only="activations")  # such as gathered parameters
         return out
@@ -144,6 +189,8 @@ class LiveBytes(TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage, size: int):
         result = self.resize(storage, size)
         if storage._cdata in self.alive:
+            if self.finds_places:
+                self.moments[len(self.changes)] = find(sys._getframe(1), None)
             self.kinds[self.count(storage)] = "temporary"
         return result
 
@@ -159,10 +206,16 @@ def highest(peaks: list[dict[str, int]]) -> dict[str, int]:
 
 def storages_of(values) -> list[torch.UntypedStorage]:
     """Storages of all tensors in them: of a DTensor that of its shard; none of a meta tensor."""
+    return [tensor.untyped_storage() for tensor in inner_tensors_of(values)]
+
+
+def inner_tensors_of(values) -> list[torch.Tensor]:
+    """The tensors that have a storage: of a DTensor its shard."""
     found = []
     for tensor in filter(torch.is_tensor, tree_leaves(values)):
         if is_traceable_wrapper_subclass(tensor):
-            found += storages_of([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+            names, _ = tensor.__tensor_flatten__()
+            found += inner_tensors_of([getattr(tensor, name) for name in names])
         elif tensor.device.type != "meta":
-            found.append(tensor.untyped_storage())
+            found.append(tensor)
     return found

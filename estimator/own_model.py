@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from estimator.places import own_traceback
 from harness.cli import fail
 from jobs.model_parts import LISTS, blocks_of
 
@@ -278,38 +278,3 @@ def without_data(module: nn.Module) -> None:
             if isinstance(old, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
             setattr(part, name, fakes.setdefault(id(old), new))
-
-
-# ------------------------------------------------------------------------- mistakes and errors
-
-
-def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames from the user's first to the user's last line."""
-    own = [i for i, frame in enumerate(stack) if is_own(frame.filename)]
-    return stack[own[0] : own[-1] + 1] if own else []
-
-
-def is_own(filename: str) -> bool:
-    """Whether a file is the user's: not this project's, PyTorch's or Python's."""
-    given = sys.modules.get("own_module")
-    if given and filename == given.__file__:
-        return True
-    path = Path(filename)
-    if filename.startswith("<") or path.parent == ROOT:
-        return False
-    is_pythons = path.is_relative_to(PYTHON) and "site-packages" not in path.parts
-    return not is_pythons and not any(path.is_relative_to(folder) for folder in NOT_OWN)
-
-
-def own_traceback(error: BaseException) -> str:
-    """The traceback: it ends at the user's line for an error there; for our bugs it is complete."""
-    shown = traceback.TracebackException.from_exception(error)
-    if frames := own_frames(shown.stack):
-        shown.stack = traceback.StackSummary.from_list(frames)
-    return "".join(shown.format(chain=not frames))
-
-
-def place_of(error: BaseException) -> str:
-    """File and line of the data-dependent operation."""
-    frames = own_frames(traceback.extract_tb(error.__traceback__))
-    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""

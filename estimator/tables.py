@@ -4,6 +4,7 @@ import json
 import math
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from harness.cli import fail
 from jobs.sizes import is_decoder
@@ -12,6 +13,17 @@ GIB = 2**30
 WIDTH = 100  # of the output
 NAME = 37  # width of the technique column
 PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # by kind
+MACHINE = 8  # GPUs
+LINES = 5  # of a user's file
+WORDS = {  # the same kinds, of a user's file
+    "weights": ["parameters"],
+    "gradients": ["gradients"],
+    "optimizer state": ["optimizer"],
+    "activations": ["activations"],
+    "input": ["input"],
+    "temporary": ["temporary", "update"],
+    "offloaded": ["offloaded"],
+}
 COLUMNS = {  # of a table: the kinds of memory in each
     "weights": ["parameters"],
     "grads": ["gradients"],
@@ -180,6 +192,8 @@ def costs_of(found) -> Iterator[str]:
 
 
 def in_words(size: int) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.0f} KiB"
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
@@ -248,6 +262,85 @@ def say_what_fits(args, predictions: list) -> None:
         f"{closest.technique.name} comes closest, {short} too large: use more "
         f"--gpus or a smaller --batch-size (--fit finds the largest)"
     )
+
+
+# --------------------------------------------------------------------------------- a user's file
+
+
+def print_file(args, found) -> None:
+    """Print what a user's file takes, and its lines with the largest tensors."""
+    gpus = f"{found.ranks} GPUs" if found.ranks > 1 else "one GPU"
+    of = "a rank's batch" if found.ranks > 1 else "a batch"
+    print(f"{found.name} on {gpus}, BATCH {found.batch}: {of} is {found.inputs}")
+    print(f"predicted peak per GPU: {in_words(found.peak)}{whether_it_fits(args, found)}")
+    parts = [f"{name} {in_words(size)}" for name, size in by_word(found).items() if size > 2**14]
+    print(textwrap.fill(", ".join(parts), WIDTH, initial_indent="  ", subsequent_indent="  "))
+    here = min(found.ranks, MACHINE)
+    machine = f", {in_words(here * found.host)} for {here} ranks" if here > 1 else ""
+    print(f"CPU memory: {in_words(found.host)} per rank{machine}, {found.host_at}")
+    if found.ranks > 1:
+        print(f"sends {found.sent / 1e6:,.1f} MB per step and GPU")
+    print(f"\nAt the peak, {found.at} runs: {found.at.text}")
+    print("The lines that created most of what is allocated then, each with its largest tensor:")
+    for place, size in found.places[:LINES]:
+        print(f"\n{in_words(size):>10}  {place}  {place.text}"[:WIDTH])
+        print(f"{'':12}{tensor_of(place)}"[:WIDTH])
+    for note in found.stand_ins:
+        print(f"\nstand-in for {note}")
+
+
+def tensor_of(place) -> str:
+    """The kind, shape and dtype of a tensor, and the line of a library that created it."""
+    dtype = str(place.dtype).removeprefix("torch.")
+    kind = next(word for word, kinds in WORDS.items() if place.kind in kinds)
+    library = ""
+    if place.library:
+        file, number = place.library
+        library = f", in {'/'.join(Path(file).parts[-2:])}:{number}"
+    return f"{kind}, {dtype} {list(place.shape)}{library}"
+
+
+def by_word(found) -> dict[str, int]:
+    sizes = {}
+    for word, kinds in WORDS.items():
+        sizes[word] = sum(found.kinds[kind] for kind in kinds)
+    return sizes
+
+
+def whether_it_fits(args, found) -> str:
+    if not args.memory:
+        return ""
+    room = f"{args.memory:.1f} GiB with {args.spare:.1f} GiB reserved"
+    return f", {'fits' if fits(args, found) else 'does not fit'} {room}"
+
+
+def print_file_json(args, found) -> None:
+    """Print JSON, with all sizes in bytes."""
+    lines = []
+    for place, size in found.places:
+        one = {"line": str(place), "code": place.text, "bytes": size, "kind": place.kind}
+        lines.append(one | {"shape": place.shape, "dtype": str(place.dtype)})
+    row = {
+        "file": found.name, "gpus": max(1, found.ranks), "batch": found.batch,
+        "inputs": found.inputs, "peak": found.peak, "kinds": found.kinds, "host": found.host,
+        "host_at": found.host_at, "sent": found.sent, "at": str(found.at), "lines": lines,
+        "stand_ins": found.stand_ins,
+    }  # fmt: skip
+    if args.memory:
+        row["fits"] = fits(args, found)
+    print(json.dumps(row, indent=2))
+
+
+def say_whether_it_fits(args, found) -> None:
+    """Exit with code 2 if it does not fit."""
+    if not args.memory or fits(args, found):
+        return
+    if found.peak <= room_of(args):
+        fail(f"--host-memory {args.host_memory:g}: {found.name} takes {in_words(found.host)}")
+    short = more(found.peak - room_of(args))
+    use = "use a smaller BATCH (--fit finds the largest), more --gpus, or --recommend"
+    fail(f"{found.name} needs {short} more than {args.memory:g} GiB with {args.spare:g} GiB "
+         f"reserved; {use}")  # fmt: skip
 
 
 def print_scale(args, flags: list[str], about: str, compute: tuple, shares: dict) -> None:

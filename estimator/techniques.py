@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from estimator import trial
 from estimator.live_bytes import highest
-from estimator.own_model import own_traceback, place_of
+from estimator.places import own_traceback, place_of
 from estimator.sent import Message
 from techniques import TECHNIQUES, Case, Technique, technique
 

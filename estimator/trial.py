@@ -295,8 +295,9 @@ def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
-    """Measure until :class:`Finished`, separately for forward and backward."""
+def counting(live: LiveBytes, ranks: int | None, numbers=None) -> Iterator[None]:
+    """Measure until :class:`Finished`, separately for forward and backward. ``numbers``: a mode
+    between those of fake tensors and of the measurement."""
     call_backward = torch.autograd.backward  # also used by Tensor.backward and pipelines
     make = saved_tensors_hooks.__init__  # what they make of activations is on the CPU
 
@@ -332,7 +333,7 @@ def counting(live: LiveBytes, ranks: int | None) -> Iterator[None]:
     saved_tensors_hooks.__init__ = make_hooks
     fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     numberless = contextlib.nullcontext() if ranks is None else fake
-    with numberless, live, contextlib.suppress(Finished):
+    with numberless, numbers or contextlib.nullcontext(), live, contextlib.suppress(Finished):
         yield
 
 

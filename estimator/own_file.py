@@ -1,0 +1,324 @@
+"""The user's own training file, a copy of one of examples/, run unchanged by this process as one
+rank on fake tensors: its main() trains two steps, evaluates, saves and exports. The second step,
+and what follows it, is measured.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch.optim import optimizer as hooks
+from torch.utils import _pytree as pytree
+
+from estimator import fakes, own_stand_ins, trial
+from estimator.live_bytes import LiveBytes
+from estimator.places import Place, own_traceback, place_of
+from estimator.sent import Message
+from harness.cli import fail
+
+STEPS = 2
+SAMPLES = 16  # that are read for a batch, at most; it gets the size of the whole batch
+MACHINE = 8  # GPUs
+NEEDS = ("make_model", "make_data", "forward", "loss_of", "main")
+REPLACED = (*NEEDS[:-1], "layers_of", "collate", "order", "groups_of", "is_done", "export")
+STATE = ("parameters", "gradients", "optimizer", "update")  # on the host with CPUOffloadPolicy
+
+
+# ---------------------------------------------------------------------------------- the file
+
+
+def load(path: Path) -> ModuleType:
+    """Import the user's file, which runs nothing; the process ends with one line if it is not one
+    that was copied from examples/."""
+    use = "copy a file of examples/ and replace its functions (docs/your_own_model.md)"
+    if not path.is_file():
+        fail(f"{path}: no such file; {use}")
+    try:
+        nodes = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+    except SyntaxError as error:
+        fail(f"{path}:{error.lineno}: {error.msg}")
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    if missing := [name for name in NEEDS if name not in names]:
+        fail(f"{path} has no function {missing[0]}; {use}")
+    for node in nodes:
+        if isinstance(node, ast.Expr) and ast.unparse(node) == "main()":
+            fail(f'{path}:{node.lineno}: main() runs on import; put it under if __name__ == "__ma'
+                 'in__":')  # fmt: skip
+    spec = importlib.util.spec_from_file_location("own_module", path.absolute())
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.absolute().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        print(own_traceback(error), end="", file=sys.stderr)
+        raise SystemExit(1) from None
+    return module
+
+
+def is_launched(module: ModuleType) -> bool:
+    """Whether a launcher starts it: it needs the number of its rank."""
+    return "RANK" in Path(module.__file__).read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------- the prediction
+
+
+@dataclasses.dataclass
+class Found:
+    """What a file would take and send, on one rank."""
+
+    name: str  # of the file
+    ranks: int
+    batch: int  # of all ranks
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
+    places: list[tuple[Place, int]] = dataclasses.field(default_factory=list)  # likewise, by line
+    at: Place | None = None  # the line that runs at the peak
+    host: int = 0  # bytes in CPU memory
+    host_at: str = ""  # when
+    messages: list[Message] = dataclasses.field(default_factory=list)  # of a step
+    inputs: str = ""  # shapes of this rank's batch
+    stand_ins: list[str] = dataclasses.field(default_factory=list)
+    mistake: str = ""  # why there is no prediction, in one line
+    error: str = ""  # the traceback, if that was an error in the file, or a bug
+
+    @property
+    def peak(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def sent(self) -> float:
+        return sum(message.sent for message in self.messages)
+
+
+def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 0) -> Found:
+    """Predict in this process, which cannot be used for anything else afterwards.
+
+    Args:
+        module: the file, from :func:`load`.
+        ranks: of all machines; 0 for a file without a launcher.
+        has_half: the GPU has bfloat16.
+        batch: replaces the file's BATCH.
+    """
+    if batch:
+        module.BATCH = batch
+    found = Found(Path(module.__file__).name, ranks, module.BATCH)
+    complaint = io.StringIO()
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
+            with contextlib.redirect_stdout(nothing):
+                run = Rehearsal(module, LiveBytes(finds_places=True), has_half, batch > 0)
+                run.run(ranks)
+    except trial.NEEDS_NUMBERS as error:
+        found.mistake = f"{place_of(error)}{trial.why_numbers(error)}"
+    except SystemExit as error:
+        said = complaint.getvalue().strip().rpartition(": error: ")[2] or str(error.code)
+        found.mistake = f"{found.name} ends with: {said}"
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        found.mistake = place_of(error) + said
+        found.error = own_traceback(error)
+    else:
+        run.report(found)
+    return found
+
+
+class Rehearsal:
+    """A run of main() with what stands in for data, files and other ranks."""
+
+    def __init__(self, module: ModuleType, live: LiveBytes, has_half=True, repeats=False):
+        """``repeats``: data sets that are smaller than BATCH have their samples several times."""
+        self.module = module
+        self.live = live
+        self.has_half = has_half
+        self.repeats = repeats
+        self.numbers = fakes.KnownNumbers()
+        self.stand_ins: list[str] = []  # that were used
+        self.model = lambda: None  # a weak reference
+        self.eval_set = None
+        self.step = 0
+        self.sent = None  # number of messages when the step ends
+        self.built = 0  # bytes of the model in CPU memory
+        self.inputs = ""
+        self.on_host = ("offloaded",)
+
+    def run(self, ranks: int | None, as_on_a_gpu: bool = True) -> None:
+        """Run main(). With ``ranks=None``, one real rank on real tensors."""
+        self.is_fake = ranks is not None
+        trial.prepare(ranks, as_on_a_gpu)
+        if ranks and ranks % MACHINE == 0:
+            os.environ["LOCAL_WORLD_SIZE"] = str(MACHINE)
+        torch.cuda.is_bf16_supported = lambda *_, **__: as_on_a_gpu and self.has_half
+        torch.compiler.set_stance("force_eager")
+        own_stand_ins.install(self)
+        self.replace_functions()
+        hooks.register_optimizer_step_pre_hook(self.before_update)
+        hooks.register_optimizer_step_post_hook(self.after_update)
+        numbers = self.numbers if self.is_fake else contextlib.nullcontext()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, value in {"OUT": folder, "STEPS": STEPS, "EVERY": STEPS}.items():
+                setattr(self.module, name, value)
+            with trial.counting(self.live, ranks, numbers):
+                self.module.main()
+
+    def replace_functions(self) -> None:
+        own = self.module
+        make_model = own.make_model
+        make_data = fakes.with_numbers()(own.make_data)
+
+        def made() -> torch.nn.Module:
+            before = self.live.allocated
+            model = make_model()
+            if self.is_fake:
+                without_data(model)
+            self.built = self.live.allocated - before
+            self.model = weakref.ref(model)
+            return model
+
+        def data() -> tuple:
+            train_set, eval_set = make_data()
+            few = min(len(eval_set), own.BATCH)
+            if self.repeats:
+                train_set = repeated(train_set, own.BATCH)
+                few = own.BATCH
+            self.eval_set = repeated(eval_set, few)
+            return train_set, self.eval_set
+
+        def computing(function, *args, **kwargs):
+            self.numbers.refuses += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.numbers.refuses -= 1
+
+        own.make_model = made
+        own.make_data = data
+        for name in ("forward", "loss_of"):
+            setattr(own, name, partial(computing, getattr(own, name)))
+        torch.utils.data.DataLoader.__iter__ = lambda loader: self.batches(loader)
+
+    # --------------------------------------------------------------------------- while it runs
+
+    def batches(self, loader):
+        """One batch of the loader after the other, without data."""
+        samples = loader.dataset
+        while isinstance(samples, torch.utils.data.Subset) and samples is not self.eval_set:
+            samples = samples.dataset
+        is_training = samples is not self.eval_set
+        rows = iter(loader.batch_sampler)
+        while True:
+            with fakes.with_numbers():
+                chosen = next(rows, None)
+                if chosen is None:
+                    return
+                few = list(chosen)[: SAMPLES if self.is_fake else None]
+                batch = loader.collate_fn([loader.dataset[i] for i in few])
+            self.begin_batch(is_training)
+            copy = partial(self.copy, few=len(few), whole=len(chosen))
+            batch = pytree.tree_map_only(torch.Tensor, copy, batch)
+            self.live.kind = "activations"
+            if is_training and not self.inputs:
+                shapes = {name: tensor for name, tensor in named(batch) if torch.is_tensor(tensor)}
+                said = [f"{name} {in_brackets(tensor)}" for name, tensor in shapes.items()]
+                self.inputs = ", ".join(said)
+            yield batch
+            del batch
+
+    def copy(self, tensor: torch.Tensor, few: int, whole: int) -> torch.Tensor:
+        if not self.is_fake:
+            return tensor.clone()
+        n = whole if tensor.shape[:1] == (few,) else len(tensor)
+        return torch.empty(n, *tensor.shape[1:], dtype=tensor.dtype)
+
+    def begin_batch(self, is_training: bool) -> None:
+        if not is_training:
+            if self.sent is None:
+                self.sent = len(self.live.messages)
+        else:
+            self.step += 1
+            if self.step <= STEPS:
+                self.mark_state()
+                self.live.begin_step()
+        self.live.kind = "input"
+
+    def mark_state(self) -> None:
+        if model := self.model():
+            self.live.mark([*model.parameters(), *model.buffers()], "parameters")
+
+    def before_update(self, optimizer, *_) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.live.mark([p.grad for p in parameters if p.grad is not None], "gradients")
+        self.live.mark(parameters, "parameters")
+        self.before = self.live.kind
+        self.live.kind = "update"
+
+    def after_update(self, optimizer, *_) -> None:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        self.live.mark(states, "optimizer")
+        self.live.kind = self.before
+
+    def report(self, found: Found) -> None:
+        """Complete the prediction."""
+        live = self.live
+        found.at, alive = live.at_peak(self.on_host)
+        found.kinds = dict.fromkeys(live.KINDS, 0)
+        by_line = Counter()
+        for number, size in alive.items():
+            found.kinds[live.kinds[number]] += size
+            by_line[live.places[number].line] += size
+        for line, size in by_line.most_common():
+            those = [number for number in alive if live.places[number].line == line]
+            largest = max(those, key=alive.get)
+            place = dataclasses.replace(live.places[largest], kind=live.kinds[largest])
+            found.places.append((place, size))
+        on_gpu = set(live.KINDS) - set(self.on_host)
+        at, offloaded = live.at_peak((*on_gpu, "update"))  # the CPU's optimizer is fused
+        found.host = sum(offloaded.values())
+        found.host_at = f"at {at}" if at else ""
+        if self.built > found.host:
+            found.host = self.built
+            found.host_at = "while make_model() runs"
+        found.messages = live.messages[: self.sent]
+        found.inputs = self.inputs
+        found.stand_ins = self.stand_ins
+
+
+def repeated(samples, n: int) -> torch.utils.data.Subset:
+    """The first ``n`` samples, several times if there are fewer."""
+    return torch.utils.data.Subset(samples, [i % len(samples) for i in range(n)])
+
+
+def named(batch) -> Iterable[tuple[str, object]]:
+    if isinstance(batch, dict):
+        return batch.items()
+    return ((f"[{i}]", value) for i, value in enumerate(pytree.tree_leaves(batch)))
+
+
+def in_brackets(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def without_data(module: torch.nn.Module) -> None:
+    """Let fake tensors replace what make_model() read from files. Tied ones stay tied."""
+    replaced = {}
+    options = {"recurse": False, "remove_duplicate": False}
+    for part in module.modules():
+        for name, old in [*part.named_parameters(**options), *part.named_buffers(**options)]:
+            if isinstance(old, fakes.FakeTensor):
+                continue
+            new = torch.empty_like(old)
+            if isinstance(old, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, old.requires_grad)
+            setattr(part, name, replaced.setdefault(id(old), new))
