@@ -2,6 +2,7 @@
 step on fake tensors: of your file that you copied from examples/, or of each technique.
 
 Command:    python estimate.py my_fsdp.py --gpus 8 --memory H100
+            python estimate.py init my_fsdp.py --from fsdp --own my_ddp.py
             python estimate.py --model resnet152 --image-size 224 -b 256 --gpus 4 --memory 24
             python estimate.py --model gpt2 --context 1024 --gpus 8 --memory A100-40GB --fit
             python estimate.py --model gpt2 -b 64 --gpus 8 --scale --link ib400 --step-ms 250
@@ -40,6 +41,7 @@ from techniques import TECHNIQUES
 GPUS = {name: (gpu["gib"], gpu["half"]) for name, gpu in flops.GPUS.items() if "gib" in gpu}
 MFU = json.loads(Path(__file__).with_name("estimator").joinpath("mfu.json").read_text())["rows"]
 WITHOUT_BFLOAT16 = ("T4",)
+EXAMPLES = Path(__file__).parent / "examples"
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
 
@@ -475,10 +477,39 @@ def predict_file(path: Path, words: list[str]) -> None:
     tables.say_whether_it_fits(args, found)
 
 
+def init(words: list[str]) -> None:
+    """Write a file of examples/ with the functions of another file."""
+    from estimator import compose
+
+    parser = make_parser("Write a file of examples/ with your functions.\n\n"
+        "Command:    python estimate.py init my_tp.py --from tp --own my_fsdp.py\n"
+        "            python estimate.py init my_fsdp.py --from fsdp --model decoder")  # fmt: skip
+    flag = parser.add_argument_group("files").add_argument
+    flag("file", type=Path, metavar="FILE.py", help="the file to write, which must not exist")
+    flag("--from", dest="example", required=True, metavar="NAME", choices=names_in(EXAMPLES),
+         help=f"the technique, a file of examples/: {', '.join(names_in(EXAMPLES))}")  # fmt: skip
+    flag("--own", type=Path, metavar="FILE.py", help="your file, whose functions it gets")
+    flag("--model", choices=names_in(EXAMPLES / "own"), help="or functions of examples/own/")
+    flag("-h", "--help", action="help", help="print this help and exit")
+    args = parser.parse_args(words)
+    if args.own and args.model:
+        fail(f"--own {args.own} has its own model; leave out --model {args.model}")
+    own = EXAMPLES / "own" / f"{args.model}.py" if args.model else args.own
+    compose.init(args.file, EXAMPLES / f"{args.example}.py", own)
+    print(f"wrote {args.file}; predict its memory: python estimate.py {args.file} --gpus 8")
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files with data, and not only with parts of a model."""
+    return sorted(p.stem for p in folder.glob("*.py") if "def make_data" in p.read_text())
+
+
 def main() -> None:
     words = sys.argv[1:]
     try:
-        if words and words[0].endswith(".py"):
+        if words[:1] == ["init"]:
+            init(words[1:])
+        elif words and words[0].endswith(".py"):
             predict_file(Path(words[0]), words[1:])
         else:
             predict_all(*parse_args())

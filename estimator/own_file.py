@@ -77,6 +77,16 @@ def is_launched(module: ModuleType) -> bool:
 
 
 @dataclasses.dataclass
+class Line:
+    """A line of the user's, and what it created of what is allocated at the peak."""
+
+    place: Place  # of the largest tensor of its largest part: one kind, from one library line
+    size: int
+    kind: str  # of the part
+    part: int  # its bytes
+
+
+@dataclasses.dataclass
 class Found:
     """What a file would take and send, on one rank."""
 
@@ -84,7 +94,7 @@ class Found:
     ranks: int
     batch: int  # of all ranks
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
-    places: list[tuple[Place, int]] = dataclasses.field(default_factory=list)  # likewise, by line
+    lines: list[Line] = dataclasses.field(default_factory=list)  # likewise, largest first
     at: Place | None = None  # the line that runs at the peak
     host: int = 0  # bytes in CPU memory
     host_at: str = ""  # when
@@ -124,8 +134,10 @@ def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{place_of(error)}{trial.why_numbers(error)}"
     except SystemExit as error:
-        said = complaint.getvalue().strip().rpartition(": error: ")[2] or str(error.code)
-        found.mistake = f"{found.name} ends with: {said}"
+        lines = (
+            [str(error.code)] if isinstance(error.code, str) else complaint.getvalue().split("\n")
+        )
+        found.mistake = f"{found.name} ends with: {' '.join(lines)}"
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         found.mistake = place_of(error) + said
@@ -274,15 +286,9 @@ class Rehearsal:
         live = self.live
         found.at, alive = live.at_peak(self.on_host)
         found.kinds = dict.fromkeys(live.KINDS, 0)
-        by_line = Counter()
         for number, size in alive.items():
             found.kinds[live.kinds[number]] += size
-            by_line[live.places[number].line] += size
-        for line, size in by_line.most_common():
-            those = [number for number in alive if live.places[number].line == line]
-            largest = max(those, key=alive.get)
-            place = dataclasses.replace(live.places[largest], kind=live.kinds[largest])
-            found.places.append((place, size))
+        found.lines = lines_of(live, alive)
         on_gpu = set(live.KINDS) - set(self.on_host)
         at, offloaded = live.at_peak((*on_gpu, "update"))  # the CPU's optimizer is fused
         found.host = sum(offloaded.values())
@@ -293,6 +299,24 @@ class Rehearsal:
         found.messages = live.messages[: self.sent]
         found.inputs = self.inputs
         found.stand_ins = self.stand_ins
+
+
+def lines_of(live: LiveBytes, alive: dict[int, int]) -> list[Line]:
+    """The user's lines that created these storages, by number; the line with most bytes first."""
+    sizes = Counter()
+    parts = Counter()
+    largest = {}
+    for number, size in sorted(alive.items(), key=lambda one: one[1]):
+        place = live.places[number]
+        part = place.line, live.kinds[number], place.library
+        sizes[place.line] += size
+        parts[part] += size
+        largest[part] = place
+    found = []
+    for line, size in sizes.most_common():
+        part = max((one for one in parts if one[0] == line), key=parts.get)
+        found.append(Line(largest[part], size, part[1], parts[part]))
+    return found
 
 
 def repeated(samples, n: int) -> torch.utils.data.Subset:

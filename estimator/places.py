@@ -26,7 +26,6 @@ class Place:
     library: tuple[str, int] | None = None
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    kind: str = ""  # of memory
 
     def __str__(self) -> str:
         file, number = self.line

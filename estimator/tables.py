@@ -271,7 +271,8 @@ def print_file(args, found) -> None:
     """Print what a user's file takes, and its lines with the largest tensors."""
     gpus = f"{found.ranks} GPUs" if found.ranks > 1 else "one GPU"
     of = "a rank's batch" if found.ranks > 1 else "a batch"
-    print(f"{found.name} on {gpus}, BATCH {found.batch}: {of} is {found.inputs}")
+    shapes = f"{found.name} on {gpus}, BATCH {found.batch}: {of} is {found.inputs}"
+    print(textwrap.fill(shapes, WIDTH, subsequent_indent="  "))
     print(f"predicted peak per GPU: {in_words(found.peak)}{whether_it_fits(args, found)}")
     parts = [f"{name} {in_words(size)}" for name, size in by_word(found).items() if size > 2**14]
     print(textwrap.fill(", ".join(parts), WIDTH, initial_indent="  ", subsequent_indent="  "))
@@ -279,25 +280,27 @@ def print_file(args, found) -> None:
     machine = f", {in_words(here * found.host)} for {here} ranks" if here > 1 else ""
     print(f"CPU memory: {in_words(found.host)} per rank{machine}, {found.host_at}")
     if found.ranks > 1:
-        print(f"sends {found.sent / 1e6:,.1f} MB per step and GPU")
+        print(f"sends {found.sent / 1e9:,.2f} GB per step and GPU")
     print(f"\nAt the peak, {found.at} runs: {found.at.text}")
     print("The lines that created most of what is allocated then, each with its largest tensor:")
-    for place, size in found.places[:LINES]:
-        print(f"\n{in_words(size):>10}  {place}  {place.text}"[:WIDTH])
-        print(f"{'':12}{tensor_of(place)}"[:WIDTH])
-    for note in found.stand_ins:
-        print(f"\nstand-in for {note}")
+    for line in found.lines[:LINES]:
+        print(f"\n{in_words(line.size):>10}  {line.place}  {line.place.text}"[: WIDTH + 1])
+        print(f"{'':12}{largest_of(line)}"[:WIDTH])
+    notes = [f"{note};" for note in found.stand_ins]
+    if notes:
+        print(f"\nStand-ins: {' '.join(notes)[:-1]}")
 
 
-def tensor_of(place) -> str:
-    """The kind, shape and dtype of a tensor, and the line of a library that created it."""
-    dtype = str(place.dtype).removeprefix("torch.")
-    kind = next(word for word, kinds in WORDS.items() if place.kind in kinds)
-    library = ""
-    if place.library:
-        file, number = place.library
-        library = f", in {'/'.join(Path(file).parts[-2:])}:{number}"
-    return f"{kind}, {dtype} {list(place.shape)}{library}"
+def largest_of(line) -> str:
+    """The largest part of what a line created."""
+    kind = next(word for word, kinds in WORDS.items() if line.kind in kinds)
+    dtype = str(line.place.dtype).removeprefix("torch.")
+    size = f"{in_words(line.part)} of " if line.part < line.size else ""
+    where = ""
+    if line.place.library:
+        file, number = line.place.library
+        where = f" from {'/'.join(Path(file).parts[-2:])}:{number}"
+    return f"{size}{kind}{where}, up to {dtype} {list(line.place.shape)}"
 
 
 def by_word(found) -> dict[str, int]:
@@ -317,9 +320,10 @@ def whether_it_fits(args, found) -> str:
 def print_file_json(args, found) -> None:
     """Print JSON, with all sizes in bytes."""
     lines = []
-    for place, size in found.places:
-        one = {"line": str(place), "code": place.text, "bytes": size, "kind": place.kind}
-        lines.append(one | {"shape": place.shape, "dtype": str(place.dtype)})
+    for line in found.lines:
+        one = {"line": str(line.place), "code": line.place.text, "bytes": line.size}
+        one |= {"kind": line.kind, "of_kind": line.part, "library": line.place.library}
+        lines.append(one | {"shape": line.place.shape, "dtype": str(line.place.dtype)})
     row = {
         "file": found.name, "gpus": max(1, found.ranks), "batch": found.batch,
         "inputs": found.inputs, "peak": found.peak, "kinds": found.kinds, "host": found.host,

@@ -1,0 +1,152 @@
+"""Write a file of examples/ with the functions of another file: python estimate.py init."""
+
+import ast
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from harness.cli import fail
+
+FUNCTIONS = ("make_model", "layers_of", "make_data", "collate", "order", "forward", "loss_of")
+FUNCTIONS += ("groups_of", "is_done", "export")  # above main(), which a user replaces
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+
+
+@dataclasses.dataclass
+class Part:
+    """A statement at the top level of a file."""
+
+    node: ast.stmt
+    text: str  # with the comments above it
+    names: set[str]  # that it defines
+    uses: set[str]
+
+    @property
+    def is_import(self) -> bool:
+        return isinstance(self.node, (ast.Import, ast.ImportFrom))
+
+    @property
+    def module(self) -> str:
+        """Of an import: the package."""
+        name = getattr(self.node, "module", None) or self.node.names[0].name
+        return name.partition(".")[0]
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it runs, or is the docstring."""
+        return not self.names
+
+
+def parts_of(text: str) -> list[Part]:
+    lines = text.splitlines()
+    found = []
+    begin = 0
+    for node in ast.parse(text).body:
+        written = "\n".join(lines[begin : node.end_lineno]).strip("\n")
+        uses = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        if isinstance(node, DEFINITIONS):
+            names = {node.name}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {(one.asname or one.name).partition(".")[0] for one in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            names = {
+                one.id for one in ast.walk(node) if isinstance(getattr(one, "ctx", 0), ast.Store)
+            }
+        else:
+            names = set()
+        found.append(Part(node, written, names, uses - names))
+        begin = node.end_lineno
+    return found
+
+
+def reached(parts: list[Part], roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
+    """The names that these names need, and they themselves; not through those of ``without``."""
+    found = set()
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name not in without:
+            waiting += [use for part in parts if name in part.names for use in part.uses]
+    return found
+
+
+def compose(example: str, own: str, name: str, example_name: str) -> str:
+    """The text of an example with the functions of ``own``, a file of the same functions, in place
+    of its own, and with what they need: imports, classes, functions and constants.
+
+    Args:
+        name: of the new file, without .py; ``example_name`` likewise.
+    """
+    theirs = parts_of(example)
+    ours = parts_of(own)
+    is_whole = any("main" in part.names for part in ours)
+    functions = {
+        one for part in ours for one in part.names if isinstance(part.node, ast.FunctionDef)
+    }
+    if is_whole:
+        functions &= set(FUNCTIONS)
+    functions &= {one for part in theirs for one in part.names}
+    kept = reached(theirs, ["main"], without=functions)
+    needed = reached(ours, functions)
+    bound = {one for part in theirs if part.is_import for one in part.names}
+    taken = []  # of ours, in place of one of theirs or besides
+    for part in ours:
+        clash = (part.names & kept & needed) - functions
+        if isinstance(part.node, DEFINITIONS) and clash and part.text not in example:
+            fail(f"both files have {min(clash)}, which are not the same: rename one")
+        is_constant = isinstance(part.node, ast.Assign)
+        if part.is_import and part.names <= bound:
+            continue
+        if part.names & (needed - kept | functions) or (is_constant and part.names & kept):
+            taken.append(part)
+    replaced = {one: part for part in taken if not part.is_import for one in part.names}
+    replaced.pop("OUT", None)
+    merged = []
+    for part in theirs:
+        mine = [replaced.get(one) for one in part.names]
+        part = next((one for one in mine if one), part)
+        if part not in merged:
+            merged.append(part)
+    new = [part for part in taken if part not in merged and "OUT" not in part.names]
+    roots = [part for part in merged if part.is_root]
+    used = reached([*merged, *new], [use for part in roots for use in part.uses])
+    merged = [part for part in merged if part.is_root or part.names & used]
+    return write(merged, new, name, example_name)
+
+
+def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> str:
+    imports = [part for part in parts if part.is_import]
+    written = [part.text.strip() for part in imports]
+    imports += [part for part in new if part.is_import and part.text.strip() not in written]
+    standard = [part for part in imports if part.module in sys.stdlib_module_names]
+    others = [part for part in imports if part not in standard]
+    defined = [part for part in new if isinstance(part.node, DEFINITIONS)]
+    constants = [part for part in new if not part.is_import and part not in defined]
+    rest = [part for part in parts if not part.is_import]
+    docstring, *rest = rest
+    first = next(i for i, part in enumerate(rest) if isinstance(part.node, DEFINITIONS))
+    blocks = [docstring.text.replace(f"{example_name}.py", f"{name}.py")]
+    for some in (standard, others):
+        blocks.append("\n" + "\n".join(part.text for part in some))
+    blocks.append("\n" + "\n".join(part.text for part in [*rest[:first], *constants]))
+    blocks += [f"\n\n{part.text}" for part in [*defined, *rest[first:]]]
+    text = "\n".join(blocks) + "\n"
+    return re.sub(r'^OUT = "[^"]*"', f'OUT = "runs/{name}"', text, flags=re.M)
+
+
+def init(path: Path, example: Path, own: Path | None) -> None:
+    """Write the file ``path``, which must not exist."""
+    if path.exists():
+        fail(f"{path} exists; give a new name")
+    if path.suffix != ".py":
+        fail(f"{path} does not end with .py")
+    if own and not own.is_file():
+        fail(f"--own {own}: no such file")
+    text = example.read_text(encoding="utf-8")
+    other = own.read_text(encoding="utf-8") if own else ""
+    path.write_text(compose(text, other, path.stem, example.stem), encoding="utf-8")
