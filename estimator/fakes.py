@@ -120,7 +120,8 @@ class KnownNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
         known = not any(isinstance(tensor, FakeTensor) for tensor in given)
-        if known and (given or func.overloadpacket in self.FIRST):
+        is_first = func.overloadpacket in self.FIRST or (func is aten.full.default and not args[0])
+        if known and (given or is_first):
             with with_numbers():
                 out = func(*args, **kwargs)
             sizes = [leaf.numel() for leaf in tree_leaves(out) if torch.is_tensor(leaf)]

@@ -8,14 +8,17 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from estimator import fakes
 from estimator.live_bytes import storages_of
@@ -29,7 +32,7 @@ STATE = ("parameters", "gradients", "optimizer", "update")  # on the host with C
 
 def install(run) -> None:
     """Replace the functions that a :class:`estimator.own_file.Rehearsal` must not call."""
-    replaced = stand_in_for_objects() | stand_in_for_files(run)
+    replaced = stand_in_for_objects(run.is_fake) | stand_in_for_files(run)
     for name, value in vars(run.module).items():  # by `from ... import`
         with contextlib.suppress(TypeError):
             vars(run.module)[name] = replaced.get(value, value)
@@ -41,7 +44,7 @@ def install(run) -> None:
         stand_in_for_the_hub(run)
 
 
-def stand_in_for_objects() -> dict:
+def stand_in_for_objects(is_fake: bool) -> dict:
     """Every rank sends the object that this one sends."""
 
     def all_gather_object(found, value, group=None):
@@ -56,7 +59,14 @@ def stand_in_for_objects() -> dict:
 
     replaced = {"all_gather_object": all_gather_object, "gather_object": gather_object}
     replaced |= {"broadcast_object_list": nothing, "barrier": nothing}
-    return swap(dist, **replaced)
+    if not is_fake:
+        return swap(dist, **replaced)
+    make_group = dist.new_group
+
+    def new_group(ranks=None, timeout=None, backend=None, **kwargs):
+        return make_group(ranks, timeout, "fake", **kwargs)
+
+    return swap(dist, new_group=new_group, **replaced)
 
 
 def swap(owner, **functions) -> dict:
@@ -93,6 +103,21 @@ def stand_in_for_files(run) -> dict:
         os.makedirs(checkpoint_id, exist_ok=True)
         Path(checkpoint_id, ".metadata").touch()
 
+    def save_folder_later(state, *args, **kwargs):
+        copies = [on_host(tensor) for tensor in tree_leaves(state) if torch.is_tensor(tensor)]
+        save_folder(**kwargs)
+        return SimpleNamespace(result=copies.clear, done=lambda: not copies)
+
+    def consolidate_state_dict(optimizer, to=0):  # whole, on rank 0
+        if dist.get_rank() != to:
+            return
+        copies = []
+        for parameter, state in optimizer.optim.state.items():
+            kinds = [value for value in state.values() if value.shape == parameter.shape]
+        for parameter in optimizer._all_params:
+            copies += [on_host(torch.empty_like(parameter, dtype=one.dtype)) for one in kinds]
+        optimizer.consolidated = copies  # until the next time
+
     def get_model_state_dict(model, *, options=None, **others):
         whole = options and options.full_state_dict and options.cpu_offload
         if not whole:
@@ -105,13 +130,17 @@ def stand_in_for_files(run) -> dict:
     import safetensors.torch
 
     replaced = swap(torch, save=save)
-    replaced |= swap(dcp, save=save_folder)
+    replaced |= swap(dcp, save=save_folder, async_save=save_folder_later)
+    ZeroRedundancyOptimizer.consolidate_state_dict = consolidate_state_dict
+    ZeroRedundancyOptimizer.state_dict = lambda optimizer: optimizer.optim.state_dict()
     replaced |= swap(safetensors.torch, save_file=save_file)
     return replaced | swap(sd, get_model_state_dict=get_model_state_dict)
 
 
 def stand_in_for_memory(run) -> None:
     """Know what a tensor is for, and whether it is on the host."""
+    if any(isinstance(value, CPUOffloadPolicy) for value in vars(run.module).values()):
+        run.on_host = (*STATE, "offloaded")
     live = run.live
     wrap = DistributedDataParallel.__init__
     offload = CPUOffloadPolicy.__init__
