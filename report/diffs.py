@@ -12,10 +12,10 @@ from techniques import Technique
 
 LONGEST = 40  # lines of an example's diff; a longer one shows training only
 LONGEST_SCRIPT = 120  # beyond it, the page shows tagged lines
-USUAL = {"make_model", "make_data", "collate", "order", "forward", "loss_of", "groups_of", "is_done"}
-USUAL |= {"export", "layers_of"}  # the contract
+USUAL = {"make_model", "layers_of", "make_data", "collate", "order", "forward", "loss_of"}
+USUAL |= {"groups_of", "is_done", "export"}  # what a user replaces
 USUAL |= {"clip_grad_norm", "recomputed", "find_checkpoint", "newest_checkpoint", "drop_unsaved"}
-USUAL |= {"check", "check_packing", "parents_of"}  # of several examples
+USUAL |= {"check", "check_packing", "parents_of", "files_of", "end_if"}  # of several examples
 USUAL |= {"parse", "clean", "with_object", "is_learned", "without", "is_same"}  # a line of chat.py
 MARK = re.compile(r"# (right|wrong)")
 RESUMING = re.compile(r"^    (?:if folder|saved = |if files).*?(?=^$|^    model = )", re.M | re.S)

@@ -422,7 +422,6 @@ FAMILIES = ("ddp", "accumulation", "zero", "fsdp", "fsdp_checkpointing", "offloa
 ALONE = ("segmentation", "two_inputs")  # these make their own data
 OWN_MODELS = [*product(FAMILIES, [*DECODERS, *CLASSIFIERS, *ALONE])]
 USUAL = ("fsdp", "Llama"), ("accumulation", "vit"), ("fsdp_checkpointing", "two_inputs")
-READERS = [name for name in ROWS if "def read_weights" in read(name)]
 
 
 def own_name(kind):
@@ -455,8 +454,13 @@ def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
         assert text == generate(folder / "runs/best") and re.fullmatch(r" ?abcd.{,9}</s>", text)
 
 
-@cases("name", READERS, lambda name: name == "fsdp")
-def test_a_folder_is_read_as_in_transformers(name, hub, tmp_path):
+FROM_CONFIG = """
+from transformers import AutoConfig
+CONFIG = AutoConfig.from_pretrained(FOLDER)
+WEIGHTS = FOLDER"""
+
+
+def test_a_folder_is_read_as_in_transformers(hub, tmp_path):
     """By its index: the files of another save are not read. A model that is tied reads a head that
     is the embedding, and refuses one that differs."""
     own = read("own/decoder").replace("from_pretrained(FOLDER, dty", "from_config(CONFIG, dty")
@@ -473,39 +477,45 @@ def test_a_folder_is_read_as_in_transformers(name, hub, tmp_path):
             theirs["lm_head.weight"] = theirs["lm_head.weight"].clone()
             save_file(theirs, path)
         code = f"FOLDER, DATA, LENGTH = {str(folder)!r}, {str(folder / 'text')!r}, 16\nLR = 0.0\n"
-        code += "from transformers import AutoConfig\nCONFIG = AutoConfig.from_pretrained(FOLDER)\n"
-        code += "WEIGHTS = FOLDER"
-        run(name, 2, work, code, own, exact=False)
+        code += FROM_CONFIG
+        run("pretrained", 2, work, code, own, exact=False)
         assert same_bits(best(work), {n: theirs[n] for n in best(work)})
     theirs["lm_head.weight"] += 1
     save_file(theirs, path)
     with pytest.raises(AssertionError, match="its lm_head.weight differs from the parameter"):
-        run(name, 2, work, code, own, exact=False)
+        run("pretrained", 2, work, code, own, exact=False)
     path.unlink()
     with pytest.raises(AssertionError, match="folder has no model.safetensors"):
-        run(name, 2, work, code, own, exact=False)
+        run("pretrained", 2, work, code, own, exact=False)
 
 
-CHUNKED = """
-def logits_of(model, batch):
-    return model(batch["input_ids"], use_cache=False).logits
+@pytest.mark.full
+def test_adapters_of_a_folder_are_those_of_the_whole_model(hub, tmp_path):
+    """A rank that reads its shards of the frozen weights keeps the values of the adapters."""
+    own = read("own/decoder").partition("def export")[0]
+    text = hub("Llama") / "text"
+    code = f"FOLDER, DATA, LENGTH = {str(text.parent)!r}, {str(text)!r}, 16\nTARGETS = ['q_proj']"
+    changes = SAME | {"    adapt(model)": "    torch.manual_seed(5)\n    adapt(model)"}
+    for name in ("whole", "shards"):
+        (tmp_path / name).mkdir()
+    expected = run("lora", 2, tmp_path / "whole", code, own, changes=changes, exact=False)
+    own = own.replace("from_pretrained(FOLDER, dty", "from_config(CONFIG, dty")
+    code += FROM_CONFIG
+    found = run("lora", 2, tmp_path / "shards", code, own, changes=changes, exact=False)
+    assert found == expected
+    assert same_bits(best(tmp_path / "shards"), best(tmp_path / "whole"))
 
 
+HEAD = """
 def head_of(model):
     return model.lm_head
 """
 
 
 def own_decoder(name):
-    """The functions of examples/own for a decoder in this example."""
-    own = read("own/decoder")
-    loss = re.search(r"^def loss_of.*?(?=\n\n\n)", own, re.M | re.S)[0]
-    if name == "cp":
-        call = 'model(batch["input_ids"], '
-        own = own.replace(call, f'{call}position_ids=batch["position_ids"], ')
-        return f"{own}\n\n{read('own/cp')}"
-    more = {"chunked_loss": CHUNKED, "pp": read("own/pp")}
-    return f"{own.replace(loss, '')}\n\n{more[name]}" if name in more else own
+    """The functions of examples/own for a decoder, and what this example needs besides."""
+    more = {"chunked_loss": HEAD, "pp": read("own/pp"), "cp": read("own/cp")}
+    return f"{read('own/decoder')}\n\n{more.get(name, '')}"
 
 
 @cases("name, kind, words", REFUSED, lambda *row: row in REFUSED)
