@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 from estimator import techniques, trial
 from estimator.allocator import replay
 from estimator.live_bytes import LiveBytes, storages_of
-from measure.estimates import GIVEN, count, llama
+from measure.estimates import GIVEN, count, kempner, llama
+
+PROGRAMS = {"pretrain": llama.pretrain, "finetune": llama.finetune, "forge": kempner.forge}
 
 
 class GraphBytes(LiveBytes):
@@ -76,8 +78,8 @@ def predict(row: dict) -> tuple[int, int]:
         live = run_script(row)
     else:
         live = GraphBytes(row["graph"] == "model") if "graph" in row else LiveBytes()
-        train = partial(getattr(llama, row["program"]), layers=row["layers"], **row["options"])
-        count(live, row["gpus"] * (row["program"] == "pretrain"), train)
+        train = partial(PROGRAMS[row["program"]], layers=row["layers"], **row["options"])
+        count(live, row["gpus"] if row["gpus"] > 1 else 0, train)
     if "graph" in row:
         live.reorder()
     [(_, of_tensors, reserved)] = replay(live, [len(live.changes)], expandable=True)
