@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 from estimator import techniques, trial
 from estimator.allocator import replay
 from estimator.live_bytes import LiveBytes, storages_of
-from measure.estimates import GIVEN, count, kempner, llama
+from measure.estimates import GIVEN, count, kempner, litgpt, llama
 
-PROGRAMS = {"pretrain": llama.pretrain, "finetune": llama.finetune, "forge": kempner.forge}
+PROGRAMS = {"pretrain": llama.pretrain, "finetune": llama.finetune}
+PROGRAMS |= {"forge": kempner.forge, "adapt": litgpt.adapt}
 
 
 class GraphBytes(LiveBytes):
