@@ -11,9 +11,16 @@ MODELS = ("llama3-8b", "llama3-70b")  # smaller ones need no flags
 def blocks(root: Path, results: dict) -> dict[str, str]:
     """The tables, by the name of their block."""
     published = results["published"]
-    below = footer(published, "published", "predicted", published["peaks"])
-    found = {"published-peaks": draw(published["peaks"], TABLES["published-peaks"]) + below}
+    peaks = [row | {"off": off(row)} for row in published["peaks"]]
+    below = footer(published, "published", "predicted", peaks)
+    found = {"published-peaks": draw(peaks, TABLES["published-peaks"]) + below}
     return found | {"recommended": recommended(root)}
+
+
+def off(row: dict) -> str:
+    """How far a prediction is from what was published: of a range, both of its ends."""
+    ends = [f"{row[end] / row['published'] - 1:+.1%}" for end in ("lowest", "highest")]
+    return " to ".join(dict.fromkeys(ends))  # one, if it is no range
 
 
 def recommended(root: Path) -> str:

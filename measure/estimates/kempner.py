@@ -122,10 +122,11 @@ def shard(model: Llama, mesh) -> None:
 
 
 @contextlib.contextmanager
-def one_graph(parameters: list[nn.Parameter]):
+def one_graph(parameters: list[nn.Parameter], logits: torch.Tensor):
     """A compiled model returns the gradients of all parameters at once, and only then are they
-    added to those of the micro-batches before."""
+    added to those of the micro-batches before. Until then autograd holds that of the logits."""
     held = []
+    logits.register_hook(held.append)
 
     def hold(parameter, gradient):
         if parameter.grad is not None:
@@ -140,8 +141,9 @@ def one_graph(parameters: list[nn.Parameter]):
 def forge(
     live, layers: int, model: str, batch: int, accumulate: int, fsdp=1, tp=1, compiled=True
 ) -> None:
-    """Two steps. Without FSDP and tensor parallelism there is no mesh, and the compiled model is
-    one graph; FSDP's hooks break it before every block."""
+    """Two steps: the first makes the states, and later micro-batches of the second are left out, as
+    each is like the one before. Without FSDP and tensor parallelism there is no mesh, and the
+    compiled model is one graph; FSDP's hooks break it before every block."""
     live.counts = False  # until it is sharded
     alone = fsdp * tp == 1
     size = replace(SIZES[model], layers=layers)
@@ -158,15 +160,17 @@ def forge(
     parameters = [*network.parameters()]
     live.mark([*parameters, *network.turns], "parameters")
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    for _ in range(2):
+    for micro_batches in (1, min(accumulate, 3)):
         live.begin_step()
-        for number in range(accumulate):
+        for number in range(micro_batches):
             tokens, labels = (torch.zeros(batch, CONTEXT, dtype=torch.int64) for _ in range(2))
             if not alone:
-                network.set_requires_gradient_sync(number + 1 == accumulate)
+                network.set_requires_gradient_sync(number + 1 == micro_batches)
             logits = network(tokens)
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
-            graph = one_graph(parameters) if compiled and alone else contextlib.nullcontext()
+            graph = contextlib.nullcontext()
+            if compiled and alone:
+                graph = one_graph(parameters, logits)
             with graph:
                 (loss / accumulate).backward()
         clip_grad_norm(network, 1.0)

@@ -83,15 +83,18 @@ def predict(row: dict) -> tuple[int, int]:
         count(live, row["gpus"] if row["gpus"] > 1 else 0, train)
     if "graph" in row:
         live.reorder()
-    [(_, of_tensors, reserved)] = replay(live, [len(live.changes)], expandable=True)
+    expandable = row.get("expandable", True)
+    [(_, of_tensors, reserved)] = replay(live, [len(live.changes)], expandable)
     return of_tensors, reserved
 
 
 def compare(row: dict, of_tensors: int, reserved: int) -> dict:
-    """A run with the predicted range in GiB, and how far its highest is off."""
-    lowest = of_tensors / 2**30
-    highest = reserved / 2**30 if row["memory"] == "reserved" else lowest
-    return row | {"lowest": lowest, "highest": highest, "off": highest / row["published"] - 1}
+    """A run with what was published and the predicted range, in GiB."""
+    found = {key: row[key] for key in ("name", "source", "memory")}
+    found["published"] = row.get("published") or row["published_gb"] * 1e9 / 2**30
+    found["lowest"] = of_tensors / 2**30
+    found["highest"] = reserved / 2**30 if row["memory"] == "reserved" else found["lowest"]
+    return found
 
 
 def main() -> None:

@@ -100,7 +100,8 @@ def rotate(x, cos, sin):
 
 
 def adapt(live, layers: int, model: str, batch: int, quantized="") -> None:
-    """Two steps. ``quantized``: nf4, or nf4-dq: also its scales."""
+    """The first step, which has the longest sample; later ones are far shorter. ``quantized``: nf4,
+    or nf4-dq: also its scales."""
     live.counts = False
     size = LLAMAS[model]
     make_attention = partial(Attention, size)
@@ -121,21 +122,19 @@ def adapt(live, layers: int, model: str, batch: int, quantized="") -> None:
     live.counts = True
     live.mark([*network.parameters(), *network.buffers(), *turns], "parameters")
     optimizer = torch.optim.AdamW(trained)
-    for _ in range(2):
-        live.begin_step()
-        tokens, labels = (torch.zeros(batch, LONGEST, dtype=torch.int64) for _ in range(2))
-        x = network.token(tokens)
-        for block in network.blocks:
-            x = block(x, (turns, (), ()))
-        x = network.norm(x)
-        logits = [network.head(part) for part in x.split(CHUNK, dim=1)]
-        logits = [part.float() for part in logits]  # Fabric converts what a module returns
-        del x
-        logits[-1] = logits[-1][..., :-1, :]
-        losses = []
-        for part, of_part in zip(logits, labels[..., 1:].split(CHUNK, dim=1), strict=True):
-            rows = part.reshape(-1, part.size(-1))
-            losses.append(F.cross_entropy(rows, of_part.reshape(-1), reduction="none"))
-        torch.cat(losses).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    live.begin_step()
+    tokens, labels = (torch.zeros(batch, LONGEST, dtype=torch.int64) for _ in range(2))
+    x = network.token(tokens)
+    for block in network.blocks:
+        x = block(x, (turns, (), ()))
+    x = network.norm(x)
+    logits = [network.head(part) for part in x.split(CHUNK, dim=1)]
+    logits = [part.float() for part in logits]  # Fabric converts what a module returns
+    del x
+    logits[-1] = logits[-1][..., :-1, :]
+    losses = []
+    for part, of_part in zip(logits, labels[..., 1:].split(CHUNK, dim=1), strict=True):
+        rows = part.reshape(-1, part.size(-1))
+        losses.append(F.cross_entropy(rows, of_part.reshape(-1), reduction="none"))
+    torch.cat(losses).mean().backward()
+    optimizer.step()
