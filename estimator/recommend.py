@@ -239,7 +239,7 @@ def kept_at_least(job: Job, way: Way) -> float:
     whole = 2 * size.width if saves_whole else 0
     split = {
         "full": size.width,
-        "selective": 3 * size.width + kv + (0 if size.experts else size.mlp_width),
+        "selective": 3 * size.width + kv + size.mlp_width,
         "none": 4 * size.width + 2 * inner,
     }[way.ac]
     of_block = split / way.tp + whole
