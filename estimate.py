@@ -430,7 +430,7 @@ def recommend(args, flags: list[str], at_once: int) -> None:
         found = recommend(job, args.gpus, room, args.link, at_once)
         flags = list(job.flags)
         ideas = would_fit(job, args.gpus, room) + ideas
-        at = "of those that differ by less than predictions are sure, the simplest first;\n"
+        at = "of nearly equal ones the simplest; data parallelism before all others;\n"
         at += "speeds at an MFU of {:g} to {:g} {};\n".format(*job.mfu, gpu_of(args)[1])
         speeds = [speed_of(job, one.technique, args.link) for one in found]
     if not found:

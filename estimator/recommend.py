@@ -24,10 +24,8 @@ MACHINE = 8  # GPUs; tensor parallelism stays within one
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH = 5  # stop after this many combinations that fit
 SECONDS = 45  # or after this time
-# Shares of a step's compute by which predicted ratios of published speeds were too high
-# (docs/reports/2026-11-published-models.md): those of data parallelism, and of TP and CP
-EQUAL = 0.06
-UNSURE = 0.5
+# Of a step's compute: as far as predicted ratios of published speeds of data parallelism were off
+EQUAL = 0.06  # docs/reports/2026-11-published-models.md
 ROWS = {  # for a user's own model: the file of examples/ that has the technique
     "torchrun_DDP": "ddp.py",
     "DDP_AMP --dtype bfloat16": "amp.py",
@@ -143,17 +141,15 @@ class Job:
     def decoder(self) -> Decoder:
         """The sizes for theory."""
         size = self.size
+        options = {
+            "heads": size.heads * size.head_width / size.width,
+            "kv": size.kv_heads / size.heads,
+            "mlp": size.mlp_matrices * size.width * size.mlp_width,
+            "llama": size.mlp_matrices == 3,
+            "tied": getattr(size, "tie", False),
+        }
         numbers = self.vocabulary, self.context, self.batch_size
-        return decoder(
-            size.layers,
-            size.width,
-            *numbers,
-            heads=size.heads * size.head_width / size.width,
-            kv=size.kv_heads / size.heads,
-            mlp=size.mlp_matrices * size.width * size.mlp_width,
-            llama=size.mlp_matrices == 3,
-            tied=getattr(size, "tie", False),
-        )
+        return decoder(size.layers, size.width, *numbers, **options)
 
 
 def ways_of(job: Job, gpus: int) -> Iterator[Way]:
@@ -251,8 +247,8 @@ def kept_at_least(job: Job, way: Way) -> float:
 
 
 def cost_of(job: Job, way: Way, link: dict, mfu: float = 0.0) -> tuple[float, float]:
-    """Seconds per step: the overhead, which is recomputation, idle time of a stage, communication
-    that does not overlap with compute, and what the model may be off by; and all communication.
+    """Seconds per step: the overhead, which is recomputation, idle time of a stage, and the
+    communication that does not overlap with compute; and all communication, for equal overheads.
     ``link`` is between machines, or within the machine if there is only one. ``mfu``: the middle of
     the job's, if it is 0."""
     tokens = job.batch_size * job.context / way.ranks
@@ -263,26 +259,25 @@ def cost_of(job: Job, way: Way, link: dict, mfu: float = 0.0) -> tuple[float, fl
     sent = messages(job, way, link)
     overlaps = sent["shard"] + sent["replicate"]
     waiting = sent["tp"] + sent["cp"] + sent["pp"] + max(0.0, overlaps - compute)
-    overhead = again + idle + waiting + (0.0 if way.compared else UNSURE * 3 * forward)
+    overhead = again + idle + waiting
     if way.offload:
         overhead += 3 * STATE[job.optimizer] * job.parameters / way.tp / way.pp / way.shard / PCIE
     return overhead, sum(sent.values())
 
 
 def in_order(job: Job, ways: list[Way], link: dict) -> list[Way]:
-    """Lowest overhead first. Of those that differ by no more than ``EQUAL`` from the lowest left,
-    the one with the fewest techniques, then DDP, then what communicates least."""
-    found = []
-    lowest = -math.inf
-    costs = [(cost_of(job, way, link), way.words(), way) for way in ways]
-    for cost, words, way in sorted(costs, key=lambda one: one[:2]):
-        within = EQUAL * job.seconds(job.batch_size * job.context / way.ranks, sum(job.mfu) / 2)
-        if cost[0] > lowest + within:
-            lowest = cost[0]
+    """What is ``compared`` first, then what has the lowest overhead, in steps of ``EQUAL``. Of
+    equal ones what has the fewest techniques, then DDP, then what communicates least."""
+
+    def place(way: Way) -> tuple:
+        overhead, sent = cost_of(job, way, link)
+        compute = job.seconds(job.batch_size * job.context / way.ranks, sum(job.mfu) / 2)
         hybrid = way.replicate > 1 and way.shard > 1  # HSDP is one technique, in two words
-        techniques = way.describe().count(",") - hybrid
-        found.append((lowest, techniques, way.shard > 1, cost[1], words, way))
-    return [way for *_, way in sorted(found, key=lambda one: one[:-1])]
+        many = way.describe().count(",") - hybrid
+        level = overhead // (EQUAL * compute)
+        return not way.compared, level, many, way.shard > 1, sent, way.words()
+
+    return sorted(ways, key=place)
 
 
 def speed_of(job: Job, way: Way, link: dict) -> list[float]:
