@@ -99,11 +99,6 @@ def make_flags() -> argparse.ArgumentParser:
     flag("--model", metavar="NAME",
          help="any torchvision classifier, a GPT or a Llama (default: resnet50; or llama, if "
          "--weights is a folder with a config.json, of which nothing else is read)")
-    flag("--module", metavar="FILE:FUNCTION",
-         help="your own model instead. The function returns a module that takes images; or a "
-         "module and a batch for it (a tensor, tuple or dict); or a module, a batch and a function "
-         "that computes the loss from output and batch (default: cross_entropy of the logits). "
-         "Trained with AdamW by default, as in examples/")
     flag("-b", "--batch-size", type=number(int, 1), default=128, metavar="N",
          help="GLOBAL batch size, divided among the GPUs (default: 128)")
     flag("--gpus", type=number(int, 1), default=4, metavar="N", help="number of GPUs (default: 4)")
@@ -156,10 +151,8 @@ def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
         check_scale(args, others)
     if args.scale and not args.step_ms and (args.measured or not is_decoder(args)):
         args = fill(args, step_ms=step_of(args.measured))
-    if args.module and "--optimizer" not in others:
-        others += ["--optimizer", "adamw"]  # as examples/ do
     folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
-    args = fill(args, model="llama" if not args.module and hub.is_folder(folder) else "resnet50")
+    args = fill(args, model="llama" if hub.is_folder(folder) else "resnet50")
     return args, ["--model", args.model, *others]
 
 
@@ -226,7 +219,7 @@ def check_scale(args, others: list[str]) -> None:
 
 
 def is_decoder(args) -> bool:
-    return not args.module and sizes.is_decoder(args.model)
+    return sizes.is_decoder(args.model)
 
 
 def step_of(path: Path | None) -> float:
@@ -410,32 +403,18 @@ def job_of(args, flags: list[str]):
 
 
 def recommend(args, flags: list[str], at_once: int) -> None:
-    from estimator.recommend import recommend, recommend_rows, speed_of, would_fit
+    from estimator.recommend import recommend, speed_of, would_fit
 
     room = tables.room_of(args)
-    ideas = ["a smaller --batch-size"]
-    at = ""
-    speeds = []
-    if args.module:
-        own = load_own(args.module)
-        half = "float32" not in flags
-        if "--dtype" in flags:  # which some of these scripts do not have
-            at = flags.index("--dtype")
-            del flags[at : at + 2]
-        found = recommend_rows(own, args.batch_size, args.gpus, room, flags, half, at_once)
-        if found[0].mistake:
-            stop(found[0])
-    else:
-        job = job_of(args, flags)
-        found = recommend(job, args.gpus, room, args.link, at_once)
-        flags = list(job.flags)
-        ideas = would_fit(job, args.gpus, room) + ideas
-        at = "of nearly equal ones the simplest; data parallelism before all others;\n"
-        at += "speeds at an MFU of {:g} to {:g} {};\n".format(*job.mfu, gpu_of(args)[1])
-        speeds = [speed_of(job, one.technique, args.link) for one in found]
+    job = job_of(args, flags)
+    found = recommend(job, args.gpus, room, args.link, at_once)
+    ideas = [*would_fit(job, args.gpus, room), "a smaller --batch-size"]
+    at = "of nearly equal ones the simplest; data parallelism before all others;\n"
+    at += "speeds at an MFU of {:g} to {:g} {};\n".format(*job.mfu, gpu_of(args)[1])
+    speeds = [speed_of(job, one.technique, args.link) for one in found]
     if not found:
         fail(f"--memory {args.memory:g}: nothing comes close to fitting; give more memory")
-    tables.print_ways(args, flags, found, at, speeds)
+    tables.print_ways(args, list(job.flags), found, at, speeds)
     sys.stdout.flush()
     closest = min(found, key=lambda one: one.peak)
     if closest.peak > room:
@@ -443,12 +422,6 @@ def recommend(args, flags: list[str], at_once: int) -> None:
             f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; the closest, "
             f"above, needs {tables.more(closest.peak - room)} more: try {' or '.join(ideas)}"
         )
-
-
-def load_own(given: str):
-    from estimator.own_model import OwnModel, load_function
-
-    return OwnModel(load_function(given), given)
 
 
 # -------------------------------------------------------------------------------- a user's file
@@ -460,12 +433,14 @@ def predict_file(path: Path, words: list[str]) -> None:
     args = parse_file_args(words)
     check(args)
     module = own_file.load(path)
+    has_half = args.memory not in [GPUS[name][0] for name in WITHOUT_BFLOAT16]
+    if args.recommend:
+        return recommend_file(args, path, has_half)
     ranks = args.gpus
     if not own_file.is_launched(module):
         if "--gpus" in words and args.gpus > 1:
             fail(f"{path} trains on one GPU, not on --gpus {args.gpus}; copy examples/ddp.py")
         ranks = 0
-    has_half = args.memory not in [GPUS[name][0] for name in WITHOUT_BFLOAT16]
     predict = partial(own_file.predict, module, ranks, has_half)
     if args.fit:
         found = fit.search_batch(tables.room_of(args), max(1, ranks), predict)
@@ -475,6 +450,18 @@ def predict_file(path: Path, words: list[str]) -> None:
         stop(found)
     (tables.print_file_json if args.json else tables.print_file)(args, found)
     tables.say_whether_it_fits(args, found)
+
+
+def recommend_file(args, path: Path, has_half: bool) -> None:
+    from estimator import own_recommend, techniques
+
+    tasks = own_recommend.tasks_of(path, EXAMPLES, args.gpus, has_half)
+    found = [*techniques.side_by_side(tasks, count_cores())]
+    good, others = own_recommend.rank(found, tables.room_of(args))
+    tables.print_files(args, path, good, others)
+    if not good:
+        fail(f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; use a smaller "
+             "BATCH, or more --gpus")  # fmt: skip
 
 
 def init(words: list[str]) -> None:
@@ -529,7 +516,6 @@ def predict_all(args, flags: list[str]) -> None:
     at_once = count_cores()
     if args.recommend:
         return recommend(args, flags, at_once)
-    own = load_own(args.module) if args.module else None
     size, _ = size_of(flags)
     chosen = techniques.techniques_for(args.gpus, bool(size), bool(size and size.experts), flags)
     if args.scale:
@@ -537,7 +523,7 @@ def predict_all(args, flags: list[str]) -> None:
     if args.only:
         chosen = [technique for name in args.only.split(",") for technique in choose(name, chosen)]
     check_batch(args, chosen)
-    predict = partial(techniques.predict, flags=flags, classes=args.classes, own=own)
+    predict = partial(techniques.predict, flags=flags, classes=args.classes)
     if args.scale:
         return scale(args, flags, chosen, predict, at_once)
     if args.fit:

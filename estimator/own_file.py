@@ -39,9 +39,9 @@ STATE = ("parameters", "gradients", "optimizer", "update")  # on the host with C
 # ---------------------------------------------------------------------------------- the file
 
 
-def load(path: Path) -> ModuleType:
+def load(path: Path, folder: Path | None = None) -> ModuleType:
     """Import the user's file, which runs nothing; the process ends with one line if it is not one
-    that was copied from examples/."""
+    that was copied from examples/. It imports from its own folder, or from ``folder``."""
     use = "copy a file of examples/ and replace its functions (docs/your_own_model.md)"
     if not path.is_file():
         fail(f"{path}: no such file; {use}")
@@ -59,7 +59,7 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("own_module", path.absolute())
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.absolute().parent))
+    sys.path.insert(0, str(folder or path.absolute().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:

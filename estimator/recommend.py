@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from estimator import network, techniques
-from estimator.own_model import OwnModel
 from estimator.techniques import Prediction, Setup
 from harness.cli import fail
 from parallel.pipelining import default_microbatches
@@ -26,14 +25,6 @@ ENOUGH = 5  # stop after this many combinations that fit
 SECONDS = 45  # or after this time
 # Of a step's compute: as far as predicted ratios of published speeds of data parallelism were off
 EQUAL = 0.06  # docs/reports/2026-11-published-models.md
-ROWS = {  # for a user's own model: the file of examples/ that has the technique
-    "torchrun_DDP": "ddp.py",
-    "DDP_AMP --dtype bfloat16": "amp.py",
-    "DDP_ZeRO --use_zero": "zero.py",
-    "FSDP --dtype bfloat16": "fsdp.py",
-    "HSDP --shard 8 --dtype bfloat16": "hsdp.py",
-    "FSDP_offload --dtype bfloat16": "offload.py",
-}
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
 
 
@@ -88,22 +79,6 @@ class Way(Setup):
             nodes = f"--nnodes={machines} --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500"
         words = [*flags, "--batch-size", str(batch_size), *self.words()]
         return f"torchrun {nodes} --nproc_per_node={each} {self.command[0]} {' '.join(words)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class RowWay(Way):
-    """For the user's own model: a row of the table, with its blocks recomputed or not."""
-
-    example: str = ""  # a file of examples/
-
-    def describe(self) -> str:
-        if self.ac == "none":
-            return self.name
-        return f"{self.name}, activation checkpointing of the largest nn.ModuleList"
-
-    def launch(self, flags: Sequence[str], batch_size: int) -> str:
-        """The file to copy: the scripts train models of this repository."""
-        return f"copy examples/{self.example} (docs/your_own_model.md)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,29 +312,6 @@ def recommend(
     return good[:enough] or sorted(others, key=lambda one: one.peak)[:1]
 
 
-def recommend_rows(
-    own: OwnModel, batch_size: int, gpus: int, room: int, flags: list[str], half: bool, at_once: int
-) -> list[Prediction]:
-    """The same for the user's own model, of the rows of data parallelism: without offload first,
-    then without recomputation, then what sends least."""
-    machines, left = divmod(gpus, MACHINE)
-    tasks = []
-    for (name, example), ac in itertools.product(ROWS.items(), ("none", "full")):
-        if not half:
-            name, _, _ = name.partition(" --dtype")
-        row = vars(techniques.make_technique(name, gpus, flags))
-        offload = row["on_host"] == techniques.ALL_ON_HOST
-        way = RowWay(**row, ac=ac, offload=offload, example=example)
-        model = OwnModel(own.make, own.given, recomputes=ac == "full")
-        if "HSDP" not in name or (machines > 1 and not left):
-            tasks.append(partial(techniques.predict, way, batch_size, flags, None, model))
-    found = [*techniques.side_by_side(tasks, at_once)]
-    usable = [one for one in found if not one.mistake]
-    good = [one for one in usable if one.peak <= room]
-    good.sort(key=lambda one: (one.technique.offload, one.technique.ac != "none", one.sent))
-    return good[:ENOUGH] or sorted(usable, key=lambda one: one.peak)[:1] or found[:1]
-
-
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:
     """The first ``n`` that would fit if they exceed their lower bound of memory by as much as the
     predictions so far, and the first with offload; if none would, those with the lowest bound."""
@@ -372,7 +324,7 @@ def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: in
 
 
 def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:
-    one = partial(techniques.predict, flags=job.flags, classes=job.vocabulary, own=None)
+    one = partial(techniques.predict, flags=job.flags, classes=job.vocabulary)
     for found in techniques.predict_all(ways, one, job.batch_size, job.size.layers, at_once):
         if found.error:
             raise RuntimeError(found.error)

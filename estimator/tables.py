@@ -35,7 +35,7 @@ COLUMNS = {  # of a table: the kinds of memory in each
 
 
 def describe(args, flags: list[str]) -> str:
-    return args.module or " ".join(flags).removeprefix("--model ")
+    return " ".join(flags).removeprefix("--model ")
 
 
 def fits(args, prediction) -> bool:
@@ -170,10 +170,6 @@ def print_ways(args, flags: list[str], found: list, at: str, speeds: list[list[f
             said = "{:,.0f} to {:,.0f} tokens/s per GPU" if speeds[number - 1] else none
             print("  ", said.format(*speeds[number - 1]))
         print(f"   {way.launch(flags, args.batch_size)}")
-    if args.module and any(one.technique.ac == "full" for one in found):
-        print("\nactivation checkpointing, where the model is made:")
-        print("for block in model.LAYERS:")
-        print("    block.forward = partial(checkpoint, block.forward, use_reentrant=False)")
 
 
 def costs_of(found) -> Iterator[str]:
@@ -225,7 +221,7 @@ def json_of(args, flags: list[str], found) -> dict:
         "technique": found.technique.name, "batch_size": found.batch_size,
         "kinds": found.kinds, "inputs": found.inputs, "mistake": found.mistake,
         "peak": found.peak, "host": found.host, "sent": found.sent, "sent_in": sent_in,
-        "command": [] if args.module else [*found.technique.command, *flags],
+        "command": [*found.technique.command, *flags],
         "gpus": gpus_of(found.technique),
     }  # fmt: skip
     if args.memory:
@@ -345,6 +341,21 @@ def say_whether_it_fits(args, found) -> None:
     use = "use a smaller BATCH (--fit finds the largest), more --gpus, or --recommend"
     fail(f"{found.name} needs {short} more than {args.memory:g} GiB with {args.spare:g} GiB "
          f"reserved; {use}")  # fmt: skip
+
+
+def print_files(args, path, good: list, others: list) -> None:
+    """Print the files of examples/ that fit with the functions of ``path``, and the others."""
+    room = f"{args.gpus} GPUs of {args.memory:.1f} GiB, {args.spare:.1f} reserved"
+    print(f"{path.name} as other files of examples/, on {room}:")
+    print("without offload first, then without recomputation, then what sends least; per GPU")
+    for number, one in enumerate(good, 1):
+        costs = [f"peak {in_words(one.peak)}", f"sends {one.sent / 1e9:,.2f} GB per step"]
+        costs += [f"{in_words(one.host)} of CPU memory"]
+        print(f"\n{number}. {one.name}: {', '.join(costs)}")
+        print(f"   python estimate.py init my_{one.name}.py --from {one.name} --own {path}")
+    print()
+    for one in others:
+        print(f"{one.name}: {one.mistake or 'needs ' + in_words(one.peak)}")
 
 
 def print_scale(args, flags: list[str], about: str, compute: tuple, shares: dict) -> None:

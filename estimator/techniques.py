@@ -144,10 +144,10 @@ class Prediction:
 
 
 def predict(
-    setup: Setup, batch_size: int, flags: Iterable[str], classes, own, layers=None
+    setup: Setup, batch_size: int, flags: Iterable[str], classes, layers=None
 ) -> Prediction:
     """Predict in this process, which cannot be used for anything else afterwards. For
-    ``classes``, ``own`` and ``layers`` see :func:`trial.run_script`."""
+    ``classes`` and ``layers`` see :func:`trial.run_script`."""
     found = partial(Prediction, setup, batch_size)
     complaint = io.StringIO()
     words = [*setup.command, *flags, "--batch-size", str(batch_size // setup.gpus)]
@@ -155,7 +155,7 @@ def predict(
     try:
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
-                run = trial.run_script(words, setup.ranks, classes, own, **options)
+                run = trial.run_script(words, setup.ranks, classes, **options)
     except trial.NEEDS_NUMBERS as error:
         return found(mistake=f"{place_of(error)}{trial.why_numbers(error)}")
     except SystemExit:

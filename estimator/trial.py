@@ -23,7 +23,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import harness.world
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes
-from estimator.own_model import OwnModel
 from harness.data import TaskData
 from jobs.sizes import is_decoder
 
@@ -47,7 +46,7 @@ def why_numbers(error: Exception) -> str:
         what = "the model branches on"
         use = "use torch.where or torch.cond"
     what = f"{what} the values of a tensor ({error.func}), which fake tensors do not have"
-    return f"{what}; {use}, or return a model or a batch without this step"
+    return f"{what}; {use}"
 
 
 class Finished(BaseException):
@@ -56,12 +55,11 @@ class Finished(BaseException):
 
 class Job:
     """Stands in for a data set: a length, ``classes`` (or tokens of the vocabulary), and batches of
-    the right shape. ``own`` is a user's model, instead of ``--model``; ``order`` the memory format
-    of images and, if the script allows it, of the model's weights."""
+    the right shape. ``order`` is the memory format of images and, if the script allows it, of the
+    model's weights."""
 
-    def __init__(self, classes: int | None, own: OwnModel | None, order):
+    def __init__(self, classes: int | None, order):
         self.n_classes = classes
-        self.own = own
         self.order = order
         self.density = 1.0
 
@@ -83,25 +81,19 @@ class Job:
         return 10 * self.args.batch_size
 
     def make_model(self, args, classes, channels_last: bool = True) -> nn.Module:
-        """``--model``, with the memory format of a GPU; or the user's model. Not on the meta
-        device: a fake tensor is already allocated without data, as to_empty() would do."""
-        if not self.own:
-            models = args.task.models
-            make = models.make_shapes if self.is_gpt else models.make_model
-            with torch.device("cpu"):
-                model = make(args, classes)
-            return model.to(memory_format=self.order) if channels_last else model
+        """``--model``, with the memory format of a GPU. Not on the meta device: a fake tensor is
+        already allocated without data, as to_empty() would do."""
+        models = args.task.models
+        make = models.make_shapes if self.is_gpt else models.make_model
         with torch.device("cpu"):
-            return self.own.build(self.images(2, None))
+            model = make(args, classes)
+        return model.to(memory_format=self.order) if channels_last else model
 
     def images(self, n: int, dtype: torch.dtype | None) -> Tensor:
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
         return images.contiguous(memory_format=self.order)
 
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        if self.own:
-            numbers = self.own.make_batch(n, self.images)
-            return numbers, numbers
         if self.args.context is None:
             return self.images(n, dtype), torch.zeros(n, dtype=torch.int64)
         shape = (n, self.args.context) if self.is_gpt else (n,)
@@ -109,15 +101,13 @@ class Job:
         return rows, torch.zeros(shape, dtype=torch.int64)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return logits if self.own else TaskData.loss(self, logits, labels)
+        return TaskData.loss(self, logits, labels)
 
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
 
     def describe(self) -> str:
         """Describe a sample, including sizes that are defaults."""
-        if self.own and self.own.example is not None:
-            return f"inputs of {self.own.describe_sample()}"
         if self.args.context is not None:
             return f"{self.args.context} tokens"
         return f"images of {self.args.image_size}x{self.args.image_size}"
@@ -198,8 +188,6 @@ class ShortRun:
             yield batch
         type(self).sent = len(self.live.messages)
         self.live.begin_phase("evaluation")  # which may need more
-        if loader.dataset.own:  # it has no labels that we know
-            raise Finished
 
     def log(self, loss: Tensor) -> None:
         pass
@@ -212,7 +200,6 @@ def run_script(
     words: list[str],
     ranks: int | None,
     classes: int | None = None,
-    own: OwnModel | None = None,
     block: int = 512,
     steps: int = STEPS,
     as_on_a_gpu: bool = True,
@@ -226,7 +213,6 @@ def run_script(
         words: the script and its flags.
         ranks, as_on_a_gpu, rank: see :func:`prepare`; images are also channels-last as on a GPU.
         classes: of the data, or tokens of the vocabulary.
-        own: makes the model that replaces ``--model``.
         block: see :class:`LiveBytes`.
         steps: number of steps; the last is measured. If it is 1, the optimizer state exists before.
         layers: replaces the number of layers of a decoder.
@@ -243,7 +229,7 @@ def run_script(
     from libraries import deepspeed_engine
 
     order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
-    job = Job(classes, own, order)
+    job = Job(classes, order)
     live = LiveBytes(block)
     ShortRun.live = live
     ShortRun.total_steps = steps

@@ -221,8 +221,8 @@ def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool 
 
 
 def refuse_module(given: str) -> NoReturn:
-    """The type of ``--module``, a flag of estimate.py: there a user's model is only predicted."""
-    use = "copy a file of examples/ (docs/your_own_model.md); estimate.py --module predicts memory"
+    """The type of ``--module``, which no script has."""
+    use = "write a file with your model: python estimate.py init (docs/your_own_model.md)"
     fail(f"--module {given}: the scripts train the models of this repository; {use}")
 
 

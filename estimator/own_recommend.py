@@ -1,0 +1,67 @@
+"""Which files of examples/ fit, with the functions of the user's file: the file that ``python
+estimate.py init`` would write is predicted."""
+
+import contextlib
+import dataclasses
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from estimator import compose, own_file
+from estimator.own_file import MACHINE, Found
+
+# What each file of examples/ does to save memory, in the order in which to try them
+OFFLOADS = ("activation_offload", "offload")
+RECOMPUTES = ("checkpointing", "fsdp_checkpointing", "activation_offload")
+ALONE = ("plain", "checkpointing", "activation_offload", "offload")  # of use on one GPU
+TRIED = ("plain", "ddp", "accumulation", "zero", "fsdp", "hsdp", "optimizer_in_backward")
+TRIED += ("chunked_loss", "checkpointing", "fsdp_checkpointing", "tp", "fsdp_tp", "pp", "cp", "ep")
+TRIED += OFFLOADS
+
+
+def names_for(gpus: int) -> Iterator[str]:
+    for name in TRIED:
+        several = name != "plain" and (name != "hsdp" or gpus > MACHINE)
+        if name in ALONE if gpus == 1 else several:
+            yield name
+
+
+def tasks_of(own: Path, examples: Path, gpus: int, has_half: bool) -> list[Callable]:
+    """A prediction of each file: :class:`Found`, whose name is that of the example."""
+    text = own.read_text(encoding="utf-8")
+    paths = [examples / f"{name}.py" for name in names_for(gpus)]
+    return [partial(predict, path, text, own, gpus, has_half) for path in paths]
+
+
+def predict(example: Path, text: str, own: Path, gpus: int, has_half: bool) -> Found:
+    """In this process, which cannot be used for anything else afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"my_{example.stem}.py")
+        other = example.read_text(encoding="utf-8")
+        path.write_text(compose.compose(other, text, path.stem, example.stem), encoding="utf-8")
+        complaint = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(complaint):
+                module = own_file.load(path, own.absolute().parent)
+        except SystemExit:
+            found = Found(example.stem, gpus, 0, mistake=complaint.getvalue().strip())
+        else:
+            ranks = gpus if own_file.is_launched(module) else 0
+            found = own_file.predict(module, ranks, has_half)
+        mistake = found.mistake.removeprefix("estimate: error: ").replace(f"{folder}/", "")
+        return dataclasses.replace(found, name=example.stem, mistake=mistake)
+
+
+def rank(found: list[Found], room: int) -> tuple[list[Found], list[Found]]:
+    """Those that fit ``room`` bytes: without offload first, then without recomputation, then what
+    sends least. And all others, by their peak; those without a prediction last."""
+
+    def cost(one: Found) -> tuple:
+        return one.name in OFFLOADS, one.name in RECOMPUTES, one.sent
+
+    good = [one for one in found if one.kinds and one.peak <= room]
+    others = [one for one in found if one not in good]
+    others.sort(key=lambda one: (bool(one.mistake), one.peak))
+    return sorted(good, key=cost), others
