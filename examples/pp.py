@@ -265,7 +265,9 @@ def main():
     own = set(model.parameters())
     for group in groups:
         group["params"] = [p for p in group["params"] if p in own]  # others are of other ranks
-    optimizer = torch.optim.AdamW(groups, LR, weight_decay=DECAY)
+    groups = [group for group in groups if group["params"]]  # an empty group cannot be loaded
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    optimizer = torch.optim.AdamW(groups or [{"params": frozen}], LR, weight_decay=DECAY)
     sums = []  # of each micro-batch, what loss_of() returns
     count = 1  # rows of the batch; all others only fill it
     firsts = []  # the logits of each micro-batch's first row

@@ -234,7 +234,8 @@ def main():
     per_head = [p for p in per_head if p.requires_grad]
     groups = []
     for group in groups_of(model):
-        groups += [group | {"params": part} for part in split_by_kind(group["params"])]
+        parts = filter(None, split_by_kind(group["params"]))  # an empty group cannot be loaded
+        groups += [group | {"params": part} for part in parts]
     optimizer = torch.optim.AdamW(groups, LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
     start = 0
