@@ -164,7 +164,7 @@ def main():
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)  # skipped on every rank if a gradient is infinite
         scaler.update()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
             continue
 

@@ -175,7 +175,7 @@ def main():
         (sums[0] * world / total[1]).backward()  # FSDP divides by world
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
             continue
 

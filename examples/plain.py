@@ -111,7 +111,7 @@ def main():
         (sums[0] / total[1]).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
             continue
 

@@ -348,7 +348,7 @@ def main():
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of parameters that no group has
         torch.manual_seed(step)  # of augmentation without workers: every rank draws the same
         if step % EVERY and step < STEPS:
             continue

@@ -275,7 +275,7 @@ def main():
             dist.all_reduce(parameter.grad)
         norm = clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
             continue
 

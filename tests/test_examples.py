@@ -421,20 +421,19 @@ def hub(tmp_path_factory):
 FAMILIES = ("ddp", "accumulation", "zero", "fsdp", "fsdp_checkpointing", "offload")
 ALONE = ("segmentation", "two_inputs")  # these make their own data
 OWN_MODELS = [*product(FAMILIES, [*DECODERS, *CLASSIFIERS, *ALONE])]
+OWN_MODELS += [*product(("tp", "cp", "pp"), DECODERS), ("ep", "Qwen3Moe")]
 USUAL = ("fsdp", "Llama"), ("accumulation", "vit"), ("fsdp_checkpointing", "two_inputs")
 
 
 def own_name(kind):
-    if kind in ALONE:
-        return f"own/{kind}"
-    return "own/decoder" if kind in DECODERS else "own/classifier"
+    return f"own/{kind if kind in ALONE else 'classifier'}"
 
 
 @cases("name, kind", OWN_MODELS, lambda *row: row in USUAL)
 def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
     """The functions of examples/own in place of the example's: killed on two ranks, resumed on
     one, it writes what the plain loop does, and that loads and generates."""
-    own = read(own_name(kind))
+    own = own_decoder(name) if kind in DECODERS else read(own_name(kind))
     changes = STILL | CLASSIFIERS.get(kind, {}) | {'dropout": 0.1': 'dropout": 0.0'}
     if kind in DECODERS:
         text = hub(kind) / "text"

@@ -1,4 +1,4 @@
-"""Functions for a model with two inputs and a regression, to put in place of those of an example."""
+"""Functions for a regression with two inputs, to put in place of those of an example."""
 
 LENGTH = 24  # the longest text, in tokens
 
