@@ -89,7 +89,7 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     Args:
         name: of the new file, without .py; ``example_name`` likewise.
     """
-    if own and "def layers_of(" not in own:
+    if own and "def layers_of(" in example and "def layers_of(" not in own:
         own += LAYERS
     theirs = parts_of(example)
     ours = parts_of(own)
@@ -97,10 +97,9 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     functions = {
         one for part in ours for one in part.names if isinstance(part.node, ast.FunctionDef)
     }
-    if is_whole:
-        functions &= set(FUNCTIONS)
-    functions &= {one for part in theirs for one in part.names}
-    kept = reached(theirs, ["main"], without=functions)
+    known = {one for part in theirs for one in part.names}
+    functions &= set(FUNCTIONS) if is_whole else known | set(FUNCTIONS)
+    kept = reached(theirs, ["main"], without=functions) & known
     needed = reached(ours, functions)
     bound = {one for part in theirs if part.is_import for one in part.names}
     taken = []  # of ours, in place of one of theirs or besides
@@ -109,7 +108,7 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
         if isinstance(part.node, DEFINITIONS) and clash and part.text not in example:
             fail(f"both files have {min(clash)}, which are not the same: rename one")
         is_constant = isinstance(part.node, ast.Assign)
-        if part.is_import and part.names <= bound:
+        if part.is_import and not part.names & (needed - bound):
             continue
         if part.names & (needed - kept | functions) or (is_constant and part.names & kept):
             taken.append(part)
@@ -123,7 +122,8 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
             merged.append(part)
     new = [part for part in taken if part not in merged and "OUT" not in part.names]
     roots = [part for part in merged if part.is_root]
-    used = reached([*merged, *new], [use for part in roots for use in part.uses])
+    first = [use for part in roots for use in part.uses]
+    used = reached([*merged, *new], [*first, *functions])
     merged = [part for part in merged if part.is_root or part.names & used]
     return write(merged, new, name, example_name)
 
@@ -145,6 +145,8 @@ def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> s
     blocks.append("\n" + "\n".join(part.text for part in [*rest[:first], *constants]))
     blocks += [f"\n\n{part.text}" for part in [*defined, *rest[first:]]]
     text = "\n".join(blocks) + "\n"
+    if name == example_name:
+        return text
     return re.sub(r'^OUT = "[^"]*"', f'OUT = "runs/{name}"', text, flags=re.M)
 
 

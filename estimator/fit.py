@@ -58,8 +58,10 @@ def trials(memory: float) -> Generator[int, float, int]:
         high = min((n for n, size in took.items() if size > memory), default=float("inf"))
         if not low or high == low + 1:
             return low
-        a, b = sorted(took, key=lambda n: abs(took[n] - memory))[:2]
-        slope = (took[a] - took[b]) / (a - b)
+        a, b = sorted(took)[-2:] if high == float("inf") else (low, high)
+        slope = (took[b] - took[a]) / (b - a)
         guess = int(a + (memory - took[a]) / slope) if slope > 0 else 2 * low
+        if high < float("inf") and len(took) % 3 == 0:  # it may bend between them
+            guess = (low + high) // 2
         n = min(max(guess, low + 1), high - 1)
         took[n] = yield n

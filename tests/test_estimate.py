@@ -243,101 +243,6 @@ def test_fit_names_the_largest():
     estimate(f"{job} -b {batch + 2}", code=2)
 
 
-MODULE = """
-import torch
-from torch import nn
-
-READ = nn.Parameter(torch.ones(2))  # outside of the function: has data, as what it reads
-
-def images():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(1000, 3000), nn.Linear(500, 3000)
-
-    def forward(self, x, y):
-        return self.a(x) + self.b(y), "and more"
-
-def regression():
-    batch = {"x": torch.zeros(4, 1000), "y": torch.zeros(4, 500)}
-    return Both(), batch, lambda out, batch: (out[0][:, :500] - batch["y"]).square().mean()
-
-def bert():
-    from transformers import BertConfig, BertForSequenceClassification
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
-    model = BertForSequenceClassification(BertConfig(**sizes, intermediate_size=64))
-    tokens = torch.zeros(2, 128, dtype=torch.int64)
-    model.classifier.bias = READ
-    return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-class Chooses(nn.Linear):
-    def forward(self, x):
-        if x.sum() > 0:  # line 32
-            x = 2 * x
-        return super().forward(x.flatten(1))
-
-def chooses():
-    return Chooses(3 * 32 * 32, 10)
-
-class Broken(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.view(7))
-
-def broken():
-    return Broken(3, 3)
-"""
-
-
-@pytest.fixture
-def mine(tmp_path):
-    (tmp_path / "mine.py").write_text(MODULE)
-    return tmp_path / "mine.py"
-
-
-ALONE = "SingleGPU"
-HALF = "half_precision"
-DDP = "torchrun_DDP"
-SHARDED = "FSDP"
-OFFLOAD = "FSDP_offload"
-ESTIMATED = [  # parameters and one sample's inputs, as numbers; what inputs are called; techniques
-    ("images", 8 * 28 + 45, 3 * 32 * 32, "images of 32x32", [DDP]),
-    ("regression", 1500 * 3000 + 6000, 1500, "inputs of 1000, 500", [HALF, DDP, SHARDED, OFFLOAD]),
-    ("bert", 37_154, 2 * 128 * 2, "inputs of 128", [HALF, DDP, SHARDED]),  # of eight bytes
-]
-
-
-@cases("name, parameters, inputs, called, others", ESTIMATED, lambda name, *_: name != "bert")
-def test_a_module_of_ones_own(name, parameters, inputs, called, others, mine):
-    """That takes images or what its example is, and returns logits, more than that, or a loss."""
-    if name == "bert":  # once, instead of in each predicted process
-        mine.write_text(f"from transformers import BertForSequenceClassification\n{MODULE}")
-    flags = f"--module {mine}:{name} -b 64 --gpus 2 --json --only {','.join([ALONE, *others])}"
-    found = json.loads(estimate(flags).stdout)
-    kinds = {row["technique"].split()[0]: row["kinds"] for row in reversed(found)}
-    kept = kinds[ALONE]
-    assert kept["parameters"] == pytest.approx(4 * parameters, rel=0.01, abs=25_000)
-    assert 64 * inputs * 4 <= kept["input"] <= 64 * inputs * 4 + 4096
-    assert found[0]["inputs"] == called and kept["activations"] > 0
-    assert kept["optimizer"] == pytest.approx(8 * parameters, rel=0.02, abs=50_000)  # AdamW's
-    if SHARDED in kinds:
-        half = pytest.approx(kept["parameters"] / 2, rel=0.01, abs=2**14)
-        assert kinds[SHARDED]["parameters"] == half
-    if DDP in kinds:
-        assert kinds[DDP]["input"] == pytest.approx(kept["input"] / 2, abs=4096)
-    if HALF in kinds:  # the module's forward casts, as in training
-        assert kinds[HALF]["input"] == kept["input"]
-
-
-@pytest.mark.parametrize("only", ["SingleGPU", pytest.param("DeepSpeed", marks=pytest.mark.full)])
-def test_a_branch_on_numbers_is_named(only, mine):
-    """Also where DeepSpeed's own questions are answered."""
-    failed = estimate(f"--module {mine}:chooses --gpus 2 --only {only}", code=2)
-    assert failed.stderr.startswith(f"estimate: error: {mine}:32: the model branches on the values")
-    assert failed.stderr.count("\n") == 1
-
-
 def test_a_row_that_fails_leaves_the_others():
     """The names are those of the table; a value of the user's replaces the row's; ranks that split
     the model do not divide the batch."""
@@ -351,13 +256,6 @@ def test_a_row_that_fails_leaves_the_others():
     assert ac.endswith("yes") and not any("--ac full" in line for line in lines)
     [fsdp] = [line for line in lines if line.startswith("FSDP   ")]
     assert "--tp" in fsdp or "--batch-size 4" in fsdp
-
-
-def test_an_error_of_ones_own_ends_at_ones_own_line(mine):
-    failed = estimate(f"--module {mine}:broken --gpus 1 --only SingleGPU", code=1)
-    first, place, *_, last = failed.stderr.splitlines()
-    assert first == "Traceback (most recent call last):" and place.startswith(f'  File "{mine}"')
-    assert failed.stderr.count("  File ") == 1 and last.startswith("RuntimeError: shape '[7]'")
 
 
 @cases("flags, words", PREDICTED, lambda flags, _: "resnet19" in flags)
