@@ -7,10 +7,13 @@ import re
 import pytest
 from conftest import ROOT, cases, launch, succeed
 
+from measure.estimates import GIVEN
+from report import predictions
 from report.results import read_result
 
 FRONT = read_result(ROOT, "front")["outputs"]
 PEAKS = [row["name"] for row in read_result(ROOT, "published")["peaks"]]
+OF_CODE = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/\S+#L\d+(-L\d+)?")
 FIT = json.loads((ROOT / "website/data/fit.json").read_text())["data"]["cells"]
 CELLS = {"{model} on {gpus} {memory}".format_map(cell): cell for cell in FIT}
 OLD = "what is on pages is old: measure it again by {}, then python benchmark.py --render".format
@@ -29,11 +32,27 @@ def test_predicted_peaks_of_the_readme(name):
 @cases("name", PEAKS, PEAKS[:1].__contains__)
 def test_predicted_peaks_beside_published_ones(name):
     command = ["python", "measure/estimates/language_models.py", name]
-    printed = succeed(command, forked=True, PYTHONPATH=str(ROOT)).stdout
+    printed = succeed(command, forked=True, timeout=900, PYTHONPATH=str(ROOT)).stdout
     of_tensors, reserved = (pytest.approx(int(n) / 2**30, rel=0.01) for n in printed.split())
     [row] = [row for row in read_result(ROOT, "published")["peaks"] if row["name"] == name]
     again = OLD("python benchmark.py --suite published")
     assert row["lowest"] == of_tensors and row["highest"] in (of_tensors, reserved), again
+
+
+def test_published_runs_cite_the_code_that_was_measured():
+    """Each option of a prediction was read in a line at a commit, or says that none was found."""
+    names = []
+    for row in GIVEN["runs"]:
+        names.append(row["name"])
+        options = GIVEN["because"][row.get("program", "script")]
+        for line in [row["because"], *options.values()]:
+            assert line == "not found" or OF_CODE.fullmatch(line), line
+    assert names == PEAKS
+
+
+def test_a_range_says_how_far_both_ends_are_off():
+    assert predictions.off({"published": 50, "lowest": 52, "highest": 52}) == "+4.0%"
+    assert predictions.off({"published": 50, "lowest": 40, "highest": 52}) == "-20.0% to +4.0%"
 
 
 @pytest.mark.full  # the largest models: the usual golden rows are those above

@@ -134,6 +134,7 @@ def one_graph(parameters: list[nn.Parameter], logits: torch.Tensor):
 
     hooks = [p.register_hook(partial(hold, p)) for p in parameters]
     yield
+    held.clear()  # the logits live on, and their hook with them
     for hook in hooks:
         hook.remove()
 

@@ -88,6 +88,24 @@ def predict(row: dict) -> tuple[int, int]:
     return of_tensors, reserved
 
 
+def predict_all(rows: list[dict]) -> list[tuple[int, int]]:
+    """The same of each row, in processes of its own. If a row has two ``smaller`` numbers of
+    layers, the tensors' peak is extrapolated from them, and nothing is said of what is reserved."""
+    parts = [row | {"layers": n} for row in rows for n in row.get("smaller", [row["layers"]])]
+    tasks = [partial(predict, part) for part in parts]
+    found = techniques.side_by_side(tasks, os.cpu_count())
+    peaks = []
+    for row in rows:
+        of_tensors, reserved = next(found)
+        if "smaller" in row:
+            few, more = row["smaller"]
+            of_more, _ = next(found)
+            of_tensors += (of_more - of_tensors) * (row["layers"] - few) // (more - few)
+            reserved = of_tensors
+        peaks.append((of_tensors, reserved))
+    return peaks
+
+
 def compare(row: dict, of_tensors: int, reserved: int) -> dict:
     """A run with what was published and the predicted range, in GiB."""
     found = {key: row[key] for key in ("name", "source", "memory")}
@@ -105,9 +123,9 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("runs/published"), metavar="DIR")
     args = parser.parse_args()
     if args.name:
-        return print(*predict(rows[args.name]))
-    tasks = [partial(predict, row) for row in rows.values()]
-    found = techniques.side_by_side(tasks, os.cpu_count())
+        [sizes] = predict_all([rows[args.name]])
+        return print(*sizes)
+    found = predict_all([*rows.values()])
     peaks = [compare(row, *sizes) for row, sizes in zip(rows.values(), found, strict=True)]
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "published.json").write_text(json.dumps({"peaks": peaks}, indent=1) + "\n")
