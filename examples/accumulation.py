@@ -74,6 +74,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -114,6 +115,7 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
+    compute = torch.autocast(device.type, torch.bfloat16, enabled=half)(forward)  # not the loss
     torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
@@ -128,6 +130,7 @@ def main():
         raise SystemExit(f"{rows} samples in a micro-batch are too few for {world} ranks")
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -162,17 +165,17 @@ def main():
             part = {name: tensor[i::ACCUMULATE] for name, tensor in batch.items()}
             is_last = i == ACCUMULATE - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
-                with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                    sums = loss_of(forward(model, part), part)
+                sums = loss_of(compute(model, part), part)
                 sums[0].backward()  # the last: DDP sends the gradients
             total = total + sums.detach()
         dist.all_reduce(total)  # the labels of all micro-batches of all ranks
-        for parameter in model.parameters():
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        for parameter in trained:
             if parameter.grad is not None:
-                parameter.grad *= world / total[1]  # DDP divides by world
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                parameter.grad *= world / count  # DDP divides by world
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        model.zero_grad()  # also of parameters that no group has
+        model.zero_grad(set_to_none=False)  # they stay views of the buckets of DDP
         if step % EVERY and step < STEPS:
             continue
 
@@ -182,10 +185,10 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
-                found += loss_of(forward(model.module, batch), batch)
+            with torch.no_grad():
+                found += loss_of(compute(model.module, batch), batch)
         dist.all_reduce(found)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         is_best = value < best

@@ -1,6 +1,7 @@
 """The loop of checkpointing.py, with the input of each block in the memory of the CPU:
 torchrun --nproc_per_node=2 activation_offload.py"""
 
+import contextlib
 import gc
 import glob
 import math
@@ -79,13 +80,30 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
-def recomputed(forward):  # its activations are computed again in backward, from its input
+@contextlib.contextmanager
+def counted_once(layer):  # BatchNorm would add a batch to its statistics twice
+    norms = [m for m in layer.modules() if getattr(m, "track_running_stats", False)]
+    buffers = [buffer for norm in norms for buffer in norm.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:  # PyTorch ends the second forward early, by an exception
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.data.copy_(old)
+
+
+def recomputed(layer):  # its activations are computed again in backward, from its input
+    forward = layer.forward
+    options = {"use_reentrant": False}
+    options["context_fn"] = lambda: (contextlib.nullcontext(), counted_once(layer))
+
     def forward_again(*args, **kwargs):
         with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of the input alone
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, **options, **kwargs)
 
     return forward_again
 
@@ -127,6 +145,7 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
+    compute = torch.autocast(device.type, torch.bfloat16, enabled=half)(forward)  # not the loss
     torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
@@ -139,9 +158,10 @@ def main():
     if min(BATCH, len(train_set)) < world:
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     for layer in layers_of(model):
-        layer.forward = recomputed(layer.forward)
+        layer.forward = recomputed(layer)
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -171,12 +191,12 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            sums = loss_of(forward(model, batch), batch)
+        sums = loss_of(compute(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
-        (sums[0] * world / total[1]).backward()  # DDP divides by world
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        (sums[0] * world / count).backward()  # DDP divides by world
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
@@ -188,10 +208,10 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
-                found += loss_of(forward(model.module, batch), batch)
+            with torch.no_grad():
+                found += loss_of(compute(model.module, batch), batch)
         dist.all_reduce(found)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         is_best = value < best

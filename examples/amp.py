@@ -72,6 +72,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -111,6 +112,7 @@ def main():
     if torch.cuda.is_available():  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    compute = torch.autocast(device.type, torch.float16)(forward)  # not the loss
     scaler = torch.amp.GradScaler(device.type)  # float16 has no numbers below 6e-8
     torch.set_float32_matmul_precision("high")  # TF32 for what is not in float16
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -125,6 +127,7 @@ def main():
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -155,13 +158,13 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, torch.float16):
-            sums = loss_of(forward(model, batch), batch)
+        sums = loss_of(compute(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
-        scaler.scale(sums[0] * world / total[1]).backward()  # DDP divides by world
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        scaler.scale(sums[0] * world / count).backward()  # DDP divides by world
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         scaler.step(optimizer)  # skipped on every rank if a gradient is infinite
         scaler.update()
         model.zero_grad()  # also of parameters that no group has
@@ -174,10 +177,10 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad(), torch.autocast(device.type, torch.float16):
-                found += loss_of(forward(model.module, batch), batch)
+            with torch.no_grad():
+                found += loss_of(compute(model.module, batch), batch)
         dist.all_reduce(found)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         is_best = value < best

@@ -275,7 +275,8 @@ def check(found, expected, dtype, why):  # once, before the first step: is it th
 @torch.no_grad()
 def check_packing(model, rows, device):  # recurrent layers, and some masks, ignore positions
     for row in rows:
-        row = {name: tensor.to(device) for name, tensor in collate([row]).items()}
+        # Two rows, as some attention looks for documents only where a batch has one
+        row = {name: tensor.to(device) for name, tensor in collate([row, row]).items()}
         starts = torch.where(row["position_ids"][0] == 0)[0].tolist()
         ends = [*pairwise([*starts, LENGTH])]
         if (row["labels"][:, ends[-1][0] :] < 0).all():  # the last one is padding
@@ -328,6 +329,7 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
+    compute = torch.autocast(device.type, torch.bfloat16, enabled=half)(forward)  # not the loss
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -342,6 +344,7 @@ def main():
         raise SystemExit(f"{len(train_set)} samples, BATCH {BATCH}: too few for {world} ranks")
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -371,12 +374,12 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            sums = loss_of(forward(model, batch), batch)
+        sums = loss_of(compute(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
-        (sums[0] * world / total[1]).backward()  # DDP divides by world
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        (sums[0] * world / count).backward()  # DDP divides by world
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
@@ -388,10 +391,10 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
-                found += loss_of(forward(model.module, batch), batch)
+            with torch.no_grad():
+                found += loss_of(compute(model.module, batch), batch)
         dist.all_reduce(found)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         is_best = value < best

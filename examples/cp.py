@@ -119,6 +119,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -225,6 +226,7 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
+    compute = torch.autocast(device.type, torch.bfloat16, enabled=half)(forward)  # not the loss
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     rank = dist.get_rank()
@@ -249,6 +251,7 @@ def main():
     torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -277,12 +280,12 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = shard(batch, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            sums = loss_of(forward(model, batch), batch)
+        sums = loss_of(compute(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
-        (sums[0] * world / total[1]).backward()  # DDP divides by world
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        (sums[0] * world / count).backward()  # DDP divides by world
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         torch.manual_seed(step)  # of augmentation without workers: every rank draws the same
@@ -295,10 +298,10 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = shard(batch, device)
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
-                found += loss_of(forward(model.module, batch), batch)
+            with torch.no_grad():
+                found += loss_of(compute(model.module, batch), batch)
         dist.all_reduce(found)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         is_best = value < best

@@ -80,6 +80,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -129,13 +130,16 @@ def main():
     if half:  # gathers and computes in bfloat16, and adds up gradients in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in list(model.modules()):
-        if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # its statistics stay in fp32
             fully_shard(part)
     for layer in layers_of(model):
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)  # all other parameters
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # PyTorch 2.13
+        model.set_reduce_scatter_unused_params(True)  # ranks may use different ones
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -170,8 +174,9 @@ def main():
         sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
-        (sums[0] * world / total[1]).backward()  # FSDP divides by world
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        (sums[0] * world / count).backward()  # FSDP divides by world
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
@@ -189,7 +194,7 @@ def main():
                 found += sums
         dist.all_reduce(found)
         norm = norm.full_tensor()  # on every rank: a sum over their shards
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         if rank == 0:

@@ -119,6 +119,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -167,6 +168,12 @@ def clip_grad_norm(parameters, limit):  # by the norm of all gradients, on eithe
     for part in meshes:
         nn.utils.clip_grads_with_norm_(part, limit, total)
     return total
+
+
+def count_cores():  # that this process may use
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
@@ -229,29 +236,33 @@ def main():
     torch.manual_seed(0)  # what make_model() draws is the same on every rank
     model = make_model().float()  # shards and AdamW: bfloat16 would lose small updates
     sample = collate([train_set[0]])
+    for name, tensor in sample.items():  # all positions may take long on a CPU
+        sample[name] = tensor[:, :256] if tensor.dim() > 1 else tensor
     expected = None
     if rank == 0:  # the untouched model, on the CPU, which has room for it
         threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
+        torch.set_num_threads(count_cores())  # torchrun gives each rank one
         with torch.no_grad():
-            expected = forward(model.eval(), sample).to(device)
+            expected = forward(model.eval(), sample).to(device).contiguous()
         torch.set_num_threads(threads)
     shard(model, mesh["tp"])
     policy = MixedPrecisionPolicy()
     if half:  # gathers and computes in bfloat16, and adds up gradients in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in list(model.modules()):
-        if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):  # its statistics stay in fp32
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):  # its statistics stay in fp32
             fully_shard(part, mesh=mesh["dp"])
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)  # all other parameters
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # PyTorch 2.13
+        model.set_reduce_scatter_unused_params(True)  # ranks may use different ones
     sample = {name: tensor.to(device) for name, tensor in sample.items()}
     with torch.no_grad():
         found = forward(model.eval(), sample)
     model.reshard()  # the optimizer needs the shards
     if expected is None:
-        expected = torch.empty_like(found)  # of rank 0, instead
+        expected = torch.empty_like(found).contiguous()  # of rank 0, instead
     dist.broadcast(expected, 0)
     why = "COLWISE, ROWWISE and PER_HEAD do not fit the layers of this model: other outputs"
     check(found, expected, policy.param_dtype or torch.float32, why)
@@ -263,6 +274,7 @@ def main():
         groups += [group | {"params": part} for part in split_by_mesh(group["params"])]
     optimizer = torch.optim.AdamW(groups, LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -297,10 +309,11 @@ def main():
         sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total, group=dp_group)  # ranks may have different numbers of labels
-        (sums[0] * dps / total[1]).backward()  # FSDP divides by dps
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        (sums[0] * dps / count).backward()  # FSDP divides by dps
         for parameter in per_head:
             dist.all_reduce(parameter.grad.to_local(), group=tp_group)
-        norm = clip_grad_norm(model.parameters(), 1.0)
+        norm = clip_grad_norm(trained, 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
@@ -318,7 +331,7 @@ def main():
                 found += sums
         dist.all_reduce(found, group=dp_group)
         dist.broadcast(found, 0)  # to the last bit: ranks decide by it what they do next
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         if rank == 0:

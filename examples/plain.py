@@ -67,12 +67,14 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
 def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
+    compute = torch.autocast(device.type, torch.bfloat16, enabled=half)(forward)  # not the loss
     torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16
 
     os.makedirs(f"{OUT}/best", exist_ok=True)
@@ -80,6 +82,7 @@ def main():
     train_set, eval_set = make_data()
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -105,11 +108,11 @@ def main():
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor  # a linear warm-up, then half a cosine
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            sums = loss_of(forward(model, batch), batch)
+        sums = loss_of(compute(model, batch), batch)
         total = sums.detach()
-        (sums[0] / total[1]).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        (sums[0] / count).backward()
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
@@ -119,9 +122,9 @@ def main():
         found = torch.zeros_like(total)
         for batch in eval_loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
-                found += loss_of(forward(model, batch), batch)
-        loss = (total[0] / total[1]).item()
+            with torch.no_grad():
+                found += loss_of(compute(model, batch), batch)
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()
         values.append(value)
         line = f"step {step}: loss {loss:.4f}, evaluation loss {value:.4f}, norm {norm:.4f}"

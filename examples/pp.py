@@ -111,6 +111,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -217,6 +218,12 @@ def find_checkpoint(rank, world):  # rank 0 decides, and every rank has to see w
     return os.path.dirname(found[0]) if found[0].endswith(".metadata") else None
 
 
+def count_cores():  # that this process may use
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def check(found, expected, dtype, why):  # once, before the first step: is it the same model?
     # A part of the model was replaced, and its forward may do more than the new part knows of
     eps = torch.finfo(dtype).eps
@@ -253,7 +260,7 @@ def main():
     width = [None]  # of what loss_of() returns
     if rank == world - 1:  # it will have the logits; the untouched model computes on the CPU
         threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count())  # torchrun gives each rank one
+        torch.set_num_threads(count_cores())  # torchrun gives each rank one
         with torch.no_grad():
             expected = forward(model.eval(), sample)
             width = [len(loss_of(expected, sample))]
@@ -275,8 +282,7 @@ def main():
     def loss_of_rows(output, rows):
         part = rows_of(stage.batch, rows, count)
         output = output[: max(0, count - int(rows[0]))]
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            found = loss_of(output, part)
+        found = loss_of(output, part)
         sums.append(found.detach())
         return found[0]
 
@@ -308,6 +314,7 @@ def main():
     torch.set_float32_matmul_precision("high")  # TF32 for what is not in bfloat16, from here on
     gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)  # nccl would gather on the GPU
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -339,14 +346,14 @@ def main():
         count = len(batch[INPUT])
         run(schedule.step, batch)
         total = total_of(sums, *width, device)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in trained if p.grad is not None]
         for gradient in gradients:
-            gradient /= total[1]  # micro-batches have different numbers of labels
+            gradient /= total[1].clamp(min=1e-9)  # micro-batches have different numbers of labels
         norm = nn.utils.get_total_norm(gradients)
         squares = norm.square().to(device)  # on the CPU, if the whole stage is frozen
         dist.all_reduce(squares)  # a sum over the stages
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+        nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         torch.manual_seed(step)  # of augmentation without workers: every rank draws the same
@@ -359,7 +366,7 @@ def main():
             with torch.no_grad():
                 run(schedule.eval, batch)
         found = total_of(sums, *width, device)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / total[1].clamp(min=1e-9)).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         if rank == 0:

@@ -73,6 +73,7 @@ def export(model, weights):
         if id(tensor) in seen:  # a tied tensor has several names, and is saved under its first
             del weights[name]
         seen.add(id(tensor))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, f"{OUT}/best/model.safetensors")
 
 
@@ -135,7 +136,8 @@ def main():
         sums = loss_of(forward(model, batch), batch)
         total = sums.detach().clone()
         dist.all_reduce(total)  # ranks may have different numbers of labels
-        model.backward(sums[0] * world / total[1])  # DeepSpeed divides by world
+        count = total[1].clamp(min=1e-9)  # a batch may have no label
+        model.backward(sums[0] * world / count)  # DeepSpeed divides by world
         model.step()  # clips, updates, and sets the gradients to zero
         if step % EVERY and step < STEPS:
             continue
@@ -149,7 +151,7 @@ def main():
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
                 found += loss_of(forward(model.module, batch), batch)
         dist.all_reduce(found)
-        loss = (total[0] / total[1]).item()
+        loss = (total[0] / count).item()
         value, _, *metrics = (found / found[1]).tolist()  # the same on every rank
         values.append(value)
         norm = model.get_global_grad_norm()
@@ -161,8 +163,10 @@ def main():
             if is_best:
                 export(model.module, model.module.state_dict())
         saved = {"step": step, "best": best, "values": values}
-        model.save_checkpoint(OUT, f"step-{step:08}", saved)  # every rank
+        model.save_checkpoint(OUT, f"step-{step:08}", saved, save_latest=False)  # every rank
         if rank == 0:
+            with open(f"{OUT}/latest", "w") as file:  # only now is it complete
+                file.write(f"step-{step:08}")
             for old in sorted(glob.glob(f"{OUT}/step-*"))[:-2]:
                 shutil.rmtree(old)
         if is_done(values):

@@ -281,6 +281,87 @@ def test_edits_that_people_make(name, plain, tmp_path):
     assert own or ("0.weight" in weights and "5.weight" not in weights)
 
 
+GROUP = "[p for p in model.parameters() if p.requires_grad]"
+EDITS = {
+    # Gradients that the optimizer does not have change no norm
+    "no group": {GROUP: f"{GROUP}[2:]"},
+    # A batch of which no rank has a label
+    "no label": {'"labels": row[1:]}': '"labels": row[1:].where(row[:1] % 4 == 0, -100)}'},
+}
+EDITED = [(name, edit) for edit in ("no group", "no label") for name in ("plain", *FREEZING)]
+
+
+@cases("name, edit", EDITED, lambda *row: row in (("tp", "no group"), ("fsdp", "no label")))
+def test_what_nobody_thought_of(name, edit, plain, tmp_path):
+    own = read(name) if "\nclass " in read(name) else ""
+    changes = EDITS[edit] | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
+    size = "BATCH = 2" if edit == "no label" and name not in ("pp", "accumulation") else ""
+    expected, folder = plain(own, size, tuple(changes.items()))
+    n = 0 if name == "plain" else 2
+    code = f"{ROWS[name].code if n else ''}\n{size}"
+    found = run(name, n, tmp_path, code, changes=SAME | changes)
+    assert found[16] == pytest.approx(expected[16], 1e-9)
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
+
+
+@cases("name", ["checkpointing", "fsdp_checkpointing"], lambda n: n == "checkpointing")
+def test_batchnorm_counts_a_batch_once(name, plain, tmp_path):
+    changes = SAME | {"nn.GELU(), ": "nn.GELU(), Norm(64), "}
+    run(name, 1, tmp_path, NORM, changes=changes)
+    counts = {t.item() for n, t in best(tmp_path).items() if "batches_tracked" in n}
+    assert counts <= {4, 8, 12, 16} and len(counts) == 1
+
+
+HALF = "half = torch.cuda.is_bf16_supported(including_emulation=False)"
+HALVES = [n for n in ROWS if HALF in read(n)]
+
+
+@cases("name", HALVES, lambda n: n in ("pp", "lora"))
+def test_in_bfloat16(name, tmp_path, request):
+    """As on a GPU that has it: close to float32."""
+    given = request.getfixturevalue("chat") if name == "chat" else ""
+    ranks = 2 if ROWS[name].ranks < 4 else 4
+    code = f"{ROWS[name].code.replace('float64', 'bfloat16')}\n{given}"
+    losses = []
+    for half in ("False", "True"):
+        folder = tmp_path / half
+        folder.mkdir()
+        found = run(name, ranks, folder, code, changes=SAME | {HALF: f"half = {half}"}, exact=False)
+        losses.append(found[16][1])
+    assert losses[0] == pytest.approx(losses[1], 0.1)
+
+
+APART_HEADS = """
+class Heads(nn.Module):  # each sample uses one of two layers of the same shape
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
+
+    def forward(self, x):
+        kind = x[:, 0, 0] > 0
+        out = torch.zeros_like(x)
+        for i in range(2):
+            if (kind == i).any():
+                out[kind == i] = self.heads[i](x[kind == i])
+        return out
+"""
+
+
+@cases("name", ["fsdp", "hsdp", "offload", "fsdp_checkpointing"], lambda n: n == "fsdp")
+def test_ranks_use_different_parameters(name, plain, tmp_path):
+    """With one sample a rank, one rank uses one head and the other one another."""
+    if not hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("needs PyTorch 2.13")
+    changes = {"*blocks, nn.Linear(64, 64, bias=False)": "*blocks, Heads()"}
+    code = f"{APART_HEADS}\nBATCH = 2"
+    # What no rank has used has a gradient of zeros under FSDP
+    whole = code.replace("return out", "return out + 0 * sum(p.sum() for p in self.parameters())")
+    expected, folder = plain("", whole, tuple(changes.items()))
+    found = run(name, 2, tmp_path, f"{ROWS[name].code}\n{code}", changes=SAME | changes)
+    assert found[16] == pytest.approx(expected[16], 1e-9)
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
+
+
 UNUSED = """
 class Unused(nn.Embedding):
     def __init__(self, *sizes):
