@@ -442,10 +442,12 @@ def predict_file(path: Path, words: list[str]) -> None:
             fail(f"{path} trains on one GPU, not on --gpus {args.gpus}; copy examples/ddp.py")
         ranks = 0
     predict = partial(own_file.predict, module, ranks, has_half)
+    some = own_file.ranks_of(module, ranks)
     if args.fit:
-        found = fit.search_batch(tables.room_of(args), max(1, ranks), predict)
+        found = fit.search_batch(tables.room_of(args), max(1, ranks), predict, some)
     else:
-        [found] = techniques.side_by_side([predict], 1)
+        tasks = [partial(predict, rank=rank) for rank in some]
+        found = own_file.fullest(techniques.side_by_side(tasks, count_cores()))
     if found.mistake:
         stop(found)
     (tables.print_file_json if args.json else tables.print_file)(args, found)

@@ -16,7 +16,8 @@ LAYERS = """
 
 def layers_of(model):  # the blocks: of the list with the most parameters
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
-    return list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())))
+    sizes = [sum(p.numel() for p in part.parameters()) for part in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
 """
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
@@ -104,6 +105,9 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     bound = {one for part in theirs if part.is_import for one in part.names}
     taken = []  # of ours, in place of one of theirs or besides
     for part in ours:
+        if isinstance(part.node, ast.Expr) and isinstance(part.node.value, ast.Call):
+            needed |= reached(ours, part.uses)  # such as a registration
+            taken.append(part)
         clash = (part.names & kept & needed) - functions
         if isinstance(part.node, DEFINITIONS) and clash and part.text not in example:
             fail(f"both files have {min(clash)}, which are not the same: rename one")
@@ -122,7 +126,7 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
             merged.append(part)
     new = [part for part in taken if part not in merged and "OUT" not in part.names]
     roots = [part for part in merged if part.is_root]
-    first = [use for part in roots for use in part.uses]
+    first = [use for part in [*roots, *taken] if part.is_root for use in part.uses]
     used = reached([*merged, *new], [*first, *functions])
     merged = [part for part in merged if part.is_root or part.names & used]
     return write(merged, new, name, example_name)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 
 from estimator import tables, techniques
-from estimator.own_file import Found
+from estimator.own_file import Found, fullest
 from estimator.techniques import Prediction, Setup
 
 
@@ -28,14 +28,16 @@ def search(args, chosen: list[Setup], predict: Callable, at_once: int) -> list[P
     return found
 
 
-def search_batch(memory: float, unit: int, predict: Callable) -> Found:
+def search_batch(memory: float, unit: int, predict: Callable, ranks: list[int]) -> Found:
     """The prediction of a user's file for its largest BATCH that fits ``memory``, in bytes, a
-    multiple of ``unit``; or of the smallest one, if that does not fit."""
+    multiple of ``unit``; or of the smallest one, if that does not fit. ``ranks``: those of which
+    one has the highest peak."""
     search = trials(memory)
     found = {}
     n = next(search)
     while True:
-        [found[n]] = techniques.side_by_side([partial(predict, unit * n)], 1)
+        tasks = [partial(predict, batch=unit * n, rank=rank) for rank in ranks]
+        found[n] = fullest(techniques.side_by_side(tasks, 2))
         if found[n].mistake:
             return found[n]
         try:

@@ -113,14 +113,22 @@ class Found:
         return sum(message.sent for message in self.messages)
 
 
-def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 0) -> Found:
-    """Predict in this process, which cannot be used for anything else afterwards.
+def ranks_of(module: ModuleType, ranks: int) -> list[int]:
+    """The ranks of which one has the highest peak: of a pipeline, the first stage has most
+    micro-batches in flight, and the last one has the logits."""
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    return [0, ranks - 1] if "torch.distributed.pipelining" in text and ranks > 1 else [0]
+
+
+def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 0, rank: int = 0):
+    """Predict in this process, which cannot be used for anything else afterwards: :class:`Found`.
 
     Args:
         module: the file, from :func:`load`.
         ranks: of all machines; 0 for a file without a launcher.
         has_half: the GPU has bfloat16.
         batch: replaces the file's BATCH.
+        rank: that of this process.
     """
     if batch:
         module.BATCH = batch
@@ -130,7 +138,7 @@ def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 
         with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
             with contextlib.redirect_stdout(nothing):
                 run = Rehearsal(module, LiveBytes(finds_places=True), has_half, batch > 0)
-                run.run(ranks)
+                run.run(ranks, rank=rank)
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{place_of(error)}{trial.why_numbers(error)}"
     except SystemExit as error:
@@ -145,6 +153,11 @@ def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 
     else:
         run.report(found)
     return found
+
+
+def fullest(found: Iterable[Found]) -> Found:
+    """The rank with the highest peak; or one without a prediction."""
+    return max(found, key=lambda one: (bool(one.mistake), one.peak))
 
 
 class Rehearsal:
@@ -166,10 +179,10 @@ class Rehearsal:
         self.inputs = ""
         self.on_host = ("offloaded",)
 
-    def run(self, ranks: int | None, as_on_a_gpu: bool = True) -> None:
+    def run(self, ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
         """Run main(). With ``ranks=None``, one real rank on real tensors."""
         self.is_fake = ranks is not None
-        trial.prepare(ranks, as_on_a_gpu)
+        trial.prepare(ranks, as_on_a_gpu, rank)
         if ranks and ranks % MACHINE == 0:
             os.environ["LOCAL_WORLD_SIZE"] = str(MACHINE)
         torch.cuda.is_bf16_supported = lambda *_, **__: as_on_a_gpu and self.has_half
@@ -215,6 +228,11 @@ class Rehearsal:
             finally:
                 self.numbers.refuses -= 1
 
+        def find_checkpoint(*_) -> None:  # there is none
+            os.makedirs(f"{own.OUT}/best", exist_ok=True)
+
+        for name in {"find_checkpoint", "newest_checkpoint"} & {*vars(own)}:
+            setattr(own, name, find_checkpoint)
         own.make_model = made
         own.make_data = data
         for name in ("forward", "loss_of"):

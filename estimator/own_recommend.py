@@ -4,13 +4,15 @@ estimate.py init`` would write is predicted."""
 import contextlib
 import dataclasses
 import io
+import itertools
+import operator
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from estimator import compose, own_file
-from estimator.own_file import MACHINE, Found
+from estimator.own_file import MACHINE, Found, fullest
 
 # What each file of examples/ does to save memory, in the order in which to try them
 OFFLOADS = ("activation_offload", "offload")
@@ -32,10 +34,12 @@ def tasks_of(own: Path, examples: Path, gpus: int, has_half: bool) -> list[Calla
     """A prediction of each file: :class:`Found`, whose name is that of the example."""
     text = own.read_text(encoding="utf-8")
     paths = [examples / f"{name}.py" for name in names_for(gpus)]
-    return [partial(predict, path, text, own, gpus, has_half) for path in paths]
+    task = partial(predict, text=text, own=own, gpus=gpus, has_half=has_half)
+    last = [partial(task, path, rank=gpus - 1) for path in paths if path.stem == "pp"]
+    return [partial(task, path) for path in paths] + last
 
 
-def predict(example: Path, text: str, own: Path, gpus: int, has_half: bool) -> Found:
+def predict(example: Path, text: str, own: Path, gpus: int, has_half: bool, rank=0) -> Found:
     """In this process, which cannot be used for anything else afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"my_{example.stem}.py")
@@ -49,9 +53,12 @@ def predict(example: Path, text: str, own: Path, gpus: int, has_half: bool) -> F
             found = Found(example.stem, gpus, 0, mistake=complaint.getvalue().strip())
         else:
             ranks = gpus if own_file.is_launched(module) else 0
-            found = own_file.predict(module, ranks, has_half)
+            found = own_file.predict(module, ranks, has_half, rank=rank)
         mistake = found.mistake.removeprefix("estimate: error: ").replace(f"{folder}/", "")
         return dataclasses.replace(found, name=example.stem, mistake=mistake)
+
+
+name_of = operator.attrgetter("name")
 
 
 def rank(found: list[Found], room: int) -> tuple[list[Found], list[Found]]:
@@ -61,6 +68,7 @@ def rank(found: list[Found], room: int) -> tuple[list[Found], list[Found]]:
     def cost(one: Found) -> tuple:
         return one.name in OFFLOADS, one.name in RECOMPUTES, one.sent
 
+    found = [fullest(some) for _, some in itertools.groupby(sorted(found, key=name_of), name_of)]
     good = [one for one in found if one.kinds and one.peak <= room]
     others = [one for one in found if one not in good]
     others.sort(key=lambda one: (bool(one.mistake), one.peak))

@@ -54,11 +54,16 @@ def stand_in_for_objects(is_fake: bool) -> dict:
         if found is not None:
             found[:] = [value] * len(found)
 
-    def nothing(*_, **__):
+    def broadcast_object_list(values, src=0, *_, **__):
+        # Of an example, it is the number of sums that loss_of() returns, known to the last stage.
+        if dist.get_rank() != src:
+            values[:] = [2 if value is None else value for value in values]
+
+    def barrier(*_, **__):
         return None
 
     replaced = {"all_gather_object": all_gather_object, "gather_object": gather_object}
-    replaced |= {"broadcast_object_list": nothing, "barrier": nothing}
+    replaced |= {"broadcast_object_list": broadcast_object_list, "barrier": barrier}
     if not is_fake:
         return swap(dist, **replaced)
     make_group = dist.new_group

@@ -276,7 +276,7 @@ def print_file(args, found) -> None:
     machine = f", {in_words(here * found.host)} for {here} ranks" if here > 1 else ""
     print(f"CPU memory: {in_words(found.host)} per rank{machine}, {found.host_at}")
     if found.ranks > 1:
-        print(f"sends {found.sent / 1e9:,.2f} GB per step and GPU")
+        print(f"sends {in_bytes(found.sent)} per step and GPU")
     print(f"\nAt the peak, {found.at} runs: {found.at.text}")
     print("The lines that created most of what is allocated then, each with its largest tensor:")
     for line in found.lines[:LINES]:
@@ -297,6 +297,10 @@ def largest_of(line) -> str:
         file, number = line.place.library
         where = f" from {'/'.join(Path(file).parts[-2:])}:{number}"
     return f"{size}{kind}{where}, up to {dtype} {list(line.place.shape)}"
+
+
+def in_bytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def by_word(found) -> dict[str, int]:
@@ -349,7 +353,7 @@ def print_files(args, path, good: list, others: list) -> None:
     print(f"{path.name} as other files of examples/, on {room}:")
     print("without offload first, then without recomputation, then what sends least; per GPU")
     for number, one in enumerate(good, 1):
-        costs = [f"peak {in_words(one.peak)}", f"sends {one.sent / 1e9:,.2f} GB per step"]
+        costs = [f"peak {in_words(one.peak)}", f"sends {in_bytes(one.sent)} per step"]
         costs += [f"{in_words(one.host)} of CPU memory"]
         print(f"\n{number}. {one.name}: {', '.join(costs)}")
         print(f"   python estimate.py init my_{one.name}.py --from {one.name} --own {path}")

@@ -1,6 +1,7 @@
-"""Small models of many architectures, as functions for --module: see test_architectures.py. Those
-of transformers are in architectures.yaml."""
+"""Small models of many architectures, for test_architectures.py. Those of transformers are in
+architectures.yaml."""
 
+import inspect
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import torchvision
 import yaml
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 IMAGES = torch.zeros(2, 3, 32, 32)
 PLAIN = {"weights": None, "weights_backbone": None, "num_classes": 5}
@@ -84,8 +86,6 @@ class Translator(nn.Transformer):
 
 
 class Reader(nn.Module):
-    """Also a positional input that has no batch dimension."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.GRU(8, 16, batch_first=True)
@@ -105,12 +105,6 @@ def segmentation():
     return model, torch.zeros(2, 3, 64, 64), lambda out, _: out["out"].square().mean()
 
 
-def detector():
-    model = torchvision.models.detection.fcos_resnet50_fpn(**PLAIN)
-    targets = [{"boxes": torch.zeros(1, 4), "labels": torch.zeros(1, dtype=torch.int64)}] * 2
-    return model, ([*IMAGES], targets), lambda out, _: sum(out.values())
-
-
 def clip():
     return *listed("clip"), lambda out, _: out.logits_per_text.square().mean()
 
@@ -120,12 +114,45 @@ ARCHITECTURES = {
     "denoiser": denoiser,
     "residual": lambda: (Residual(), torch.zeros(2, 64, 32), lambda out, _: out.square().mean()),
     "translator": lambda: (Translator(), (torch.zeros(2, 16, 32), torch.zeros(2, 8, 32))),
-    "reader": lambda: (Reader(), (torch.zeros(2, 12, 8), torch.zeros(12, 8))),
+    "reader": lambda: (Reader(), (torch.zeros(2, 12, 8), torch.zeros(2, 12, 8))),
     "segmentation": segmentation,
-    "detector": detector,
     "video": lambda: (torchvision.models.video.mc3_18(num_classes=5), torch.zeros(2, 3, 4, 32, 32)),
     "swin": lambda: torchvision.models.swin_t(num_classes=5),
     "convnext": lambda: torchvision.models.convnext_tiny(num_classes=5),
     "clip": clip,
 }
-globals().update({name: partial(listed, name) for name in LISTED} | ARCHITECTURES)
+FUNCTIONS = {name: partial(listed, name) for name in LISTED} | ARCHITECTURES
+
+
+class Made:
+    """What a file of examples/ needs of an architecture. Its inputs have names, or their order."""
+
+    def __init__(self, name):
+        self.name = name
+        made = FUNCTIONS[name]()
+        _, batch, self.loss = (
+            (*made, None, None)[:3] if isinstance(made, tuple) else (0, IMAGES, None)
+        )
+        batch = (batch,) if torch.is_tensor(batch) else batch
+        self.in_order = isinstance(batch, tuple)
+        batch = dict(enumerate(batch)) if self.in_order else batch
+        self.samples = [{str(key): value[0] for key, value in batch.items()}] * 32
+
+    def make_model(self):
+        made = FUNCTIONS[self.name]()
+        return made[0] if isinstance(made, tuple) else made
+
+    def forward(self, model, batch):
+        return model(*batch.values()) if self.in_order else model(**inputs_of(model, batch))
+
+    def loss_of(self, output, batch):
+        if self.loss:
+            return self.loss(output, batch)
+        tensors = [output.logits] if hasattr(output, "logits") else tree_leaves(output)
+        return sum(tensor.float().square().sum() for tensor in tensors)
+
+
+def inputs_of(model, batch):
+    """Without what only the loss reads."""
+    names = inspect.signature(type(getattr(model, "module", model)).forward).parameters
+    return {name: tensor for name, tensor in batch.items() if name in names}

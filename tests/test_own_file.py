@@ -1,4 +1,4 @@
-"""estimate.py FILE: the user's file, unchanged, on fake tensors; and the file that `init` writes."""
+"""estimate.py FILE: the user's file, unchanged, on fake tensors; and the file that init writes."""
 
 import json
 import re
