@@ -427,79 +427,25 @@ def recommend(args, flags: list[str], at_once: int) -> None:
 # -------------------------------------------------------------------------------- a user's file
 
 
-def predict_file(path: Path, words: list[str]) -> None:
-    from estimator import fit, own_file, techniques
+def run_own(words: list[str]) -> None:
+    """What is asked of a user's file: its prediction, or with ``init`` to write one."""
+    from estimator import own_commands
 
-    args = parse_file_args(words)
+    if words[0] == "init":
+        return own_commands.init(words[1:], EXAMPLES)
+    args = parse_file_args(words[1:])
     check(args)
-    module = own_file.load(path)
     has_half = args.memory not in [GPUS[name][0] for name in WITHOUT_BFLOAT16]
     if args.recommend:
-        return recommend_file(args, path, has_half)
-    ranks = args.gpus
-    if not own_file.is_launched(module):
-        if "--gpus" in words and args.gpus > 1:
-            fail(f"{path} trains on one GPU, not on --gpus {args.gpus}; copy examples/ddp.py")
-        ranks = 0
-    predict = partial(own_file.predict, module, ranks, has_half)
-    some = own_file.ranks_of(module, ranks)
-    if args.fit:
-        found = fit.search_batch(tables.room_of(args), max(1, ranks), predict, some)
-    else:
-        tasks = [partial(predict, rank=rank) for rank in some]
-        found = own_file.fullest(techniques.side_by_side(tasks, count_cores()))
-    if found.mistake:
-        stop(found)
-    (tables.print_file_json if args.json else tables.print_file)(args, found)
-    tables.say_whether_it_fits(args, found)
-
-
-def recommend_file(args, path: Path, has_half: bool) -> None:
-    from estimator import own_recommend, techniques
-
-    tasks = own_recommend.tasks_of(path, EXAMPLES, args.gpus, has_half)
-    found = [*techniques.side_by_side(tasks, count_cores())]
-    good, others = own_recommend.rank(found, tables.room_of(args))
-    tables.print_files(args, path, good, others)
-    if not good:
-        fail(f"nothing fits {args.memory:g} GiB with {args.spare:g} GiB reserved; use a smaller "
-             "BATCH, or more --gpus")  # fmt: skip
-
-
-def init(words: list[str]) -> None:
-    """Write a file of examples/ with the functions of another file."""
-    from estimator import compose
-
-    parser = make_parser("Write a file of examples/ with your functions.\n\n"
-        "Command:    python estimate.py init my_tp.py --from tp --own my_fsdp.py\n"
-        "            python estimate.py init my_fsdp.py --from fsdp --model decoder")  # fmt: skip
-    flag = parser.add_argument_group("files").add_argument
-    flag("file", type=Path, metavar="FILE.py", help="the file to write, which must not exist")
-    flag("--from", dest="example", required=True, metavar="NAME", choices=names_in(EXAMPLES),
-         help=f"the technique, a file of examples/: {', '.join(names_in(EXAMPLES))}")  # fmt: skip
-    flag("--own", type=Path, metavar="FILE.py", help="your file, whose functions it gets")
-    flag("--model", choices=names_in(EXAMPLES / "own"), help="or functions of examples/own/")
-    flag("-h", "--help", action="help", help="print this help and exit")
-    args = parser.parse_args(words)
-    if args.own and args.model:
-        fail(f"--own {args.own} has its own model; leave out --model {args.model}")
-    own = EXAMPLES / "own" / f"{args.model}.py" if args.model else args.own
-    compose.init(args.file, EXAMPLES / f"{args.example}.py", own)
-    print(f"wrote {args.file}; predict its memory: python estimate.py {args.file} --gpus 8")
-
-
-def names_in(folder: Path) -> list[str]:
-    """The files with data, and not only with parts of a model."""
-    return sorted(p.stem for p in folder.glob("*.py") if "def make_data" in p.read_text())
+        return own_commands.recommend(args, Path(words[0]), EXAMPLES, has_half)
+    own_commands.predict(args, Path(words[0]), "--gpus" in words, has_half)
 
 
 def main() -> None:
     words = sys.argv[1:]
     try:
-        if words[:1] == ["init"]:
-            init(words[1:])
-        elif words and words[0].endswith(".py"):
-            predict_file(Path(words[0]), words[1:])
+        if words and (words[0] == "init" or words[0].endswith(".py")):
+            run_own(words)
         else:
             predict_all(*parse_args())
         sys.stdout.flush()
