@@ -11,7 +11,8 @@ from estimator.compose import compose
 
 EXAMPLES = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
 READY = sorted(name for name, text in EXAMPLES.items() if "\ndef forward(" in text)
-OTHERS = ("chat", "hsdp", "zero_deepspeed")  # need conversations, two ranks, its own launcher
+# They need conversations, a router's choices, several ranks, or their own launcher.
+OTHERS = ("chat", "ep", "fsdp_tp", "hsdp", "zero_deepspeed")
 ALONE = [name for name in READY if name not in OTHERS]
 
 
