@@ -90,7 +90,7 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     Args:
         name: of the new file, without .py; ``example_name`` likewise.
     """
-    if own and "def layers_of(" in example and "def layers_of(" not in own:
+    if lacks_layers(example, own):
         own += LAYERS
     theirs = parts_of(example)
     ours = parts_of(own)
@@ -132,6 +132,11 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     return write(merged, new, name, example_name)
 
 
+def lacks_layers(example: str, own: str) -> bool:
+    """Whether the example needs a ``layers_of`` that the functions do not have."""
+    return bool(own) and "def layers_of(" in example and "def layers_of(" not in own
+
+
 def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> str:
     imports = [part for part in parts if part.is_import]
     written = [part.text.strip() for part in imports]
@@ -154,8 +159,8 @@ def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> s
     return re.sub(r'^OUT = "[^"]*"', f'OUT = "runs/{name}"', text, flags=re.M)
 
 
-def init(path: Path, example: Path, own: Path | None) -> None:
-    """Write the file ``path``, which must not exist."""
+def init(path: Path, example: Path, own: Path | None) -> str:
+    """Write the file ``path``, which must not exist. Returns what the user has to look at."""
     if path.exists():
         fail(f"{path} exists; give a new name")
     if path.suffix != ".py":
@@ -165,3 +170,6 @@ def init(path: Path, example: Path, own: Path | None) -> None:
     text = example.read_text(encoding="utf-8")
     other = own.read_text(encoding="utf-8") if own else ""
     path.write_text(compose(text, other, path.stem, example.stem), encoding="utf-8")
+    if lacks_layers(text, other):
+        return f"{own} has no layers_of: check the one that was written, for the largest list"
+    return ""

@@ -65,5 +65,7 @@ def init(words: list[str], examples: Path) -> None:
     args = parser.parse_args(words)
     if args.example not in names:
         fail(f"--from {args.example}: no such file of examples/; use one of {listed}")
-    compose.init(args.file, examples / f"{args.example}.py", args.own)
+    note = compose.init(args.file, examples / f"{args.example}.py", args.own)
     print(f"wrote {args.file}; predict its memory: python estimate.py {args.file} --gpus 8")
+    if note:
+        print(note)

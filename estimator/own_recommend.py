@@ -14,13 +14,12 @@ from pathlib import Path
 from estimator import compose, own_file
 from estimator.own_file import MACHINE, Found, fullest
 
-# What each file of examples/ does to save memory, in the order in which to try them
-OFFLOADS = ("activation_offload", "offload")
-RECOMPUTES = ("checkpointing", "fsdp_checkpointing", "activation_offload")
+# The order in which to use them, if they fit: first what divides the batch alone and waits for
+# nothing, then what computes twice, then what splits the model, then copies to CPU memory
+TRIED = ("plain", "ddp", "accumulation", "fsdp", "hsdp", "optimizer_in_backward", "chunked_loss")
+TRIED += ("zero", "checkpointing", "fsdp_checkpointing", "tp", "fsdp_tp", "pp", "cp", "ep")
+TRIED += ("activation_offload", "offload")
 ALONE = ("plain", "checkpointing", "activation_offload", "offload")  # of use on one GPU
-TRIED = ("plain", "ddp", "accumulation", "zero", "fsdp", "hsdp", "optimizer_in_backward")
-TRIED += ("chunked_loss", "checkpointing", "fsdp_checkpointing", "tp", "fsdp_tp", "pp", "cp", "ep")
-TRIED += OFFLOADS
 
 
 def names_for(gpus: int) -> Iterator[str]:
@@ -62,14 +61,11 @@ name_of = operator.attrgetter("name")
 
 
 def rank(found: list[Found], room: int) -> tuple[list[Found], list[Found]]:
-    """Those that fit ``room`` bytes: without offload first, then without recomputation, then what
-    sends least. And all others, by their peak; those without a prediction last."""
-
-    def cost(one: Found) -> tuple:
-        return one.name in OFFLOADS, one.name in RECOMPUTES, one.sent
-
+    """Those that fit ``room`` bytes, in the order of ``TRIED``; and all others, by their peak, and
+    last those without a prediction."""
     found = [fullest(some) for _, some in itertools.groupby(sorted(found, key=name_of), name_of)]
     good = [one for one in found if one.kinds and one.peak <= room]
     others = [one for one in found if one not in good]
     others.sort(key=lambda one: (bool(one.mistake), one.peak))
-    return sorted(good, key=cost), others
+    good.sort(key=lambda one: TRIED.index(one.name))
+    return good, others

@@ -351,12 +351,14 @@ def print_files(args, path, good: list, others: list) -> None:
     """Print the files of examples/ that fit with the functions of ``path``, and the others."""
     room = f"{args.gpus} GPUs of {args.memory:.1f} GiB, {args.spare:.1f} reserved"
     print(f"{path.name} as other files of examples/, on {room}:")
-    print("without offload first, then without recomputation, then what sends least; per GPU")
+    print("what divides only the batch first, then what recomputes, splits or offloads; per GPU")
     for number, one in enumerate(good, 1):
         costs = [f"peak {in_words(one.peak)}", f"sends {in_bytes(one.sent)} per step"]
         costs += [f"{in_words(one.host)} of CPU memory"]
         print(f"\n{number}. {one.name}: {', '.join(costs)}")
-        print(f"   python estimate.py init my_{one.name}.py --from {one.name} --own {path}")
+        to = f"my_{one.name}.py"
+        write = f"python estimate.py init {to} --from {one.name} --own {path}"
+        print(f"   {to + ' is there' if Path(to).exists() else write}")
     print()
     for one in others:
         print(f"{one.name}: {one.mistake or 'needs ' + in_words(one.peak)}")

@@ -196,6 +196,17 @@ def total_of(sums, width, device):  # of all micro-batches, from the rank of the
     return total
 
 
+def average_and_clip(parameters, count, limit):  # no reference to a gradient stays
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient in gradients:
+        gradient /= count.clamp(min=1e-9)  # micro-batches have different numbers of labels
+    norm = nn.utils.get_total_norm(gradients)
+    squares = norm.square().to(count.device)  # on the CPU, if the whole stage is frozen
+    dist.all_reduce(squares)  # a sum over the stages
+    nn.utils.clip_grads_with_norm_(parameters, limit, squares.sqrt())
+    return squares.sqrt()
+
+
 def drop_unsaved(model, optimizer, folder):  # of parameters that never had a gradient
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved = {name.rpartition(".")[0] for name in saved}
@@ -346,14 +357,7 @@ def main():
         count = len(batch[INPUT])
         run(schedule.step, batch)
         total = total_of(sums, *width, device)
-        gradients = [p.grad for p in trained if p.grad is not None]
-        for gradient in gradients:
-            gradient /= total[1].clamp(min=1e-9)  # micro-batches have different numbers of labels
-        norm = nn.utils.get_total_norm(gradients)
-        squares = norm.square().to(device)  # on the CPU, if the whole stage is frozen
-        dist.all_reduce(squares)  # a sum over the stages
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
+        norm = average_and_clip(trained, total[1], 1.0)
         optimizer.step()
         model.zero_grad()  # also of parameters that no group has
         torch.manual_seed(step)  # of augmentation without workers: every rank draws the same
