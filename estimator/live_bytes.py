@@ -133,12 +133,14 @@ class LiveBytes(TorchDispatchMode):
         """Bytes of all live tensors."""
         return sum(size for _, size in self.alive.values())
 
-    def at_peak(self, without: tuple[str, ...] = ()) -> tuple[Place | None, dict[int, int]]:
-        """The peak since :meth:`begin_step`: the line that runs then, and the bytes of each
-        storage, by its number."""
+    def at_peak(
+        self, without: tuple[str, ...] = (), stop: int | None = None
+    ) -> tuple[Place | None, dict[int, int]]:
+        """The peak since :meth:`begin_step`, within the first ``stop`` changes: the line that runs
+        then, and the bytes of each storage, by its number."""
         totals = []  # after each change
         total = 0
-        for number, size in self.changes:
+        for number, size in self.changes[:stop]:
             total += 0 if self.kinds[number] in without else size
             totals.append(total)
         measured = range(max(0, self.begin - 1), len(totals))

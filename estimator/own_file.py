@@ -96,7 +96,8 @@ class Found:
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
     lines: list[Line] = dataclasses.field(default_factory=list)  # likewise, largest first
     at: Place | None = None  # the line that runs at the peak
-    host: int = 0  # bytes in CPU memory
+    host_each: int = 0  # bytes in CPU memory of every rank, until the evaluation
+    host: int = 0  # of rank 0, which also exports
     host_at: str = ""  # when
     messages: list[Message] = dataclasses.field(default_factory=list)  # of a step
     inputs: str = ""  # shapes of this rank's batch
@@ -175,6 +176,7 @@ class Rehearsal:
         self.eval_set = None
         self.step = 0
         self.sent = None  # number of messages when the step ends
+        self.trained = None  # likewise of changes
         self.built = 0  # bytes of the model in CPU memory
         self.inputs = ""
         self.on_host = ("offloaded",)
@@ -276,6 +278,7 @@ class Rehearsal:
         if not is_training:
             if self.sent is None:
                 self.sent = len(self.live.messages)
+                self.trained = len(self.live.changes)
         else:
             self.step += 1
             if self.step <= STEPS:
@@ -308,7 +311,10 @@ class Rehearsal:
             found.kinds[live.kinds[number]] += size
         found.lines = lines_of(live, alive)
         on_gpu = set(live.KINDS) - set(self.on_host)
-        at, offloaded = live.at_peak((*on_gpu, "update"))  # the CPU's optimizer is fused
+        not_on_host = (*on_gpu, "update")  # the CPU's optimizer is fused
+        at, offloaded = live.at_peak(not_on_host)
+        _, of_each = live.at_peak(not_on_host, self.trained)
+        found.host_each = max(self.built, sum(of_each.values()))
         found.host = sum(offloaded.values())
         found.host_at = f"at {at}" if at else ""
         if self.built > found.host:

@@ -273,8 +273,10 @@ def print_file(args, found) -> None:
     parts = [f"{name} {in_words(size)}" for name, size in by_word(found).items() if size > 2**14]
     print(textwrap.fill(", ".join(parts), WIDTH, initial_indent="  ", subsequent_indent="  "))
     here = min(found.ranks, MACHINE)
-    machine = f", {in_words(here * found.host)} for {here} ranks" if here > 1 else ""
-    print(f"CPU memory: {in_words(found.host)} per rank{machine}, {found.host_at}")
+    machine = f", {in_words(here * found.host_each)} for {here} ranks" if here > 1 else ""
+    first = f"; {in_words(found.host)} on rank 0, {found.host_at}"
+    first = first if found.host > found.host_each else ""
+    print(f"CPU memory: {in_words(found.host_each)} per rank{machine}{first}")
     if found.ranks > 1:
         print(f"sends {in_bytes(found.sent)} per step and GPU")
     print(f"\nAt the peak, {found.at} runs: {found.at.text}")
@@ -327,7 +329,8 @@ def print_file_json(args, found) -> None:
     row = {
         "file": found.name, "gpus": max(1, found.ranks), "batch": found.batch,
         "inputs": found.inputs, "peak": found.peak, "kinds": found.kinds, "host": found.host,
-        "host_at": found.host_at, "sent": found.sent, "at": str(found.at), "lines": lines,
+        "host_each": found.host_each, "host_at": found.host_at, "sent": found.sent,
+        "at": str(found.at), "lines": lines,
         "stand_ins": found.stand_ins,
     }  # fmt: skip
     if args.memory:
