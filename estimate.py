@@ -443,9 +443,13 @@ def run_own(words: list[str]) -> None:
 
 def main() -> None:
     words = sys.argv[1:]
+    files = [word for word in words if word.endswith(".py")]
     try:
-        if words and (words[0] == "init" or words[0].endswith(".py")):
+        if words[:1] == ["init"]:
             run_own(words)
+        elif files:
+            words.remove(files[0])
+            run_own([files[0], *words])
         else:
             predict_all(*parse_args())
         sys.stdout.flush()

@@ -313,8 +313,8 @@ def main():
         (sums[0] / count).backward()  # experts get the gradients of all ranks' tokens
         used = torch.tensor([p.grad is not None for p in whole], device=device).int()
         dist.all_reduce(used)  # a rank's samples may leave out what those of another one use
-        for p, count in zip(whole, used.tolist(), strict=True):
-            if count:
+        for p, uses in zip(whole, used.tolist(), strict=True):
+            if uses:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad)
         norm = clip_grad_norm(trained, 1.0)

@@ -16,6 +16,7 @@ USUAL = {"make_model", "layers_of", "make_data", "collate", "order", "forward", 
 USUAL |= {"groups_of", "is_done", "export"}  # what a user replaces
 USUAL |= {"clip_grad_norm", "recomputed", "find_checkpoint", "newest_checkpoint", "drop_unsaved"}
 USUAL |= {"check", "check_packing", "parents_of", "files_of", "end_if"}  # of several examples
+USUAL |= {"count_cores", "average_and_clip", "full", "rows_of", "total_of"}
 USUAL |= {"parse", "clean", "with_object", "is_learned", "without", "is_same"}  # a line of chat.py
 MARK = re.compile(r"# (right|wrong)")
 RESUMING = re.compile(r"^    (?:if folder|saved = |if files).*?(?=^$|^    model = )", re.M | re.S)

@@ -47,7 +47,7 @@ BUDGETS = {
     "libraries": 730,
     "jobs": 2100,
     "report": 930,
-    "estimator": 2400,
+    "estimator": 2410,
     "inference": 370,
     "website": 565,
     "measure": 1730,
