@@ -40,7 +40,6 @@ from techniques import TECHNIQUES
 # GiB, and dense TFLOP/s in half precision
 GPUS = {name: (gpu["gib"], gpu["half"]) for name, gpu in flops.GPUS.items() if "gib" in gpu}
 MFU = json.loads(Path(__file__).with_name("estimator").joinpath("mfu.json").read_text())["rows"]
-WITHOUT_BFLOAT16 = ("T4",)
 EXAMPLES = Path(__file__).parent / "examples"
 SPARE = 1.5, 0.07  # GiB, or this fraction of --memory if larger, as fragmentation grows
 
@@ -433,23 +432,20 @@ def run_own(words: list[str]) -> None:
 
     if words[0] == "init":
         return own_commands.init(words[1:], EXAMPLES)
-    args = parse_file_args(words[1:])
+    path = next(word for word in words if word.endswith(".py"))
+    words.remove(path)
+    args = parse_file_args(words)
     check(args)
-    has_half = args.memory not in [GPUS[name][0] for name in WITHOUT_BFLOAT16]
     if args.recommend:
-        return own_commands.recommend(args, Path(words[0]), EXAMPLES, has_half)
-    own_commands.predict(args, Path(words[0]), "--gpus" in words, has_half)
+        return own_commands.recommend(args, Path(path), EXAMPLES)
+    own_commands.predict(args, Path(path), "--gpus" in words)
 
 
 def main() -> None:
     words = sys.argv[1:]
-    files = [word for word in words if word.endswith(".py")]
     try:
-        if words[:1] == ["init"]:
+        if words[:1] == ["init"] or any(word.endswith(".py") for word in words):
             run_own(words)
-        elif files:
-            words.remove(files[0])
-            run_own([files[0], *words])
         else:
             predict_all(*parse_args())
         sys.stdout.flush()

@@ -5,9 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from estimator import compose, fit, own_file, own_recommend, tables, techniques
+from harness import flops
 from harness.cli import fail, make_parser
 from harness.world import count_cores
 
+WITHOUT_BFLOAT16 = ("T4",)
 INIT = """Write a file of examples/ with your functions.
 
 Command:    python estimate.py init my_fsdp.py --from fsdp --own examples/own/decoder.py
@@ -15,7 +17,12 @@ Command:    python estimate.py init my_fsdp.py --from fsdp --own examples/own/de
 """
 
 
-def predict(args, path: Path, gpus_are_given: bool, has_half: bool) -> None:
+def has_half(memory: float | None) -> bool:
+    """Whether the GPU with this memory, in GiB, has bfloat16."""
+    return memory not in [flops.GPUS[name]["gib"] for name in WITHOUT_BFLOAT16]
+
+
+def predict(args, path: Path, gpus_are_given: bool) -> None:
     """Predict the file, or with ``--fit`` the largest BATCH of it."""
     module = own_file.load(path)
     ranks = args.gpus
@@ -24,7 +31,7 @@ def predict(args, path: Path, gpus_are_given: bool, has_half: bool) -> None:
             fail(f"{path} trains on one GPU, not on --gpus {ranks}; write a file of several: "
                  f"python estimate.py init my_ddp.py --from ddp --own {path}")  # fmt: skip
         ranks = 0
-    one = partial(own_file.predict, module, ranks, has_half)
+    one = partial(own_file.predict, module, ranks, has_half(args.memory))
     some = own_file.ranks_of(module, ranks)
     if args.fit:
         found = fit.search_batch(tables.room_of(args), max(1, ranks), one, some)
@@ -40,10 +47,10 @@ def predict(args, path: Path, gpus_are_given: bool, has_half: bool) -> None:
     tables.say_whether_it_fits(args, found)
 
 
-def recommend(args, path: Path, examples: Path, has_half: bool) -> None:
+def recommend(args, path: Path, examples: Path) -> None:
     """Predict the files of ``examples`` with the functions of this file."""
     own_file.load(path)
-    tasks = own_recommend.tasks_of(path, examples, args.gpus, has_half)
+    tasks = own_recommend.tasks_of(path, examples, args.gpus, has_half(args.memory))
     found = [*techniques.side_by_side(tasks, count_cores())]
     good, others = own_recommend.rank(found, tables.room_of(args))
     tables.print_files(args, path, good, others)
