@@ -140,6 +140,7 @@ def main():
         model.set_reduce_scatter_unused_params(True)  # ranks may use different ones
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
     start = 0
     best = math.inf
     values = []
@@ -164,7 +165,7 @@ def main():
         optimizer.step()  # skips all other parameters, which have no gradient
         parameter.grad = None
 
-    for parameter in model.parameters():
+    for parameter in trained:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(update)
 
@@ -187,6 +188,7 @@ def main():
         squares.zero_()
         count = total[1].clamp(min=1e-9)  # a batch may have no label
         (sums[0] * world / count).backward()  # FSDP divides by world
+        model.zero_grad()  # also of parameters that no group has
         if step % EVERY and step < STEPS:
             continue
 

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 ROWS = {name: Row(**row) for name, row in TABLES["examples"].items()}
 ADAPTED = (("    optimizer =", "    adapt(model)\n    optimizer ="),)  # LoRA
-UNCLIPPED = (("model.parameters(), 1.0)", "model.parameters(), math.inf)"),)
+UNCLIPPED = (("clip_grad_norm_(trained, 1.0)", "clip_grad_norm_(trained, math.inf)"),)
 ONE_DISK = ("ddp", "amp", "accumulation", "zero")  # rank 0 reads and writes, for all ranks
 APART = "\nos.makedirs(os.environ['RANK'], exist_ok=True)\nos.chdir(os.environ['RANK'])"
 SAME = {  # in a copy; and ranks have different numbers of labels
@@ -393,6 +393,12 @@ def test_examples_stand_alone():
 
 DIFFER = {"chat": {"make_model", "make_data", "forward", "export"}, "lora": {"export"}}
 DIFFER |= dict.fromkeys(("tp", "pp", "ep", "cp", "fsdp_tp"), {"make_model"})  # named blocks
+
+
+def test_what_is_edited_is_there():
+    """An edit of the plain loop that finds nothing would compare a loop with itself."""
+    for old in (*SAME, *FROZEN, *TIED, *dict(UNCLIPPED), *UNSEEDED, GROUP):
+        assert old in read("plain") + read("ep"), old
 
 
 def functions_in(name):
