@@ -31,12 +31,13 @@ def set_timeouts(seconds: float) -> None:
         set_timeout(timedelta(seconds=seconds), group)
 
 
-def read_recorder() -> dict:
+def read_recorder(stacks: bool = True) -> dict:
     """PyTorch's record: ``entries``, one per collective, and ``pg_config``, one per group. It
-    includes send and receive only for NCCL."""
+    includes send and receive only for NCCL. Without ``stacks`` it is read at once: to look up the
+    lines of the first takes seconds."""
     own = torch._C._distributed_c10d
     read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
-    recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=True))
+    recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=stacks))
     recorded["pg_config"] = {  # empty with gloo, but PyTorch's tool needs it
         g["pg_name"]: {"name": g["pg_name"], "desc": g["pg_desc"], "ranks": str(g["ranks"])}
         for g in c10d._get_all_pg_configs()

@@ -1,0 +1,157 @@
+"""Judge what you wrote in exercises/: on 1, 2 and more ranks, against one process in float64.
+
+Command:    python exercises/check.py           what is done, and what is next
+            python exercises/check.py fsdp      one exercise
+            python exercises/check.py fsdp --answers exercises/solutions
+Exit code   0 if all that was judged is right, 1 if not.
+"""
+
+import argparse
+import ast
+import importlib.util
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # the names of exercises are not those of modules
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; several ranks share the cores
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+from exercises.judge import data_parallel, model_parallel, one_gpu  # noqa: E402
+from exercises.judge.ranks import run  # noqa: E402
+from exercises.judge.verdict import counted, judge  # noqa: E402
+from harness.cli import fail, make_parser  # noqa: E402
+
+EXERCISES = {  # in the order of the course: the check, and the numbers of ranks
+    "mean": (data_parallel.mean, (1, 2, 3)),
+    "buckets": (data_parallel.buckets, (1, 2, 3)),
+    "token_weights": (data_parallel.token_weights, (1, 2, 3)),
+    "recompute": (one_gpu.recompute, (1,)),
+    "zero": (data_parallel.zero, (1, 2, 3)),
+    "fsdp": (data_parallel.fsdp, (1, 2, 4)),
+    "tensor_parallel": (model_parallel.tensor_parallel, (1, 2, 3)),
+    "sequence_parallel": (model_parallel.sequence_parallel, (1, 2, 3)),
+    "pipeline": (model_parallel.pipeline, (1,)),
+    "ring": (model_parallel.ring, (1, 2, 3)),
+    "experts": (model_parallel.experts, (1, 2, 3)),
+    "lora": (one_gpu.lora, (1,)),
+    "loss_scaling": (data_parallel.loss_scaling, (1, 2, 3)),
+    "three_mistakes": (data_parallel.three_mistakes, (1, 2, 3)),
+}
+
+
+def functions_of(path: Path) -> dict[str, bool]:
+    """The functions of a file, methods with their class, and whether each is still to be written.
+
+    Raises:
+        SyntaxError: the file is no Python.
+    """
+    tree = ast.parse(path.read_text(), str(path))
+    found = {}
+    classes = [("", tree)]
+    classes += [(f"{c.name}.", c) for c in tree.body if isinstance(c, ast.ClassDef)]
+    for prefix, owner in classes:
+        for function in owner.body:
+            if isinstance(function, ast.FunctionDef):
+                last = ast.unparse(function.body[-1])
+                found[prefix + function.name] = last.startswith("raise NotImplementedError")
+    return found
+
+
+def title_of(name: str) -> str:
+    """The first line of an exercise."""
+    return ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())).splitlines()[0]
+
+
+def begun(name: str, path: Path) -> str:
+    """Why there is nothing to judge yet, or nothing."""
+    wanted = functions_of(HERE / "solutions" / f"{name}.py")
+    try:
+        theirs = functions_of(path)
+    except FileNotFoundError:
+        return f"not begun: there is no file {path}"
+    except SyntaxError as error:
+        return f"cannot be read: line {error.lineno}: {error.msg}"
+    missing = [f"{function}()" for function in wanted if function not in theirs]
+    if missing:
+        return f"not begun: {path.name} does not define {', '.join(missing)}"
+    empty = [f"{function}()" for function in wanted if theirs[function]]
+    if empty and len(empty) == sum(functions_of(HERE / f"{name}.py").values()):
+        return f"not begun: write {', '.join(empty)} in {os.path.relpath(path)}"
+    return ""
+
+
+def load(path: Path):
+    """The module of a file."""
+    spec = importlib.util.spec_from_file_location(f"answer_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def task_of(check, path: Path):
+    yield from check(load(path))
+
+
+def verdict(name: str, folder: Path, patience: float) -> tuple[bool, str]:
+    """Whether an answer is right, and a sentence."""
+    path = folder / f"{name}.py"
+    nothing = begun(name, path)
+    if nothing:
+        return False, nothing
+    check, sizes = EXERCISES[name]
+    outcomes = {}
+    for ranks in sizes:
+        outcomes[ranks] = run(partial(task_of, check, path), ranks, path, patience)
+        if outcomes[ranks].end:
+            break  # more ranks would end in the same way
+    wrong = judge(outcomes)
+    return not wrong, wrong or f"right on {counted(sizes)}"
+
+
+def make_flags() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
+    flag = parser.add_argument
+    flag("exercise", nargs="?", help="one of " + ", ".join(EXERCISES))
+    flag("--answers", type=Path, default=HERE, metavar="FOLDER", help="where the answers are")
+    about = "seconds that silent ranks may take, before they are asked (default: 5)"
+    flag("--patience", type=float, default=5, metavar="S", help=about)
+    flag("-h", "--help", action="help", help="print this help and exit")
+    return parser
+
+
+def show_all(folder: Path, patience: float) -> bool:
+    """Print a line for each exercise. Only those that were begun take time."""
+    done = {}
+    following = ""
+    for name in EXERCISES:
+        is_right, said = verdict(name, folder, patience)
+        done[name] = is_right
+        state = "done" if is_right else said.partition(": ")[0]
+        state = state if state in ("done", "not begun") else "not right yet"
+        following = following or ("" if is_right else name)
+        print(f"{state:14} {name:18} {title_of(name)}", flush=True)
+    if following:
+        print(f"{sum(done.values())} of {len(done)} done. Next: exercises/{following}.py, then")
+        print(f"python exercises/check.py {following}")
+    else:
+        print("All are done.")
+    return not following
+
+
+def main() -> None:
+    args = make_flags().parse_args()
+    folder = args.answers.resolve()
+    if args.exercise is None:
+        raise SystemExit(not show_all(folder, args.patience))
+    if args.exercise not in EXERCISES:
+        fail(f"{args.exercise} is no exercise; use one of {', '.join(EXERCISES)}")
+    is_right, said = verdict(args.exercise, folder, args.patience)
+    print(f"{args.exercise}: {said}")
+    raise SystemExit(not is_right)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,2 @@
+"""x"""
+tensor_parallel = sequence_parallel = pipeline = ring = experts = None

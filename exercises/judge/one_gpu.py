@@ -1,0 +1,2 @@
+"""x"""
+recompute = lora = None

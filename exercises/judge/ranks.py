@@ -1,0 +1,193 @@
+"""Runs an answer on forked ranks of this machine. Every wait ends, and no process is left."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from exercises.judge.verdict import Finding
+from hangs.diagnosis import diagnose, names
+from hangs.recorder import account_of, locate, read_recorder
+
+LIMIT = 30  # seconds that a rank may compute
+SIZES = "got a tensor of another size than it expected"
+GRACE = 0.5  # seconds after an error, in which other ranks may report theirs
+
+
+class Outcome(NamedTuple):
+    """What a number of ranks has found, by rank; and how it ended, if it did not end well."""
+
+    findings: dict[int, list[Finding]]
+    end: str = ""  # a verb, such as "hangs"
+    why: str = ""
+
+
+def run(task: Callable, ranks: int, script: Path, patience: float) -> Outcome:
+    """Run a task on every rank of a new gloo group, in float64.
+
+    Args:
+        task: yields findings. It is called on every rank.
+        script: the file whose lines are reported.
+        patience: seconds without a word from any rank, after which they are asked where they are.
+    """
+    context = multiprocessing.get_context("fork")  # the child has already imported PyTorch
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # collectives that PyTorch records
+    pipes = []
+    processes = []
+    with tempfile.TemporaryDirectory(prefix="exercise-") as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                pipes.append(ours)
+                args = task, rank, ranks, script, Path(folder), theirs, pipes
+                processes.append(context.Process(target=work, args=args, daemon=True))
+                processes[-1].start()
+                theirs.close()
+            return collect(pipes, script, Path(folder), patience)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+# ---------------------------------------------------------------------------- what a rank does
+
+
+def work(task, rank: int, ranks: int, script: Path, folder: Path, pipe, inherited) -> None:
+    for other in inherited:
+        other.close()  # else the rank would not notice that the judge is gone
+    sys.stderr = open(folder / f"stderr-{rank}", "w")
+    os.dup2(sys.stderr.fileno(), 2)  # gloo prints there before it aborts
+    faulthandler.enable(sys.stderr)
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    lock = threading.Lock()
+    threading.Thread(target=answer, args=(pipe, lock, script), daemon=True).start()
+    findings = []
+    error = ""
+    try:
+        for finding in task():
+            findings.append(finding)
+    except (Exception, SystemExit) as raised:
+        error = describe(raised, script)
+    with lock:
+        pipe.send({"findings": findings, "error": error})
+    threading.Event().wait()  # with open sockets, or ranks that still wait would fail instead
+
+
+def answer(pipe: Connection, lock: threading.Lock, script: Path) -> None:
+    """Tell the judge where the main thread is, each time that it asks; end with the judge."""
+    main = threading.main_thread().ident
+    while True:
+        try:
+            pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        frames = list(traceback.walk_stack(sys._current_frames()[main]))
+        lines = [line for frame, line in frames if frame.f_code.co_filename == str(script)]
+        account = account_of(read_recorder(stacks=False), script)
+        _, message = locate(script, frames)
+        account |= {"line": lines[0] if lines else 0, "message": message}
+        account["waits"] = bool(account["waits"] or message)
+        with lock:
+            pipe.send(account)
+
+
+def describe(error: BaseException, script: Path) -> str:
+    """The learner's own line, and the first line of the message."""
+    message = next(iter(str(error).splitlines()), "")
+    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
+    if not own:
+        return f"the judge cannot use what it got: {type(error).__name__}: {message}"
+    if isinstance(error, NotImplementedError):
+        return f"line {own[-1].lineno} is not written yet: {message}"
+    return f"line {own[-1].lineno}, `{own[-1].line}`: {type(error).__name__}: {message}"
+
+
+# ----------------------------------------------------------------------------- what the judge does
+
+
+def collect(pipes: list[Connection], script: Path, folder: Path, patience: float) -> Outcome:
+    """Wait for what all ranks have found; or say why that does not come."""
+    ends = time.monotonic() + LIMIT
+    heard = {}  # by rank, its report
+    while len(heard) < len(pipes):
+        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in heard}
+        failed = any(report["error"] for report in heard.values())
+        ready = wait(list(left), GRACE if failed else patience)
+        if failed and not ready:
+            break
+        accounts = {}
+        for pipe in ready or left:
+            if not ready:
+                ask(pipe)
+            message = hear(pipe, left[pipe], script, folder)
+            (heard if "findings" in message else accounts)[left[pipe]] = message
+        late = time.monotonic() > ends
+        if len(accounts) == len(left) and (late or all(a["waits"] for a in accounts.values())):
+            findings = {rank: report["findings"] for rank, report in heard.items()}
+            return Outcome(findings, *explain(accounts, sorted(heard)))
+    findings = {rank: report["findings"] for rank, report in heard.items()}
+    errors = {rank: report["error"] for rank, report in heard.items() if report["error"]}
+    for rank, error in sorted(errors.items()):
+        if error.startswith(SIZES):  # other ranks fail because this one has ended
+            return Outcome(findings, "aborts", f"rank {rank} {error}")
+    for rank, error in sorted(errors.items()):
+        return Outcome(findings, "raises an error", f"rank {rank}, {error}")
+    return Outcome(findings)
+
+
+def ask(pipe: Connection) -> None:
+    with contextlib.suppress(OSError):  # of a rank that has just ended
+        pipe.send("where")
+
+
+def hear(pipe: Connection, rank: int, script: Path, folder: Path) -> dict:
+    """A rank's next message: its report, or its account of where it is."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):  # nothing in Python has caught this end
+        stderr = (folder / f"stderr-{rank}").read_text()
+    at = re.search(rf'File "{re.escape(str(script))}", line (\d+)', stderr)
+    error = f"in line {at[1]}" if at else "in the judge's code"
+    if "EnforceNotMet" in stderr:
+        error = f"{SIZES}, {error}"
+    return {"findings": [], "error": error}
+
+
+def explain(accounts: dict[int, dict], left: list[int]) -> tuple[str, str]:
+    """Who waits where, while others have left."""
+    answers = accounts | {rank: "it has left" for rank in left}
+    first = diagnose(dict(sorted(answers.items())))[0]
+    places = [f"rank {rank} {where(account)}" for rank, account in accounts.items()]
+    gone = f" while {names(left)} {'has' if len(left) == 1 else 'have'} left" if left else ""
+    reason = f"; {first}" if "differs" in first else ""
+    verb = "hangs" if all(a["waits"] for a in accounts.values()) else f"runs for {LIMIT} s"
+    return verb, f"{', '.join(places)}{gone}{reason}"
+
+
+def where(account: dict) -> str:
+    line = f"line {account['line']}" if account["line"] else "the judge's code"
+    calls = [call["kind"].removesuffix("_base") for call in account["calls"] if call["open"]]
+    message = (account["message"] or {}).get("what")
+    if message or calls:
+        return f"waits in {message or calls[0]} ({line})"
+    return f"waits in {line}" if account["waits"] else f"is in {line}"
