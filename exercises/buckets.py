@@ -18,7 +18,7 @@ from torch import nn
 def fill_buckets(parameters: list[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
     """Distribute all parameters to buckets, the last parameter first. A bucket is closed as soon as
     it has ``size`` bytes or more (``p.nbytes``), so only the last one may have less."""
-    raise NotImplementedError("fill_buckets() goes through the parameters from the last to the first")
+    raise NotImplementedError("fill_buckets() begins with the last parameter")
 
 
 def attach(buckets: list[list[nn.Parameter]]) -> Callable[[], None]:

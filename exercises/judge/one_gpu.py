@@ -1,2 +1,102 @@
-"""x"""
-recompute = lora = None
+"""Checks of exercises that need no other rank. Each yields findings."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from exercises.judge.verdict import Finding, compare, expect
+
+
+class Kept:
+    """Within it, counts the numbers that autograd keeps for backward."""
+
+    def __enter__(self):
+        self.sizes = []
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.__exit__(*error)
+
+    def note(self, tensor):
+        self.sizes.append(tensor.numel())
+        return tensor
+
+
+def recompute(answer) -> Iterator[Finding]:
+    for dropout in (0.0, 0.5):
+        what = " with dropout" if dropout else ""
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)
+        block = nn.Sequential(*layers)
+        parameters = list(block.parameters())
+        x = torch.randn(6, 4, requires_grad=True)
+        weights = torch.randn(6, 4)  # of the outputs in the loss
+        torch.manual_seed(1)
+        output = block(x)
+        expected = torch.autograd.grad(output, [x, *parameters], weights, retain_graph=True)
+        summed = torch.autograd.grad(output, [x, *parameters], torch.ones(6, 4))
+        torch.manual_seed(1)
+        with Kept() as kept:
+            found = answer.Recompute.apply(block, x, *parameters)
+        yield compare(f"the output{what}", found, output)
+        most = sum(tensor.numel() for tensor in (x, *parameters))
+        why = f"keeps {sum(kept.sizes)} numbers for backward; input and parameters have {most}"
+        yield expect(f"forward(){what}", sum(kept.sizes) <= most, why)
+        drawn = torch.rand(3)  # as the next block's dropout would
+        found.backward(weights)
+        names = ["x", *dict(block.named_parameters())]
+        ones = "is that of output.sum(): the gradient of the output is not used"
+        for name, p, right, of_sum in zip(names, [x, *parameters], expected, summed, strict=True):
+            finding = compare(f"the gradient of {name}{what}", p.grad, right, {ones: of_sum})
+            if dropout and not finding.is_right:
+                why = "is wrong, but right without: the second forward draws another mask"
+                finding = Finding(finding.what, why)
+            yield finding
+        why = "is one that was drawn before: backward has to leave the generator as it found it"
+        is_new = not torch.isin(torch.rand(3), drawn).any()
+        yield expect(f"the next random number{what}", is_new, why)
+
+
+def lora(answer) -> Iterator[Finding]:
+    a, b = answer.start(32, 24, 4)
+    yield expect("b of start()", b.shape == (32, 4) and not b.any(), "is not [outputs, rank] zeros")
+    yield expect("a of start()", a.shape == (4, 24), f"has shape {list(a.shape)}, not [4, 24]")
+    yield expect("a of start()", a.any(), "is 0, as b is: neither would ever get a gradient")
+    torch.manual_seed(0)
+    x = torch.randn(5, 24, requires_grad=True)
+    weight = torch.randn(32, 24)
+    a = torch.randn(4, 24, requires_grad=True)
+    b = torch.randn(32, 4, requires_grad=True)
+    with Kept() as kept:
+        output = answer.forward(x, weight, a, b, 0.5)
+    plain = x @ weight.T
+    change = x @ (b @ a).T.detach()
+    guesses = {"lacks the scale": plain + change, "is that of the frozen layer": plain}
+    guesses["lacks the frozen layer"] = change / 2
+    yield compare("the output of forward()", output, plain + change / 2, guesses)
+    why = "lets autograd keep a matrix as large as the weight: do not multiply b and a"
+    yield expect("forward()", kept.sizes.count(weight.numel()) < 2, why)
+    output.sum().backward()
+    expected = b.detach().sum(0)[:, None] * x.sum(0) / 2
+    yield compare("the gradient of a", a.grad, expected)
+    frozen = weight.bfloat16()
+    before = frozen.clone()
+    a = a.detach().float() / 50
+    b = b.detach().float()
+    merged = answer.merge(frozen, a, b, 0.5)
+    expected = (frozen.float() + b @ a * 0.5).bfloat16()
+    guesses = {
+        "rounds the change before it is added": frozen + (b @ a * 0.5).bfloat16(),
+        "lacks the scale": (frozen.float() + b @ a).bfloat16(),
+    }
+    is_half = merged.dtype == torch.bfloat16
+    yield expect("what merge() returns", is_half, f"is {merged.dtype}, and the weight bfloat16")
+    yield compare("what merge() returns", merged, expected, guesses)
+    yield expect("merge()", torch.equal(frozen, before), "changes the frozen weight itself")
+    wide = F.linear(x, answer.merge(weight, a.double(), b.double(), 0.5))
+    unmerged = answer.forward(x, weight, a.double(), b.double(), 0.5)
+    yield compare("the output of the merged layer", wide, unmerged)

@@ -51,13 +51,17 @@ def compare(what: str, found, expected: Tensor, guesses: Mapping[str, Tensor] = 
     if found.shape != expected.shape:
         return Finding(what, f"has shape {list(found.shape)} instead of {list(expected.shape)}")
     if not found.isfinite().all():
-        return Finding(what, "has NaN or Inf")
+        return Finding(
+            what, "has NaN or Inf, from an overflow or from memory that nothing has filled"
+        )
     factor = (found * expected).sum().item() / expected.square().sum().clamp(min=1e-300).item()
     if abs(factor) > CLOSE and is_close(found, factor * expected):
         return Finding(what, factor=factor)
     off = (found - expected).abs().flatten()
     place = [int(i) for i in torch.unravel_index(off.argmax(), expected.shape)]
-    values = f"{found.flatten()[off.argmax()]:.4g} instead of {expected.flatten()[off.argmax()]:.4g}"
+    values = (
+        f"{found.flatten()[off.argmax()]:.6g} instead of {expected.flatten()[off.argmax()]:.6g}"
+    )
     return Finding(what, f"differs from the reference, most at {place}: {values}")
 
 
@@ -111,7 +115,8 @@ def explain(what: str, outcomes: Mapping[int, object]) -> str:
     if not factors:
         why = next(iter(wrong.values())).why
         same = [ranks for ranks, finding in wrong.items() if finding.why == why]
-        return f"on {counted(same)} {what} {why}"
+        on = f"on {counted(same)} " if len(outcomes) > 1 else ""
+        return f"{on}{what} {why}"
     times = [f"{factor:.3g} times the reference on {counted([n])}" for n, factor in factors.items()]
     several = {ranks: factor for ranks, factor in factors.items() if ranks > 1}
     reason = ""
