@@ -6,23 +6,23 @@ Command:    python exercises/check.py           what is done, and what is next
 Exit code   0 if all that was judged is right, 1 if not.
 """
 
-import argparse
 import ast
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # the names of exercises are not those of modules
+sys.path.insert(0, str(HERE.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; several ranks share the cores
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 from exercises.judge import data_parallel, model_parallel, one_gpu  # noqa: E402
 from exercises.judge.ranks import run  # noqa: E402
 from exercises.judge.verdict import counted, judge  # noqa: E402
-from harness.cli import fail, make_parser  # noqa: E402
+from harness.cli import fail, make_parser, number  # noqa: E402
 
 EXERCISES = {  # in the order of the course: the check, and the numbers of ranks
     "mean": (data_parallel.mean, (1, 2, 3)),
@@ -87,16 +87,12 @@ def begun(name: str, path: Path) -> str:
     return ""
 
 
-def load(path: Path):
-    """The module of a file."""
-    spec = importlib.util.spec_from_file_location(f"answer_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def task_of(check, path: Path):
-    yield from check(load(path))
+def answer_of(path: Path, check: Callable):
+    """The findings of a check of a file; on every rank."""
+    spec = importlib.util.spec_from_file_location("answer", path)
+    answer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(answer)
+    yield from check(answer)
 
 
 def verdict(name: str, folder: Path, patience: float) -> tuple[bool, str]:
@@ -110,52 +106,47 @@ def verdict(name: str, folder: Path, patience: float) -> tuple[bool, str]:
         importlib.import_module("torch._dynamo")  # once here, and not by the optimizer of each rank
     outcomes = {}
     for ranks in sizes:
-        outcomes[ranks] = run(partial(task_of, check, path), ranks, path, patience)
+        outcomes[ranks] = run(partial(answer_of, path, check), ranks, path, patience)
         if outcomes[ranks].end:
             break  # more ranks would end in the same way
     wrong = judge(outcomes)
     return not wrong, wrong or f"right on {counted(sizes)}"
 
 
-def make_flags() -> argparse.ArgumentParser:
+def show_all(folder: Path, patience: float) -> bool:
+    """Print a line for each exercise. Only those that were begun take time."""
+    left = []
+    for name in EXERCISES:
+        is_right, said = verdict(name, folder, patience)
+        if not is_right:
+            left.append(name)
+        state = "not begun" if said.startswith("not begun") else "not right yet"
+        print(f"{'done' if is_right else state:14} {name:18} {title_of(name)}", flush=True)
+    count = len(EXERCISES)
+    following = f" Next: write exercises/{left[0]}.py" if left else ""
+    print(f"{count - len(left)} of {count} done.{following}")
+    return not left
+
+
+def main() -> None:
     parser = make_parser(__doc__)
     flag = parser.add_argument
     flag("exercise", nargs="?", help="one of " + ", ".join(EXERCISES))
     flag("--answers", type=Path, default=HERE, metavar="FOLDER", help="where the answers are")
     about = "seconds after which ranks that still run are asked where they are (default: 5)"
-    flag("--patience", type=float, default=5, metavar="S", help=about)
+    flag("--patience", type=number(float, 0, above=0), default=5, metavar="S", help=about)
     flag("-h", "--help", action="help", help="print this help and exit")
-    return parser
-
-
-def show_all(folder: Path, patience: float) -> bool:
-    """Print a line for each exercise. Only those that were begun take time."""
-    done = {}
-    following = ""
-    for name in EXERCISES:
-        is_right, said = verdict(name, folder, patience)
-        done[name] = is_right
-        state = "done" if is_right else said.partition(": ")[0]
-        state = state if state in ("done", "not begun") else "not right yet"
-        following = following or ("" if is_right else name)
-        print(f"{state:14} {name:18} {title_of(name)}", flush=True)
-    if following:
-        print(f"{sum(done.values())} of {len(done)} done. Next: exercises/{following}.py, then")
-        print(f"python exercises/check.py {following}")
-    else:
-        print("All are done.")
-    return not following
-
-
-def main() -> None:
-    args = make_flags().parse_args()
+    args = parser.parse_args()
     folder = args.answers.resolve()
-    if args.exercise is None:
+    name = args.exercise
+    if name is None:
         raise SystemExit(not show_all(folder, args.patience))
-    if args.exercise not in EXERCISES:
-        fail(f"{args.exercise} is no exercise; use one of {', '.join(EXERCISES)}")
-    is_right, said = verdict(args.exercise, folder, args.patience)
-    print(f"{args.exercise}: {said}")
+    if name not in EXERCISES:
+        fail(f"{name} is no exercise; use one of {', '.join(EXERCISES)}")
+    is_right, said = verdict(name, folder, args.patience)
+    print(f"{name}: {said}")
+    if is_right:
+        print(f"Compare yours with exercises/solutions/{name}.py")
     raise SystemExit(not is_right)
 
 

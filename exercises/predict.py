@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # exercises are no modules
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import estimate  # noqa: E402
 from estimator import techniques as predicted  # noqa: E402

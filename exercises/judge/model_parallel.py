@@ -36,13 +36,13 @@ def tensor_parallel(answer) -> Iterator[Finding]:
     x, up, up_bias, down, down_bias = random(*shapes)
     weights = torch.randn(5, 4)  # of the outputs in the loss
     output = F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
-    output.backward(weights)
+    (output * weights).sum().backward()
     own_up, own_down = map(leaf, own_width(up, down))
     own_up_bias = leaf(up_bias.tensor_split(n)[rank])
     bias = leaf(down_bias)
     again = leaf(x)
     term = F.linear(F.gelu(F.linear(again, own_up, own_up_bias)), own_down)
-    [of_x] = torch.autograd.grad(term, again, weights)
+    [of_x] = torch.autograd.grad((term * weights).sum(), again)
     found = answer.mlp(again, own_up, own_up_bias, own_down, bias)
     guesses = {
         "is this rank's term only": term + bias,
@@ -50,7 +50,7 @@ def tensor_parallel(answer) -> Iterator[Finding]:
         "lacks the bias": output - down_bias,
     }
     yield compare("the output", found, output, guesses)
-    found.backward(weights)
+    (found * weights).sum().backward()
     why = "is the one through this rank's columns only: other ranks have terms of it, too"
     yield compare("the gradient of x", again.grad, x.grad, {why: of_x})
     of_up, of_down = own_width(up.grad, down.grad)
@@ -67,17 +67,17 @@ def sequence_parallel(answer) -> Iterator[Finding]:
     weights = torch.randn(12, 4)
     norm = nn.LayerNorm(4)
     output = x + F.linear(F.gelu(F.linear(norm(x), up)), down)
-    output.backward(weights)
+    (output * weights).sum().backward()
     own_up, own_down = map(leaf, own_width(up, down))
     again = leaf(x)
     term = again + F.linear(F.gelu(F.linear(norm(again), own_up)), own_down)
-    [of_x] = torch.autograd.grad(term, again, weights)
+    [of_x] = torch.autograd.grad((term * weights).sum(), again)
     expected = [p.grad for p in norm.parameters()]
     norm.zero_grad()
     tokens = leaf(x.chunk(n)[rank])
     found = answer.block(tokens, norm, own_up, own_down)
     yield compare("the output", found, output.chunk(n)[rank])
-    found.backward(weights.chunk(n)[rank])
+    (found * weights.chunk(n)[rank]).sum().backward()
     of_up, of_down = own_width(up.grad, down.grad)
     yield compare("the gradient of down", own_down.grad, of_down)
     yield compare("the gradient of up", own_up.grad, of_up)

@@ -32,30 +32,28 @@ def recompute(answer) -> Iterator[Finding]:
         torch.manual_seed(0)
         layers = nn.Linear(4, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)
         block = nn.Sequential(*layers)
-        parameters = list(block.parameters())
         x = torch.randn(6, 4, requires_grad=True)
+        tensors = {"x": x} | dict(block.named_parameters())
         weights = torch.randn(6, 4)  # of the outputs in the loss
         torch.manual_seed(1)
         output = block(x)
-        expected = torch.autograd.grad(output, [x, *parameters], weights, retain_graph=True)
-        summed = torch.autograd.grad(output, [x, *parameters], torch.ones(6, 4))
+        summed = torch.autograd.grad(output.sum(), tensors.values(), retain_graph=True)
+        expected = torch.autograd.grad((output * weights).sum(), tensors.values())
         torch.manual_seed(1)
         with Kept() as kept:
-            found = answer.Recompute.apply(block, x, *parameters)
+            found = answer.Recompute.apply(block, *tensors.values())
         yield compare(f"the output{what}", found, output)
-        most = sum(tensor.numel() for tensor in (x, *parameters))
+        most = sum(tensor.numel() for tensor in tensors.values())
         why = f"keeps {sum(kept.sizes)} numbers for backward; input and parameters have {most}"
         yield expect(f"forward(){what}", sum(kept.sizes) <= most, why)
         drawn = torch.rand(3)  # as the next block's dropout would
-        found.backward(weights)
-        names = ["x", *dict(block.named_parameters())]
-        ones = "is that of output.sum(): the gradient of the output is not used"
-        for name, p, right, of_sum in zip(names, [x, *parameters], expected, summed, strict=True):
-            finding = compare(f"the gradient of {name}{what}", p.grad, right, {ones: of_sum})
-            if dropout and not finding.is_right:
-                why = "is wrong, but right without: the second forward draws another mask"
-                finding = Finding(finding.what, why)
-            yield finding
+        (found * weights).sum().backward()
+        why = "is that of output.sum(): the gradient of the output is not used"
+        other = "is wrong, but right without: the second forward draws another mask"
+        for (name, p), right, of_sum in zip(tensors.items(), expected, summed, strict=True):
+            finding = compare(f"the gradient of {name}{what}", p.grad, right, {why: of_sum})
+            changed = dropout and not finding.is_right
+            yield Finding(finding.what, other) if changed else finding
         why = "is one that was drawn before: backward has to leave the generator as it found it"
         is_new = not torch.isin(torch.rand(3), drawn).any()
         yield expect(f"the next random number{what}", is_new, why)

@@ -23,7 +23,7 @@ from exercises.judge.verdict import Finding
 from hangs.diagnosis import diagnose, names
 from hangs.recorder import account_of, locate, read_recorder
 
-LIMIT = 4  # a rank that computes is given up after so many times the patience
+LIMIT = 6  # a rank that computes is given up after so many times the patience
 SIZES = "got a tensor of another size than it expected"
 GRACE = 0.5  # seconds after an error, in which other ranks may report theirs
 
@@ -76,7 +76,7 @@ def work(task, rank: int, ranks: int, script: Path, folder: Path, pipe, inherite
     faulthandler.enable(sys.stderr)
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     lock = threading.Lock()
@@ -114,6 +114,7 @@ def answer(pipe: Connection, lock: threading.Lock, script: Path) -> None:
 def describe(error: BaseException, script: Path) -> str:
     """The learner's own line, and the first line of the message."""
     message = next(iter(str(error).splitlines()), "")
+    message = re.sub(r"^(\[.*?\]:? ?)+", "", message)  # gloo's source lines
     own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
     if not own:
         return f"after your code has returned: {type(error).__name__}: {message}"

@@ -30,14 +30,15 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
     )
 
 
-def compare(what: str, found, expected: Tensor, guesses: Mapping[str, Tensor] = {}) -> Finding:  # noqa: B006
+def compare(what: str, found, expected: Tensor, guesses=()) -> Finding:
     """Compare a result with the reference.
 
     Args:
         what: the result, as the subject of a sentence.
         found: a tensor, if the answer is right.
         expected: the reference, of one process.
-        guesses: results of typical mistakes, by the predicate that explains the mistake.
+        guesses: results of typical mistakes, by the predicate that explains the mistake: a dict,
+            or pairs.
     """
     if not isinstance(found, Tensor):
         kind = "None" if found is None else f"a {type(found).__name__}"
@@ -45,7 +46,7 @@ def compare(what: str, found, expected: Tensor, guesses: Mapping[str, Tensor] = 
     found = found.detach()
     if is_close(found, expected):
         return Finding(what)
-    for why, guess in guesses.items():
+    for why, guess in guesses.items() if isinstance(guesses, dict) else guesses:
         if is_close(found, guess):
             return Finding(what, why)
     if found.shape != expected.shape:

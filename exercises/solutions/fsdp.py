@@ -5,12 +5,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 
-def shard_of(weight):
-    ranks = dist.get_world_size()
-    padded = F.pad(weight, (0, 0, 0, -len(weight) % ranks))
-    return padded.chunk(ranks)[dist.get_rank()].clone()
-
-
 def gather(shard, rows):
     whole = shard.new_empty(len(shard) * dist.get_world_size(), shard.shape[1])
     dist.all_gather_into_tensor(whole, shard.detach())

@@ -19,7 +19,3 @@ class Recompute(torch.autograd.Function):
             torch.set_rng_state(ctx.generator)
             output = ctx.block(x)
         return None, *torch.autograd.grad(output, [x, *parameters], gradient)
-
-
-def recomputed(block, x):
-    return Recompute.apply(block, x, *block.parameters())

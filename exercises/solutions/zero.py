@@ -3,17 +3,11 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 
 def flatten(tensors):
     flat = torch.cat([t.flatten() for t in tensors])
     return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
-
-
-def make_shard(parameters):
-    flat = flatten([p.detach() for p in parameters])
-    return nn.Parameter(flat.chunk(dist.get_world_size())[dist.get_rank()].clone())
 
 
 def step(parameters, shard, optimizer):
