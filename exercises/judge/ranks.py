@@ -24,7 +24,7 @@ from hangs.diagnosis import diagnose, names
 from hangs.recorder import account_of, locate, read_recorder
 
 LIMIT = 6  # a rank that computes is given up after so many times the patience
-SIZES = "got a tensor of another size than it expected"
+ANSWER = 60  # seconds that a rank has to say where it is
 GRACE = 0.5  # seconds after an error, in which other ranks may report theirs
 
 
@@ -53,7 +53,7 @@ def run(task: Callable, ranks: int, script: Path, patience: float) -> Outcome:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 pipes.append(ours)
-                args = task, rank, ranks, script, Path(folder), theirs, pipes
+                args = task, (rank, ranks), script, Path(folder), theirs, pipes
                 processes.append(context.Process(target=work, args=args, daemon=True))
                 processes[-1].start()
                 theirs.close()
@@ -68,7 +68,8 @@ def run(task: Callable, ranks: int, script: Path, patience: float) -> Outcome:
 # ---------------------------------------------------------------------------- what a rank does
 
 
-def work(task, rank: int, ranks: int, script: Path, folder: Path, pipe, inherited) -> None:
+def work(task, place: tuple[int, int], script: Path, folder: Path, pipe, inherited) -> None:
+    rank, ranks = place
     for other in inherited:
         other.close()  # else the rank would not notice that the judge is gone
     sys.stderr = open(folder / f"stderr-{rank}", "w")
@@ -89,7 +90,7 @@ def work(task, rank: int, ranks: int, script: Path, folder: Path, pipe, inherite
     except (Exception, SystemExit) as raised:
         error = describe(raised, script)
     with lock:
-        pipe.send({"findings": findings, "error": error})
+        pipe.send({"findings": findings, "error": error, "gone": False})
     threading.Event().wait()  # with open sockets, or ranks that still wait would fail instead
 
 
@@ -144,16 +145,18 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
             (heard if "findings" in message else accounts)[left[pipe]] = message
         late = time.monotonic() > ends
         if len(accounts) == len(left) and (late or all(a["waits"] for a in accounts.values())):
-            findings = {rank: report["findings"] for rank, report in heard.items()}
-            return Outcome(findings, *explain(accounts, sorted(heard)))
-    findings = {rank: report["findings"] for rank, report in heard.items()}
-    errors = {rank: report["error"] for rank, report in heard.items() if report["error"]}
-    for rank, error in sorted(errors.items()):
-        if error.startswith(SIZES):  # other ranks fail because this one has ended
-            return Outcome(findings, "aborts", f"rank {rank} {error}")
-    for rank, error in sorted(errors.items()):
-        return Outcome(findings, "raises an error", f"rank {rank}, {error}")
-    return Outcome(findings)
+            return Outcome(findings_of(heard), *explain(accounts, sorted(heard)))
+    # When the process of a rank has ended, others raise an error: it comes first.
+    wrong = [(rank, report) for rank, report in heard.items() if report["error"]]
+    wrong.sort(key=lambda pair: (not pair[1]["gone"], pair[0]))
+    for rank, report in wrong:
+        end = "aborts" if report["gone"] else "raises an error"
+        return Outcome(findings_of(heard), end, f"rank {rank}, {report['error']}")
+    return Outcome(findings_of(heard))
+
+
+def findings_of(reports: dict[int, dict]) -> dict[int, list[Finding]]:
+    return {rank: report["findings"] for rank, report in reports.items()}
 
 
 def ask(pipe: Connection) -> None:
@@ -163,15 +166,16 @@ def ask(pipe: Connection) -> None:
 
 def hear(pipe: Connection, rank: int, script: Path, folder: Path) -> dict:
     """A rank's next message: its report, or its account of where it is."""
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):  # nothing in Python has caught this end
-        stderr = (folder / f"stderr-{rank}").read_text()
+    with contextlib.suppress(EOFError, OSError):  # of an end that nothing in Python has caught
+        if pipe.poll(ANSWER):
+            return pipe.recv()
+    stderr = (folder / f"stderr-{rank}").read_text()
     at = re.search(rf'File "{re.escape(str(script))}", line (\d+)', stderr)
-    error = f"in line {at[1]}" if at else "in the judge's code"
-    if "EnforceNotMet" in stderr:
-        error = f"{SIZES}, {error}"
-    return {"findings": [], "error": error}
+    error = "its process has ended, or is stuck"
+    if "EnforceNotMet" in stderr:  # of gloo
+        error = "it got a tensor of another size than it expected"
+    error += f" (line {at[1]})" if at else ""
+    return {"findings": [], "error": error, "gone": True}
 
 
 def explain(accounts: dict[int, dict], left: list[int]) -> tuple[str, str]:

@@ -1,6 +1,8 @@
 """What is wrong, in one sentence: an answer compared with the reference, on 1, 2 and more ranks."""
 
+import itertools
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,12 +24,9 @@ class Finding(NamedTuple):
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
-    found = found.double()
-    expected = expected.double()
-    scale = expected.abs().max().item() if expected.numel() else 1
-    return found.shape == expected.shape and torch.allclose(
-        found, expected, rtol=0, atol=CLOSE * (scale or 1)
-    )
+    scale = (expected.abs().max().item() if expected.numel() else 0) or 1
+    alike = partial(torch.allclose, rtol=0, atol=CLOSE * scale)
+    return found.shape == expected.shape and alike(found.double(), expected.double())
 
 
 def compare(what: str, found, expected: Tensor, guesses=()) -> Finding:
@@ -52,9 +51,7 @@ def compare(what: str, found, expected: Tensor, guesses=()) -> Finding:
     if found.shape != expected.shape:
         return Finding(what, f"has shape {list(found.shape)} instead of {list(expected.shape)}")
     if not found.isfinite().all():
-        return Finding(
-            what, "has NaN or Inf, from an overflow or from memory that nothing has filled"
-        )
+        return Finding(what, "has NaN or Inf: an overflow, or memory that nothing has filled")
     factor = (found * expected).sum().item() / expected.square().sum().clamp(min=1e-300).item()
     if abs(factor) > CLOSE and is_close(found, factor * expected):
         return Finding(what, factor=factor)
@@ -83,29 +80,23 @@ def judge(outcomes: Mapping[int, object]) -> str:
     comparison that fails on the fewest ranks."""
     right = []
     for ranks, outcome in outcomes.items():
+        but = f"right on {counted(right)}, but " if right else ""
         wrong = first_wrong(outcome)
         if wrong and outcome.end in ("", "raises an error"):  # for which it may be the reason
-            return so_far(right) + explain(wrong.what, outcomes)
+            return but + explain(wrong.what, outcomes)
         if outcome.end:
-            return f"{so_far(right)}{outcome.end} on {counted([ranks])}: {outcome.why}"
+            return f"{but}{outcome.end} on {counted([ranks])}: {outcome.why}"
         right.append(ranks)
     return ""
 
 
-def so_far(right: list[int]) -> str:
-    return f"right on {counted(right)}, but " if right else ""
-
-
 def first_wrong(outcome, what: str = "") -> Finding | None:
     """The first finding that is not right, in the order of the checks; of ``what``, if given."""
-    lists = [findings for _, findings in sorted(outcome.findings.items())]
-    wrong = [
-        (number, finding)
-        for findings in lists
-        for number, finding in enumerate(findings)
-        if not finding.is_right and what in ("", finding.what)
-    ]
-    return min(wrong, key=lambda pair: pair[0])[1] if wrong else None
+    for findings in itertools.zip_longest(*(outcome.findings[r] for r in sorted(outcome.findings))):
+        for finding in findings:
+            if finding and not finding.is_right and what in ("", finding.what):
+                return finding
+    return None
 
 
 def explain(what: str, outcomes: Mapping[int, object]) -> str:
@@ -119,10 +110,10 @@ def explain(what: str, outcomes: Mapping[int, object]) -> str:
         on = f"on {counted(same)} " if len(outcomes) > 1 else ""
         return f"{on}{what} {why}"
     times = [f"{factor:.3g} times the reference on {counted([n])}" for n, factor in factors.items()]
-    several = {ranks: factor for ranks, factor in factors.items() if ranks > 1}
+    several = [(ranks, factor) for ranks, factor in factors.items() if ranks > 1]
     reason = ""
-    if all(abs(factor - ranks) < CLOSE for ranks, factor in several.items()):
+    if several and all(abs(factor - ranks) < CLOSE for ranks, factor in several):
         reason = ": summed over the ranks, not averaged"
-    elif all(abs(factor * ranks - 1) < CLOSE for ranks, factor in several.items()):
+    elif several and all(abs(factor * ranks - 1) < CLOSE for ranks, factor in several):
         reason = ": divided by the number of ranks once too often"
-    return f"{what} is {', '.join(times)}{reason if several else ''}"
+    return f"{what} is {', '.join(times)}{reason}"
