@@ -6,7 +6,6 @@ Command:    python exercises/check.py           what is done, and what is next
 Exit code   0 if all that was judged is right, 1 if not.
 """
 
-import ast
 import importlib.util
 import os
 import sys
@@ -21,7 +20,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 
 from exercises.judge import data_parallel, model_parallel, one_gpu  # noqa: E402
 from exercises.judge.ranks import run  # noqa: E402
-from exercises.judge.verdict import counted, judge  # noqa: E402
+from exercises.judge.verdict import NOT_BEGUN, counted, judge  # noqa: E402
 from harness.cli import fail, make_parser, number  # noqa: E402
 
 EXERCISES = {  # in the order of the course: the check, and the numbers of ranks
@@ -40,55 +39,11 @@ EXERCISES = {  # in the order of the course: the check, and the numbers of ranks
     "loss_scaling": (data_parallel.loss_scaling, (1, 2, 3)),
     "three_mistakes": (data_parallel.three_mistakes, (1, 2, 3)),
 }
-
-
 OPTIMIZERS = {"zero", "loss_scaling", "three_mistakes"}  # exercises with one
 
 
-def functions_of(path: Path) -> dict[str, bool]:
-    """The functions of a file, methods with their class, and whether each is still to be written.
-
-    Raises:
-        SyntaxError: the file is no Python.
-    """
-    tree = ast.parse(path.read_text(), str(path))
-    found = {}
-    classes = [("", tree)]
-    classes += [(f"{c.name}.", c) for c in tree.body if isinstance(c, ast.ClassDef)]
-    for prefix, owner in classes:
-        for function in owner.body:
-            if isinstance(function, ast.FunctionDef):
-                lines = [ast.unparse(line) for line in function.body]
-                empty = any(line.startswith("raise NotImplementedError") for line in lines)
-                found[prefix + function.name] = empty
-    return found
-
-
-def title_of(name: str) -> str:
-    """The first line of an exercise."""
-    return ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())).splitlines()[0]
-
-
-def begun(name: str, path: Path) -> str:
-    """Why there is nothing to judge yet, or nothing."""
-    wanted = functions_of(HERE / "solutions" / f"{name}.py")
-    try:
-        theirs = functions_of(path)
-    except FileNotFoundError:
-        return f"not begun: there is no file {path}"
-    except SyntaxError as error:
-        return f"cannot be read: line {error.lineno}: {error.msg}"
-    missing = [f"{function}()" for function in wanted if function not in theirs]
-    if missing:
-        return f"not begun: {path.name} does not define {', '.join(missing)}"
-    empty = [f"{function}()" for function in wanted if theirs[function]]
-    if empty and len(empty) == sum(functions_of(HERE / f"{name}.py").values()):
-        return f"not begun: write {', '.join(empty)} in {os.path.relpath(path)}"
-    return ""
-
-
-def answer_of(path: Path, check: Callable):
-    """The findings of a check of a file; on every rank."""
+def findings_of(path: Path, check: Callable):
+    """What a check finds in a file; called on every rank."""
     spec = importlib.util.spec_from_file_location("answer", path)
     answer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(answer)
@@ -98,15 +53,14 @@ def answer_of(path: Path, check: Callable):
 def verdict(name: str, folder: Path, patience: float) -> tuple[bool, str]:
     """Whether an answer is right, and a sentence."""
     path = folder / f"{name}.py"
-    nothing = begun(name, path)
-    if nothing:
-        return False, nothing
+    if not path.is_file():
+        return False, f"{NOT_BEGUN}: there is no file {path}"
     check, sizes = EXERCISES[name]
     if name in OPTIMIZERS:
         importlib.import_module("torch._dynamo")  # once here, and not by the optimizer of each rank
     outcomes = {}
     for ranks in sizes:
-        outcomes[ranks] = run(partial(answer_of, path, check), ranks, path, patience)
+        outcomes[ranks] = run(partial(findings_of, path, check), ranks, path, patience)
         if outcomes[ranks].end:
             break  # more ranks would end in the same way
     wrong = judge(outcomes)
@@ -114,17 +68,17 @@ def verdict(name: str, folder: Path, patience: float) -> tuple[bool, str]:
 
 
 def show_all(folder: Path, patience: float) -> bool:
-    """Print a line for each exercise. Only those that were begun take time."""
+    """Print a line for each exercise; return whether all are done."""
     left = []
     for name in EXERCISES:
         is_right, said = verdict(name, folder, patience)
         if not is_right:
             left.append(name)
-        state = "not begun" if said.startswith("not begun") else "not right yet"
-        print(f"{'done' if is_right else state:14} {name:18} {title_of(name)}", flush=True)
-    count = len(EXERCISES)
+        state = NOT_BEGUN if said.startswith(NOT_BEGUN) else "not right yet"
+        title = (HERE / f"{name}.py").read_text().splitlines()[0].strip('"')
+        print(f"{'done' if is_right else state:14} {name:18} {title}", flush=True)
     following = f" Next: write exercises/{left[0]}.py" if left else ""
-    print(f"{count - len(left)} of {count} done.{following}")
+    print(f"{len(EXERCISES) - len(left)} of {len(EXERCISES)} done.{following}")
     return not left
 
 

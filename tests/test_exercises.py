@@ -2,13 +2,23 @@
 
 import io
 import random
+import signal
 import subprocess
 import sys
 from functools import partial
 
 import pytest
 import yaml
-from conftest import ROOT, cases, environment, launch, refused
+from conftest import (
+    ROOT,
+    cases,
+    environment,
+    launch,
+    processes_of_this_session,
+    refused,
+    started,
+    wait_for,
+)
 
 from exercises import predict as program
 from jobs.sizes import SIZES
@@ -66,17 +76,17 @@ def test_files_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("", "zero: not begun: zero.py does not define flatten(), step()"),
+    ("", "zero: not begun: zero.py does not define flatten()"),
     (None, "zero: not begun: there is no file "),
-    ("def step(:", "zero: cannot be read: line 1: invalid syntax"),
-    ("as it is", "zero: not begun: write flatten(), step() in exercises/zero.py"),
-    ("half", "zero: raises an error on 1 rank: rank 0, line 43 is not written yet: step() reduce-"),
+    ("def step(:", "zero: raises an error on 1 rank: rank 0, line 1: invalid syntax"),
+    ("as it is", "zero: not begun: zero.py, line 19: flatten() puts tensors into one flat tensor"),
+    ("half", "zero: right so far: zero.py, line 43: step() reduce-scatters gradients, updates, an"),
     ("loop", "zero: does not end on 1 rank: rank 0 is in line "),
     ("exit", "zero: raises an error on 1 rank: rank 0, line 1, `raise SystemExit(3)`: SystemExit"),
+    ("kill", "zero: aborts on 1 rank: rank 0, its process has ended, or is stuck"),
 ])  # fmt: skip
 def test_what_cannot_be_judged(text, said, tmp_path):
     """In a sentence, not in a traceback."""
-    file = tmp_path / "zero.py"
     shipped = (HERE / "zero.py").read_text()
     solution = (HERE / "solutions/zero.py").read_text()
     begin, _, rest = shipped.partition("    raise NotImplementedError")
@@ -87,12 +97,57 @@ def test_what_cannot_be_judged(text, said, tmp_path):
         "half": begin + body + rest.partition("\n")[2],
         "loop": solution.replace("def flatten(tensors):", "while True:\n    pass\ndef flatten(t):"),
         "exit": "raise SystemExit(3)\n" + solution,
+        "kill": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     }
     if text is not None:
-        file.write_text(texts.get(text, text))
-    finished = check("zero", "exercises" if text == "as it is" else tmp_path, "--patience", "0.5")
+        (tmp_path / "zero.py").write_text(texts.get(text, text))
+    finished = check("zero", tmp_path, "--patience", "0.5")
     assert finished.code == 1 and finished.stdout.startswith(said), str(finished)
     assert len(finished.lines) == 1
+
+
+UNEQUAL = """
+import torch
+import torch.distributed as dist
+
+def average_gradients(parameters):
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+"""
+ENDS = {  # of ranks that disagree, by their line
+    "    if ranks > 1: dist.all_gather_into_tensor(torch.ones(ranks * (3 + rank)), torch.ones(3 + rank))":
+        "aborts on 2 ranks: rank 0, it got a tensor of another size than it expected (line 8)",
+    "    if ranks > 1: dist.recv(torch.ones(3), (rank + 1) % ranks)":
+        "hangs on 2 ranks: rank 0 waits in recv of float64 [3] from rank 1 (line 8), rank 1 waits",
+    "    dist.broadcast(torch.ones(3), 0) if rank else dist.all_reduce(torch.ones(3))":
+        "hangs on 2 ranks: rank 0 waits in all_reduce (line 8), rank 1 waits in broadcast (line 8); "
+        "collective 1 differs: all_reduce of float64 [3] on rank 0, broadcast of float64 [3] on rank",
+    "    if rank: raise ValueError('no')\n    dist.barrier()":
+        "raises an error on 2 ranks: rank 1, line 8, `if rank: raise ValueError('no')`: ValueErr",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ENDS)
+def test_ranks_that_disagree(line, tmp_path):
+    (tmp_path / "mean.py").write_text(UNEQUAL + line)
+    finished = check("mean", tmp_path, "--patience", "2")
+    assert ENDS[line] in finished.stdout, str(finished)
+    assert not any("check.py" in " ".join(info["cmdline"]) for info in processes_of_this_session())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_survives_the_judge(signum, tmp_path):
+    """Each waits for it, and would otherwise wait forever."""
+    waits = (
+        "\n    print('waits', flush=True)\n    dist.barrier() if rank else dist.recv(torch.ones(3))"
+    )
+    (tmp_path / "mean.py").write_text(UNEQUAL + waits)
+    command = ["python", "exercises/check.py", "mean", "--answers", tmp_path, "--patience", "60"]
+    with started(command) as process:
+        wait_for(lambda: "waits" in process.output[0])
+        before = len(processes_of_this_session())
+        process.send(signum, group=signum == signal.SIGINT)
+        wait_for(lambda: len(processes_of_this_session()) <= before - 2, 20)
 
 
 def test_a_name_that_is_none():

@@ -77,8 +77,8 @@ def sequence_parallel(answer) -> Iterator[Finding]:
     norm.zero_grad()
     tokens = own(x)
     found = answer.block(tokens, norm, *parts.values())
-    yield compare("the output", found, own(output))
     (found * own(weights)).sum().backward()
+    yield compare("the output", found, own(output))
     yield compare("the gradient of down", parts["down"].grad, own(down.grad, 1))
     yield compare("the gradient of up", parts["up"].grad, own(up.grad))
     why = "is the one through this rank's columns only: other ranks used its tokens, too"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from exercises.judge.verdict import Finding
+from exercises.judge.verdict import TO_WRITE, Finding
 from hangs.diagnosis import diagnose, names
 from hangs.recorder import account_of, locate, read_recorder
 
@@ -83,14 +83,14 @@ def work(task, place: tuple[int, int], script: Path, folder: Path, pipe, inherit
     lock = threading.Lock()
     threading.Thread(target=answer, args=(pipe, lock, script), daemon=True).start()
     findings = []
-    error = ""
+    end = error = ""
     try:
         for finding in task():
             findings.append(finding)
     except (Exception, SystemExit) as raised:
-        error = describe(raised, script)
+        end, error = describe(raised, script)
     with lock:
-        pipe.send({"findings": findings, "error": error, "gone": False})
+        pipe.send({"findings": findings, "end": end, "error": error})
     threading.Event().wait()  # with open sockets, or ranks that still wait would fail instead
 
 
@@ -112,16 +112,19 @@ def answer(pipe: Connection, lock: threading.Lock, script: Path) -> None:
             pipe.send(account)
 
 
-def describe(error: BaseException, script: Path) -> str:
-    """The learner's own line, and the first line of the message."""
+def describe(error: BaseException, script: Path) -> tuple[str, str]:
+    """How a rank has ended, and the learner's own line with the first line of the message."""
     message = next(iter(str(error).splitlines()), "")
     message = re.sub(r"^(\[.*?\]:? ?)+", "", message)  # gloo's source lines
     own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
-    if not own:
-        return f"after your code has returned: {type(error).__name__}: {message}"
-    if isinstance(error, NotImplementedError):
-        return f"line {own[-1].lineno} is not written yet: {message}"
-    return f"line {own[-1].lineno}, `{own[-1].line}`: {type(error).__name__}: {message}"
+    if isinstance(error, NotImplementedError) and own:
+        return TO_WRITE, f"{script.name}, line {own[-1].lineno}: {message}"
+    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == "answer":
+        return TO_WRITE, f"{script.name} does not define {error.name}()"
+    if isinstance(error, SyntaxError):
+        return "raises an error", f"line {error.lineno}: {error.msg}"
+    where = f"line {own[-1].lineno}, `{own[-1].line}`" if own else "after your code has returned"
+    return "raises an error", f"{where}: {type(error).__name__}: {message}"
 
 
 # ----------------------------------------------------------------------------- what the judge does
@@ -133,7 +136,7 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
     heard = {}  # by rank, its report
     while len(heard) < len(pipes):
         left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in heard}
-        failed = any(report["error"] for report in heard.values())
+        failed = any(report["end"] for report in heard.values())
         ready = wait(list(left), GRACE if failed else patience)
         if failed and not ready:
             break
@@ -146,12 +149,11 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
         late = time.monotonic() > ends
         if len(accounts) == len(left) and (late or all(a["waits"] for a in accounts.values())):
             return Outcome(findings_of(heard), *explain(accounts, sorted(heard)))
-    # When the process of a rank has ended, others raise an error: it comes first.
-    wrong = [(rank, report) for rank, report in heard.items() if report["error"]]
-    wrong.sort(key=lambda pair: (not pair[1]["gone"], pair[0]))
-    for rank, report in wrong:
-        end = "aborts" if report["gone"] else "raises an error"
-        return Outcome(findings_of(heard), end, f"rank {rank}, {report['error']}")
+    wrong = [(report["end"], rank, report["error"]) for rank, report in heard.items()]
+    for end, rank, error in sorted(wrong):  # "aborts" comes first: other ranks fail because of it
+        if end:
+            why = error if end == TO_WRITE else f"rank {rank}, {error}"
+            return Outcome(findings_of(heard), end, why)
     return Outcome(findings_of(heard))
 
 
@@ -175,7 +177,7 @@ def hear(pipe: Connection, rank: int, script: Path, folder: Path) -> dict:
     if "EnforceNotMet" in stderr:  # of gloo
         error = "it got a tensor of another size than it expected"
     error += f" (line {at[1]})" if at else ""
-    return {"findings": [], "error": error, "gone": True}
+    return {"findings": [], "end": "aborts", "error": error}
 
 
 def explain(accounts: dict[int, dict], left: list[int]) -> tuple[str, str]:

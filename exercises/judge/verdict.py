@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 CLOSE = 1e-9  # of float64 results, relative to the largest value
+NOT_BEGUN = "not begun"
+TO_WRITE = "is not written"
 
 
 class Finding(NamedTuple):
@@ -82,8 +84,11 @@ def judge(outcomes: Mapping[int, object]) -> str:
     for ranks, outcome in outcomes.items():
         but = f"right on {counted(right)}, but " if right else ""
         wrong = first_wrong(outcome)
-        if wrong and outcome.end in ("", "raises an error"):  # for which it may be the reason
+        if wrong and outcome.end in ("", "raises an error", TO_WRITE):  # it comes before this end
             return but + explain(wrong.what, outcomes)
+        if outcome.end == TO_WRITE:
+            is_begun = any(outcome.findings.values())
+            return f"{'right so far' if is_begun else NOT_BEGUN}: {outcome.why}"
         if outcome.end:
             return f"{but}{outcome.end} on {counted([ranks])}: {outcome.why}"
         right.append(ranks)
