@@ -1,7 +1,7 @@
 """FSDP of one layer: a rank keeps 1/N of the weight, and has all of it only while it computes.
 
 Problem     Weights, gradients and AdamW's state of Llama-3-8B are 128 GB in float32. Of 8 ranks,
-            each keeps 16 GB, if no layer's weight outlives its forward, and again its backward.
+            each keeps 16 GB, if a layer's weight is freed after its forward and its backward.
 Write       gather(), Layer.forward() and Layer.backward().
 The judge   compares output and gradients with those of one process that has the whole batch, and
             counts what autograd keeps. The weight has 5 rows, on 1, 2 and 4 ranks: of 4 ranks, one

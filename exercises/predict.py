@@ -51,21 +51,23 @@ def ask_state(draw: random.Random) -> Question:
     ranks = draw.choice((4, 8, 16, 32))
     model = draw.choice(MODELS)
     parameters = job_of(model, 2048, 64).decoder.whole
-    options = {"optimizer": "adamw", "stage": stage}
-    kept = technique("ZeRO_by_hand").keeps(ranks, options)
-    other = technique("ZeRO_by_hand").keeps(ranks, options | {"stage": 3 - stage})
-    rows = {
-        f"ZeRO-{3 - stage}": other,
-        "DDP, where no rank shards anything": technique("torchrun_DDP").keeps(ranks, options),
-        "FSDP, which shards the parameters, too": technique("FSDP").keeps(ranks, options),
+
+    def kept(name: str, stage: int = stage) -> dict[str, float]:
+        return technique(name).keeps(ranks, {"optimizer": "adamw", "stage": stage})
+
+    others = {
+        f"ZeRO-{3 - stage}": kept("ZeRO_by_hand", 3 - stage),
+        "DDP, where no rank shards anything": kept("torchrun_DDP"),
+        "FSDP, which shards the parameters, too": kept("FSDP"),
     }
+    own = kept("ZeRO_by_hand")
     return Question(
         f"{model} has {parameters / 1e9:.2f} billion parameters. With AdamW, in float32, and "
         f"ZeRO-{stage} on {ranks} ranks: how many GB does a rank keep between two steps?",
         "GB",
-        sum(kept.values()) * parameters / GB,
-        f"bytes per parameter: {listed(kept, '.3g')}",
-        {name: sum(row.values()) * parameters / GB for name, row in rows.items()},
+        sum(own.values()) * parameters / GB,
+        f"bytes per parameter: {listed(own, '.3g')}",
+        {name: sum(row.values()) * parameters / GB for name, row in others.items()},
     )
 
 
@@ -75,25 +77,23 @@ def ask_traffic(draw: random.Random) -> Question:
     model = draw.choice(MODELS)
     batch_size = draw.choice((1, 2, 4))
     job = job_of(model, 4096, batch_size)
-    whole = job.decoder.whole
     options = {"decoder": job.decoder, "optimizer": "adamw", "dtype": "float32"}
-    sent = {}
-    for kind, size in technique("TP").sends(ranks, options).items():
-        sent[kind] = size * whole / GB
-    total = sum(sent.values())
-    ddp = sum(technique("torchrun_DDP").sends(ranks, options).values()) * whole / GB
+
+    def sent(name: str) -> float:
+        return sum(technique(name).sends(ranks, options).values()) * job.decoder.whole / GB
+
     return Question(
         f"{model} has {job.size.layers} blocks of width {job.size.width}. With tensor parallelism "
         f"on {ranks} ranks, in float32, without sequence parallelism: how many GB does a rank send "
         f"in a step with {batch_size} x 4,096 tokens?",
         "GB",
-        total,
-        f"{listed(sent, '.3g')} GB: a block all-reduces its activations twice in forward and twice "
-        f"in backward, and an all-reduce sends 2 (N - 1) / N of its bytes",
+        sent("TP"),
+        "a block all-reduces its activations twice in forward and twice in backward, and an "
+        "all-reduce sends 2 (N - 1) / N of its bytes",
         {
-            "forward alone": total / 2,
-            "an all-reduce that sends its bytes once": total / 2 / (ranks - 1) * ranks,
-            "DDP, which sends gradients": ddp,
+            "forward alone": sent("TP") / 2,
+            "an all-reduce that sends its bytes once": sent("TP") / 2 / (ranks - 1) * ranks,
+            "DDP, which sends gradients": sent("torchrun_DDP"),
         },
     )
 

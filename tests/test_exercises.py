@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,9 @@ def check(name, folder, *flags):
 @pytest.mark.parametrize("name", WRONG)
 def test_the_solution_is_right(name):
     finished = check(name, "exercises/solutions")
-    assert finished.code == 0 and finished.stdout.startswith(f"{name}: right on 1"), str(finished)
+    right = f"{name}: right on 1"
+    assert finished.code == 0 and finished.stdout.startswith(right), str(finished)
+    assert finished.lines[1:] == [f"Compare yours with exercises/solutions/{name}.py"]
 
 
 ROWS = [(name, number) for name, rows in WRONG.items() for number in range(len(rows))]
@@ -59,12 +62,19 @@ def test_a_wrong_answer_gets_its_diagnosis(name, number, tmp_path):
     assert len(finished.lines) == 1
 
 
-TITLES = {path.stem for path in (HERE / "solutions").glob("*.py")}
-
-
-def test_all_exercises_have_wrong_answers():
-    assert set(WRONG) == TITLES
+def test_all_exercises_have_wrong_answers_and_a_row():
+    assert set(WRONG) == {path.stem for path in (HERE / "solutions").glob("*.py")}
     assert all(len(rows) >= 3 for rows in WRONG.values())
+    page = (ROOT / "docs/exercises.md").read_text()
+    assert re.findall(r"^\| \[(\w+)\.py\]\(\.\./exercises/\1\.py\) \|", page, re.M) == list(WRONG)
+
+
+def test_verdicts_on_the_page_are_real():
+    page = (ROOT / "docs/exercises.md").read_text()
+    first, *wrong, right = re.findall(r"^mean: (.*)$", page, re.M)
+    assert f"mean: {first}\n" == check("mean", "exercises").stdout
+    assert wrong == [WRONG["mean"][number]["says"] for number in (0, 2)]
+    assert right == "right on 1, 2 and 3 ranks"  # test_the_solution_is_right
 
 
 def test_files_as_they_are(tmp_path):
@@ -113,17 +123,19 @@ import torch.distributed as dist
 def average_gradients(parameters):
     rank = dist.get_rank()
     ranks = dist.get_world_size()
+    mine = torch.ones(3 + rank)
+    more = torch.ones(ranks * len(mine))
 """
 ENDS = {  # of ranks that disagree, by their line
-    "    if ranks > 1: dist.all_gather_into_tensor(torch.ones(ranks * (3 + rank)), torch.ones(3 + rank))":
-        "aborts on 2 ranks: rank 0, it got a tensor of another size than it expected (line 8)",
+    "    if ranks > 1: dist.all_gather_into_tensor(more, mine)":
+        "aborts on 2 ranks: rank 0, it got a tensor of another size than it expected (line 10)",
     "    if ranks > 1: dist.recv(torch.ones(3), (rank + 1) % ranks)":
-        "hangs on 2 ranks: rank 0 waits in recv of float64 [3] from rank 1 (line 8), rank 1 waits",
+        "hangs on 2 ranks: rank 0 waits in recv of float64 [3] from rank 1 (line 10), rank 1 waits",
     "    dist.broadcast(torch.ones(3), 0) if rank else dist.all_reduce(torch.ones(3))":
-        "hangs on 2 ranks: rank 0 waits in all_reduce (line 8), rank 1 waits in broadcast (line 8); "
-        "collective 1 differs: all_reduce of float64 [3] on rank 0, broadcast of float64 [3] on rank",
+        "hangs on 2 ranks: rank 0 waits in all_reduce (line 10), rank 1 waits in broadcast (line "
+        "10); collective 1 differs: all_reduce of float64 [3] on rank 0, broadcast of",
     "    if rank: raise ValueError('no')\n    dist.barrier()":
-        "raises an error on 2 ranks: rank 1, line 8, `if rank: raise ValueError('no')`: ValueErr",
+        "raises an error on 2 ranks: rank 1, line 10, `if rank: raise ValueError('no')`: ValueErr",
 }  # fmt: skip
 
 
@@ -138,9 +150,7 @@ def test_ranks_that_disagree(line, tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_survives_the_judge(signum, tmp_path):
     """Each waits for it, and would otherwise wait forever."""
-    waits = (
-        "\n    print('waits', flush=True)\n    dist.barrier() if rank else dist.recv(torch.ones(3))"
-    )
+    waits = "    print('waits', flush=True)\n    dist.recv(mine)"
     (tmp_path / "mean.py").write_text(UNEQUAL + waits)
     command = ["python", "exercises/check.py", "mean", "--answers", tmp_path, "--patience", "60"]
     with started(command) as process:
@@ -200,6 +210,7 @@ def test_figures_of_the_exercises():
     optimizer = technique("ZeRO_by_hand").keeps(8, {"optimizer": "adamw", "stage": 1})["optimizer"]
     experts = mixtral.layers * 8 * 3 * mixtral.width * mixtral.mlp_width
     figures = {
+        "buckets": [f"GPT-2 has {12 * SIZES['gpt2'].layers + 4} parameters."],  # 12 in a block
         "mean": [f"{4 * parameters / 1e9:.1f} GB that no"],
         "recompute": [
             f"Llama-3-8B is {2 * 8192 * llama.width / 1e6:.0f} MB",

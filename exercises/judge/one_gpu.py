@@ -1,5 +1,6 @@
 """Checks of exercises that need no other rank. Each yields findings."""
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -9,21 +10,17 @@ from torch import nn
 from exercises.judge.verdict import Finding, compare, expect
 
 
-class Kept:
-    """Within it, counts the numbers that autograd keeps for backward."""
+@contextlib.contextmanager
+def kept_numbers() -> Iterator[list[int]]:
+    """The sizes of the tensors that autograd keeps for backward."""
+    sizes = []
 
-    def __enter__(self):
-        self.sizes = []
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.hooks.__exit__(*error)
-
-    def note(self, tensor):
-        self.sizes.append(tensor.numel())
+    def note(tensor):
+        sizes.append(tensor.numel())
         return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield sizes
 
 
 def recompute(answer) -> Iterator[Finding]:
@@ -40,12 +37,12 @@ def recompute(answer) -> Iterator[Finding]:
         summed = torch.autograd.grad(output.sum(), tensors.values(), retain_graph=True)
         expected = torch.autograd.grad((output * weights).sum(), tensors.values())
         torch.manual_seed(1)
-        with Kept() as kept:
+        with kept_numbers() as kept:
             found = answer.Recompute.apply(block, *tensors.values())
         yield compare(f"the output{what}", found, output)
         most = sum(tensor.numel() for tensor in tensors.values())
-        why = f"keeps {sum(kept.sizes)} numbers for backward; input and parameters have {most}"
-        yield expect(f"forward(){what}", sum(kept.sizes) <= most, why)
+        why = f"keeps {sum(kept)} numbers for backward; input and parameters have {most}"
+        yield expect(f"forward(){what}", sum(kept) <= most, why)
         drawn = torch.rand(3)  # as the next block's dropout would
         (found * weights).sum().backward()
         why = "is that of output.sum(): the gradient of the output is not used"
@@ -69,7 +66,7 @@ def lora(answer) -> Iterator[Finding]:
     weight = torch.randn(32, 24)
     a = torch.randn(4, 24, requires_grad=True)
     b = torch.randn(32, 4, requires_grad=True)
-    with Kept() as kept:
+    with kept_numbers() as kept:
         output = answer.forward(x, weight, a, b, 0.5)
     plain = x @ weight.T
     change = x @ (b @ a).T.detach()
@@ -77,7 +74,7 @@ def lora(answer) -> Iterator[Finding]:
     guesses["lacks the frozen layer"] = change / 2
     yield compare("the output of forward()", output, plain + change / 2, guesses)
     why = "lets autograd keep a matrix as large as the weight: do not multiply b and a"
-    yield expect("forward()", kept.sizes.count(weight.numel()) < 2, why)
+    yield expect("forward()", kept.count(weight.numel()) < 2, why)
     output.sum().backward()
     expected = b.detach().sum(0)[:, None] * x.sum(0) / 2
     yield compare("the gradient of a", a.grad, expected)

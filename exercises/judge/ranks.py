@@ -37,13 +37,9 @@ class Outcome(NamedTuple):
 
 
 def run(task: Callable, ranks: int, script: Path, patience: float) -> Outcome:
-    """Run a task on every rank of a new gloo group, in float64.
-
-    Args:
-        task: yields findings. It is called on every rank.
-        script: the file whose lines are reported.
-        patience: seconds without a word from any rank, after which they are asked where they are.
-    """
+    """Call a task, which yields findings, on every rank of a new gloo group, in float64. Lines of
+    the ``script`` are reported. After ``patience`` seconds without a word, ranks are asked where
+    they are."""
     context = multiprocessing.get_context("fork")  # the child has already imported PyTorch
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # collectives that PyTorch records
     pipes = []
@@ -132,9 +128,10 @@ def describe(error: BaseException, script: Path) -> tuple[str, str]:
 
 def collect(pipes: list[Connection], script: Path, folder: Path, patience: float) -> Outcome:
     """Wait for what all ranks have found; or say why that does not come."""
-    ends = time.monotonic() + LIMIT * patience
+    deadline = time.monotonic() + LIMIT * patience
     heard = {}  # by rank, its report
-    while len(heard) < len(pipes):
+    end = "", ""
+    while len(heard) < len(pipes) and not any(end):
         left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in heard}
         failed = any(report["end"] for report in heard.values())
         ready = wait(list(left), GRACE if failed else patience)
@@ -146,19 +143,12 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
                 ask(pipe)
             message = hear(pipe, left[pipe], script, folder)
             (heard if "findings" in message else accounts)[left[pipe]] = message
-        late = time.monotonic() > ends
+        late = time.monotonic() > deadline
         if len(accounts) == len(left) and (late or all(a["waits"] for a in accounts.values())):
-            return Outcome(findings_of(heard), *explain(accounts, sorted(heard)))
-    wrong = [(report["end"], rank, report["error"]) for rank, report in heard.items()]
-    for end, rank, error in sorted(wrong):  # "aborts" comes first: other ranks fail because of it
-        if end:
-            why = error if end == TO_WRITE else f"rank {rank}, {error}"
-            return Outcome(findings_of(heard), end, why)
-    return Outcome(findings_of(heard))
-
-
-def findings_of(reports: dict[int, dict]) -> dict[int, list[Finding]]:
-    return {rank: report["findings"] for rank, report in reports.items()}
+            end = explain(accounts, sorted(heard))
+    ends = [(r["end"], f"rank {rank}, {r['error']}") for rank, r in heard.items() if r["end"]]
+    end = min(ends, default=end)  # "aborts" comes first: other ranks fail because of it
+    return Outcome({rank: report["findings"] for rank, report in heard.items()}, *end)
 
 
 def ask(pipe: Connection) -> None:
@@ -185,7 +175,8 @@ def explain(accounts: dict[int, dict], left: list[int]) -> tuple[str, str]:
     answers = accounts | {rank: "it has left" for rank in left}
     first = diagnose(dict(sorted(answers.items())))[0]
     places = [f"rank {rank} {where(account)}" for rank, account in accounts.items()]
-    gone = f" while {names(left)} {'has' if len(left) == 1 else 'have'} left" if left else ""
+    has = "has" if len(left) == 1 else "have"
+    gone = f" while {names(left)} {has} left" if left else ""
     reason = f"; {first}" if "differs" in first else ""
     verb = "hangs" if all(a["waits"] for a in accounts.values()) else "does not end"
     return verb, f"{', '.join(places)}{gone}{reason}"

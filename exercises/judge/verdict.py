@@ -88,7 +88,8 @@ def judge(outcomes: Mapping[int, object]) -> str:
             return but + explain(wrong.what, outcomes)
         if outcome.end == TO_WRITE:
             is_begun = any(outcome.findings.values())
-            return f"{'right so far' if is_begun else NOT_BEGUN}: {outcome.why}"
+            _, _, why = outcome.why.partition(", ")  # on rank 0, as on any other
+            return f"{'right so far' if is_begun else NOT_BEGUN}: {why}"
         if outcome.end:
             return f"{but}{outcome.end} on {counted([ranks])}: {outcome.why}"
         right.append(ranks)

@@ -14,24 +14,17 @@ def fill_buckets(parameters, size):
 
 
 def attach(buckets):
+    number_of = {p: number for number, bucket in enumerate(buckets) for p in bucket}
+    missing = [len(bucket) for bucket in buckets]
     sent = []
 
-    def make_hook(bucket):
-        ready = set()
-
-        def hook(p):
-            ready.add(p)
-            if len(ready) == len(bucket):
-                flat = torch.cat([q.grad.flatten() for q in bucket])
-                sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-                ready.clear()
-
-        return hook
-
-    for bucket in buckets:
-        hook = make_hook(bucket)
-        for p in bucket:
-            p.register_post_accumulate_grad_hook(hook)
+    def hook(p):
+        number = number_of[p]
+        missing[number] -= 1
+        if missing[number] == 0:
+            missing[number] = len(buckets[number])
+            flat = torch.cat([q.grad.flatten() for q in buckets[number]])
+            sent.append((buckets[number], flat, dist.all_reduce(flat, async_op=True)))
 
     def wait():
         for bucket, flat, work in sent:
@@ -41,4 +34,6 @@ def attach(buckets):
                 p.grad = part.view_as(p)
         sent.clear()
 
+    for p in number_of:
+        p.register_post_accumulate_grad_hook(hook)
     return wait
