@@ -10,8 +10,8 @@ The judge   looks into the buckets, counts the all-reduces that have begun when 
 
 from collections.abc import Callable
 
-import torch  # noqa: F401
-import torch.distributed as dist  # noqa: F401
+import torch
+import torch.distributed as dist
 from torch import nn
 
 

@@ -7,8 +7,8 @@ The judge   checks that the first output is that of the frozen model, counts wha
             and merges into a weight in bfloat16.
 """
 
-import torch  # noqa: F401
-import torch.nn.functional as F  # noqa: F401
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 

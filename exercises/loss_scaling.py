@@ -9,7 +9,7 @@ The judge   compares the update and the scale of each of ten steps, in two of wh
 """
 
 import torch
-import torch.distributed as dist  # noqa: F401
+import torch.distributed as dist
 from torch import nn
 
 INTERVAL = 3  # good steps in a row, after which the scale is doubled

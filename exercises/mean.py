@@ -8,7 +8,7 @@ The judge   compares with one process that has the whole batch, on 1, 2 and 3 ra
             that no rank has used must stay without a gradient.
 """
 
-import torch.distributed as dist  # noqa: F401
+import torch.distributed as dist
 from torch import nn
 
 

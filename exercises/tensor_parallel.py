@@ -9,8 +9,8 @@ The judge   compares output and gradients with those of one process. The width o
 """
 
 import torch
-import torch.distributed as dist  # noqa: F401
-import torch.nn.functional as F  # noqa: F401
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 

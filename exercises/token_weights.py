@@ -8,9 +8,9 @@ The judge   compares with one process that has all labels in one batch. One of t
             no label at all.
 """
 
-import torch  # noqa: F401
-import torch.distributed as dist  # noqa: F401
-import torch.nn.functional as F  # noqa: F401
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 

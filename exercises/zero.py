@@ -3,13 +3,13 @@
 Problem     AdamW keeps 8 bytes per parameter: 64 GB for Llama-3-8B, the same on every rank of DDP.
             With ZeRO-1 a rank of 8 keeps 8 GB of it, and sends as many bytes as before.
 Write       flatten() and step().
-The judge   compares weights after one and after three steps with those of one process. The number
+The judge   compares the changes of the weights in two steps with those of one process. The number
             of parameters is not divisible by 2 or 3.
 """
 
-import torch  # noqa: F401
+import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: F401
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 

@@ -3,6 +3,7 @@ reference is computed there, too, from the whole batch. None ends early: other r
 
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -139,34 +140,30 @@ def zero(answer) -> Iterator[Finding]:
     n = dist.get_world_size()
     rank = dist.get_rank()
     model = make_model()
-    alone = make_model()
     parameters = list(model.parameters())
     whole = flat(parameters)  # 43 numbers
     padded = F.pad(whole, (0, -len(whole) % n))
     found = answer.flatten([p.detach() for p in parameters])
     yield compare("what flatten() returns", found, padded, {"lacks the padding": whole})
     shard = nn.Parameter(padded.chunk(n)[rank].clone())
-    optimizer = torch.optim.SGD([shard], lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD([shard], lr=0.1)
     is_here = torch.zeros(n, len(padded) // n)
     is_here[rank] = 1
     x, y = make_batch()
-    for number in (1, 2, 3):
-        before = flat(alone.parameters())
-        set_gradients(alone, gradients(alone, x, y))
-        reference.step()
-        expected = flat(alone.parameters()) - before
+    for number in (1, 2):
+        before = flat(parameters)
+        expected = -0.1 * flat(gradients(model, x, y))
         mine = gradients(model, own(x), own(y))
         set_gradients(model, mine)
         shard.grad = None
         answer.step(parameters, shard, optimizer)
-        change = flat(parameters) - before
         guesses = {
             "is 0: the updated shards never come back": torch.zeros_like(whole),
             "is 0 outside of this rank's shard: gather the others'":
                 expected * is_here.flatten()[: len(whole)],
             "is that of this rank's gradient: nothing was averaged": -0.1 * flat(mine),
         }  # fmt: skip
+        change = flat(parameters) - before
         yield compare(f"the change of the weights in step {number}", change, expected, guesses)
 
 
@@ -227,49 +224,38 @@ def loss_scaling(answer) -> Iterator[Finding]:
         yield expect(f"the scale of step {number + 1}", state["scale"] == scale, why)
 
 
-SYMPTOMS = (  # of the three mistakes of the hunt
-    "in an epoch, some samples are seen twice and some never",
-    "what is clipped is not the gradient of the global batch",
-    "where a rank has fewer samples of a batch, each of them counts more",
-)
-
-
-def hunted(mistakes: tuple[bool, ...], inputs: Tensor, targets: Tensor) -> Tensor:
-    """The weights of the hunt's loop with some of its mistakes, of all ranks in one process."""
-    own_order, clipped_first, unweighted = mistakes
-    ranks = dist.get_world_size()
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for epoch in range(2):
-        orders = []
-        for rank in range(ranks):
-            generator = torch.Generator().manual_seed(100 * epoch + rank * own_order)
-            orders.append(torch.randperm(len(inputs), generator=generator).split(10))
-        for batches in zip(*orders, strict=True):
-            terms = []
-            for rank, batch in enumerate(batches):
-                mine = batch[rank::ranks]
-                set_gradients(model, gradients(model, inputs[mine], targets[mine]))
-                if clipped_first:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                weight = 1 / ranks if unweighted else len(mine) / len(batch)
-                terms.append([p.grad * weight for p in model.parameters()])
-            set_gradients(model, map(sum, zip(*terms, strict=True)))
-            if not clipped_first:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-    return flat(model.parameters())
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)"
+SOLUTION = (Path(__file__).parents[1] / "solutions/three_mistakes.py").read_text()
+MISTAKES = {  # of the hunt: what shows, and words of the solution with what stands in their place
+    "in an epoch, some samples are seen twice and some never": {
+        "100 * epoch": "100 * epoch + rank"
+    },
+    "what is clipped is not the gradient of the global batch": {
+        CLIP: "pass",
+        "loss.backward()": f"loss.backward(); {CLIP}",
+    },
+    "where a rank has fewer samples of a batch, each of them counts more": {
+        " * len(own) * ranks / len(batch)": ""
+    },
+}
 
 
 def three_mistakes(answer) -> Iterator[Finding]:
     inputs, targets = make_batch(14)
-    model = make_model()
-    answer.train(model, inputs, targets, 2)
-    found = []
-    for mistakes in sorted(itertools.product((False, True), repeat=3), key=sum):
-        seen = list(itertools.compress(SYMPTOMS, mistakes))
+    found = make_model()
+    answer.train(found, inputs, targets, 2)
+    weights = []
+    for kept in sorted(itertools.product((False, True), repeat=3), key=sum):
+        seen = list(itertools.compress(MISTAKES, kept))
+        text = SOLUTION
+        for right, wrong in itertools.chain(*(MISTAKES[name].items() for name in seen)):
+            text = text.replace(right, wrong)
+        variant = {}
+        exec(text, variant)
+        model = make_model()
+        variant["train"](model, inputs, targets, 2)
         left = f"{len(seen)} mistake{'s' if len(seen) > 1 else ''} left"
         why = f"has {left} that can be seen here; one: {''.join(seen[:1])}"
-        found.append((why, hunted(mistakes, inputs, targets)))
-    (_, expected), *guesses = found  # the first is without a mistake
-    yield compare("the trained model", flat(model.parameters()), expected, guesses)
+        weights.append((why, flat(model.parameters())))
+    (_, expected), *guesses = weights  # the first is without a mistake
+    yield compare("the trained model", flat(found.parameters()), expected, guesses)

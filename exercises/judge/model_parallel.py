@@ -26,17 +26,20 @@ def own(tensor: Tensor, dim: int = 0) -> Tensor:
     return part.detach().clone().requires_grad_()
 
 
-def own_columns(mlp, x: Tensor, weights: Tensor, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def own_columns(
+    block, x: Tensor, weights: Tensor, parts: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """This rank's term of an output, and the gradient of x through it."""
     x = x.detach().requires_grad_()
-    term = mlp(x, **parts)
+    term = block(x, **parts)
     return term, *torch.autograd.grad((term * weights).sum(), x)
 
 
-def tensor_parallel(answer) -> Iterator[Finding]:
-    def mlp(x, up, up_bias, down):
-        return F.linear(F.gelu(F.linear(x, up, up_bias)), down)
+def mlp(x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, up_bias)), down)
 
+
+def tensor_parallel(answer) -> Iterator[Finding]:
     x, up, up_bias, down, bias = random((5, 4), (WIDTH, 4), (WIDTH,), (4, WIDTH), (4,))
     tensors = {"up": up, "up_bias": up_bias, "down": down}
     weights = torch.randn(5, 4)  # of the outputs in the loss
@@ -65,7 +68,7 @@ def sequence_parallel(answer) -> Iterator[Finding]:
     norm = nn.LayerNorm(4)
 
     def block(x, up, down):
-        return x + F.linear(F.gelu(F.linear(norm(x), up)), down)
+        return x + mlp(norm(x), up, None, down)
 
     x, up, down = random((12, 4), (WIDTH, 4), (4, WIDTH))
     weights = torch.randn(12, 4)

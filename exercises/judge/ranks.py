@@ -139,8 +139,9 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
             break
         accounts = {}
         for pipe in ready or left:
-            if not ready:
-                ask(pipe)
+            with contextlib.suppress(OSError):  # of a rank that has just ended
+                if not ready:
+                    pipe.send("where")
             message = hear(pipe, left[pipe], script, folder)
             (heard if "findings" in message else accounts)[left[pipe]] = message
         late = time.monotonic() > deadline
@@ -149,11 +150,6 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
     ends = [(r["end"], f"rank {rank}, {r['error']}") for rank, r in heard.items() if r["end"]]
     end = min(ends, default=end)  # "aborts" comes first: other ranks fail because of it
     return Outcome({rank: report["findings"] for rank, report in heard.items()}, *end)
-
-
-def ask(pipe: Connection) -> None:
-    with contextlib.suppress(OSError):  # of a rank that has just ended
-        pipe.send("where")
 
 
 def hear(pipe: Connection, rank: int, script: Path, folder: Path) -> dict:

@@ -57,11 +57,9 @@ def compare(what: str, found, expected: Tensor, guesses=()) -> Finding:
     factor = (found * expected).sum().item() / expected.square().sum().clamp(min=1e-300).item()
     if abs(factor) > CLOSE and is_close(found, factor * expected):
         return Finding(what, factor=factor)
-    off = (found - expected).abs().flatten()
-    place = [int(i) for i in torch.unravel_index(off.argmax(), expected.shape)]
-    values = (
-        f"{found.flatten()[off.argmax()]:.6g} instead of {expected.flatten()[off.argmax()]:.6g}"
-    )
+    most = (found - expected).abs().argmax()
+    place = [int(i) for i in torch.unravel_index(most, expected.shape)]
+    values = f"{found.flatten()[most]:.6g} instead of {expected.flatten()[most]:.6g}"
     return Finding(what, f"differs from the reference, most at {place}: {values}")
 
 
