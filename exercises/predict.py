@@ -110,21 +110,17 @@ def ask_peak(draw: random.Random) -> Question:
     small, large = predicted.side_by_side(tasks, count_cores())
     grown = {}
     for kind, size in large.kinds.items():
-        if size or small.kinds[kind]:
-            grown[f"{kind} {small.kinds[kind] / 2**20:.0f} to"] = size / 2**20
-    factor = large.peak / small.peak
-    others = {}
-    if factor < 1.8:
-        others["a peak of activations only: weights and their state do not grow"] = 2.0
-    if factor > 1.2:
-        others["a peak that the batch does not change"] = 1.0
+        grown[f"{kind} {small.kinds[kind] / 2**20:.0f} to"] = size / 2**20
     return Question(
         f"{model} on 4 ranks with {name}: the global batch grows from {batch_size} to "
         f"{2 * batch_size} sequences. By which factor does the peak of a rank's memory grow?",
         "times",
-        factor,
+        large.peak / small.peak,
         f"MiB at the peak: {listed(grown, '.0f')}",
-        others,
+        {
+            "a peak of activations only: weights and their state do not grow": 2.0,
+            "a peak that the batch does not change": 1.0,
+        },
     )
 
 
@@ -160,7 +156,7 @@ def reply(question: Question, given: float) -> tuple[bool, str]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--seed", type=not_negative, metavar="N", help="of the sizes that are drawn"
+        "--seed", type=not_negative, metavar="N", help="seed of the sizes that are drawn"
     )
     parser.add_argument("-h", "--help", action="help", help="print this help and exit")
     seed = parser.parse_args().seed
@@ -185,4 +181,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -61,9 +61,6 @@ def run(task: Callable, ranks: int, script: Path, patience: float) -> Outcome:
                 process.join()
 
 
-# ---------------------------------------------------------------------------- what a rank does
-
-
 def work(task, place: tuple[int, int], script: Path, folder: Path, pipe, inherited) -> None:
     rank, ranks = place
     for other in inherited:
@@ -121,9 +118,6 @@ def describe(error: BaseException, script: Path) -> tuple[str, str]:
         return "raises an error", f"line {error.lineno}: {error.msg}"
     where = f"line {own[-1].lineno}, `{own[-1].line}`" if own else "after your code has returned"
     return "raises an error", f"{where}: {type(error).__name__}: {message}"
-
-
-# ----------------------------------------------------------------------------- what the judge does
 
 
 def collect(pipes: list[Connection], script: Path, folder: Path, patience: float) -> Outcome:
