@@ -4,7 +4,7 @@ Problem     This loop runs without an error, its loss falls, and on one rank its
             On two and three ranks they are not those of one process with the same global batch.
 Write       nothing new: find the three mistakes, and mend them where they are.
 The judge   trains on 1, 2 and 3 ranks, compares the weights with those of one process, and says how
-            many mistakes it still sees. The last batch of an epoch is not divisible by 3.
+            many mistakes it still sees. No batch is divisible by 3.
 """
 
 import torch

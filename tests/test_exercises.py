@@ -85,6 +85,16 @@ def test_files_as_they_are(tmp_path):
     assert finished.lines[14:] == ["0 of 14 done. Next: write exercises/mean.py"]
 
 
+def test_the_hunt_begins_with_three_mistakes(tmp_path):
+    """Of which two ranks show two: all batches are divisible by 2."""
+    lines = (HERE / "three_mistakes.py").read_text().splitlines(keepends=True)
+    left = "".join(line for line in lines if "delete this line" not in line)
+    for right, count in (("", "2 mistakes"), (" + rank", "1 mistake")):
+        (tmp_path / "three_mistakes.py").write_text(left.replace(right, "") if right else left)
+        said = check("three_mistakes", tmp_path).stdout
+        assert f"right on 1 rank, but on 2 ranks the trained model has {count} left" in said, said
+
+
 @pytest.mark.parametrize("text, said", [
     ("", "zero: not begun: zero.py does not define flatten()"),
     (None, "zero: not begun: there is no file "),
