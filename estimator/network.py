@@ -29,12 +29,8 @@ class Link:
 # Line rates, which are upper limits: NVLink 4 has 18 links of 25 GB/s (H100's data sheet);
 # PCIe 4.0 16 lanes; the others as named. Latencies of a hop in a ring are those that
 # NCCL plans with (src/graph/tuning.cc, hwLat, protocol Simple); of Ethernet that of a TCP message.
-LINKS = {
-    "nvlink4": Link(3.4e-6, 450e9),
-    "pcie4": Link(5.7e-6, 31.5e9),
-    "ib400": Link(14e-6, 50e9),
-    "eth25": Link(30e-6, 3.125e9),
-}
+FOUND = json.loads(Path(__file__).with_name("links.json").read_text())
+LINKS = {name: Link(**values) for name, values in FOUND.items()}
 
 
 def link_of(text: str) -> dict[str, Link]:
