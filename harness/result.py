@@ -110,7 +110,9 @@ def describe_end(result: dict) -> str:
     at = result["eval_step"].index(result["model_step"])
     loss = f"loss {result['eval_loss'][at]:.4f}"
     accuracy = f"accuracy {result['eval_accuracy'][at]:.2%} of {result['eval_samples']:,}"
-    return f"done: {loss}, {accuracy}, {speed}, peak memory {', '.join(memory)}"
+    state = [f"{kind} {size / 1e6:.1f} MB" for kind, size in result["state_bytes"].items()]
+    state = f", state per rank between steps: {', '.join(state)}" if state else ""
+    return f"done: {loss}, {accuracy}, {speed}, peak memory {', '.join(memory)}{state}"
 
 
 def hparams(args, result: dict) -> tuple[dict, dict]:
