@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from harness.cli import fail
 
+FIGURES = ("state_bytes", "train_loss", "eval_loss")  # of a run, that are recorded
+
 
 def read_curve(folder: Path) -> list[list[float]]:
     """Steps and losses from TensorBoard's file; empty if there is none."""
@@ -45,7 +47,8 @@ def reason(text: str, code: int | None) -> str:
 
 
 def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
-    """What each command prints: its lines, or the data of ``--json``."""
+    """What each command prints: its lines, or the data of ``--json``; and of a script, in addition,
+    some figures of its ``result.json``."""
     found = {}
     for name, command in tqdm(commands.items(), "recorded", disable=None):
         run = subprocess.run(
@@ -56,4 +59,8 @@ def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
         printed = run.stdout.replace(f"{root}/", "")  # paths of this machine
         output = json.loads(printed) if "--json" in command else printed.splitlines()
         found[name] = {"command": command, "output": output}
+        folder = re.search(r"--output-dir (runs/\S+)", command)
+        if folder:
+            result = json.loads((root / folder[1] / "result.json").read_text())
+            found[name]["result"] = {figure: result[figure] for figure in FIGURES}
     return found
