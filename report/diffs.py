@@ -98,6 +98,15 @@ def tagged_lines(source: str) -> list[str]:
     return textwrap.dedent("\n".join(lines)).splitlines()
 
 
+def tagged_hunks(root: Path, row: Technique) -> list[str]:
+    """The hunks of a script's diff that have a line with the script's tag."""
+    doc = (root / f"{row.script}.py").read_text().split('"""', 2)[1]
+    tag = re.search(r'tagged\s+"(# [\w -]+:)"', doc)
+    hunks = re.split(r"^(?=@@)", "\n".join(pair_of(root, row).diff()), flags=re.MULTILINE)
+    found = [hunk for hunk in hunks if tag and re.search(rf"^\+.*{tag[1]}", hunk, re.MULTILINE)]
+    return "\n".join(hunk.strip("\n") for hunk in found).splitlines()
+
+
 def definitions(source: str, names: tuple[str, ...]) -> list[str]:
     nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
     parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
@@ -105,7 +114,8 @@ def definitions(source: str, names: tuple[str, ...]) -> list[str]:
 
 
 def blocks(root: Path, rows: list[Technique]) -> dict[str, str]:
-    """``example-NAME`` of each example, and ``diff-NAME`` of each script with a parent."""
+    """``example-NAME`` of each example, and of each script with a parent ``diff-NAME`` and
+    ``script-NAME``, its tagged lines."""
     found = {}
     for path in sorted((root / "examples").glob("*.py")):
         if path.stem != "plain":
@@ -116,6 +126,7 @@ def blocks(root: Path, rows: list[Technique]) -> dict[str, str]:
     for row in rows:
         if row.parent:
             found[f"diff-{row.name}"] = fenced(*excerpt(root, row))
+            found[f"script-{row.name}"] = script_block(root, row)
     return found | whole_blocks(root)
 
 
@@ -151,6 +162,16 @@ def excerpt(root: Path, row: Technique) -> tuple[str, list[str]]:
     if row.shows:
         return "python", definitions(source, row.shows)
     return ("diff", diff) if len(diff) <= LONGEST_SCRIPT else ("python", tagged_lines(source))
+
+
+def script_block(root: Path, row: Technique) -> str:
+    """The tagged hunks below the names of both scripts; of a long diff the tagged lines alone."""
+    pair = pair_of(root, row)
+    line = f"[{pair.new}]({pair.new}), compared with [{pair.old}]({pair.old}): "
+    hunks = tagged_hunks(root, row)
+    if 0 < len(hunks) <= LONGEST_SCRIPT:
+        return f"{line}what the technique changes.\n\n{fenced('diff', hunks)}"
+    return f"{line}the tagged lines.\n\n{fenced(*excerpt(root, row))}"
 
 
 def fenced(language: str, lines: list[str]) -> str:

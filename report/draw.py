@@ -12,6 +12,7 @@ from pathlib import Path
 from report.blocks import size_name
 from report.palette import COLLECTIVES, MEMORY, PHASES, text_on, theme_style
 from report.results import WORDS
+from report.steps import draw_step
 from report.traces import Bar, Rank, joined, read_traces
 
 INK = "#010203"  # stands in pictures.mplstyle for the ink of the page's theme
@@ -100,6 +101,8 @@ def draw(path: Path, data: dict) -> None:
         axes = Figure().subplots()
         if "ranks" in data:
             draw_timeline(axes, data["ranks"], data["words"])
+        elif "series" in data:
+            draw_step(axes, data, INK)
         elif "lines" in data:
             draw_lines(axes, data)
         else:

@@ -8,21 +8,45 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from report import diffs, draw, ecosystem, front, matrix, predictions, recorded, suites
+from report import (
+    diffs,
+    draw,
+    ecosystem,
+    front,
+    lessons,
+    matrix,
+    predictions,
+    recorded,
+    steps,
+    suites,
+)
 from report.blocks import TABLES
 from report.blocks import draw as table
 from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
-from techniques import COURSE, HOOD, LESSONS, MODEL, ONE, TECHNIQUES, TUNE, Technique, technique
-from techniques import DDP as DATA_PARALLEL
+from techniques import (
+    LESSONS,
+    MODEL,
+    PARTS,
+    SHARD,
+    SHELF,
+    START,
+    TECHNIQUES,
+    USE,
+    Technique,
+    technique,
+)
 
 SUITES = ("gpt", "shakespeare", "peers", "gpu")  # with tables of their own
-RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu")
+RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "course")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
+TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
-FIRST = {HOOD: ["under_the_hood.md"]}  # pages of a chapter before those of techniques, and after
-LAST = {ONE: ["job.md"], DATA_PARALLEL: ["multi_node.md"], MODEL: ["parallelism.md"]}
-LAST |= {TUNE: ["inference.md"]}
+LAST = {START: ["job.md"], SHARD: ["techniques/fsdp1_to_fsdp2.md"], MODEL: ["parallelism.md"]}
+LAST |= {USE: ["multi_node.md", "inference.md"]}  # pages of a part after those of its scripts
+# Blocks that may be on no English page: code of scripts, and what Chinese pages have until they
+# follow the English ones.
+OPTIONAL = ("diff-", "script-", "tested-", "next-")
 
 
 def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
@@ -34,7 +58,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     results = {name: read_result(root, name) for name in RESULTS}
     plots = draw.plots(results)
     drawn = {root / "results" / f"{name}.svg": data for name, data in plots.items()}
-    pictures = front.pictures(results) | draw.timelines(root)
+    pictures = front.pictures(results) | draw.timelines(root) | steps.pictures(root, results)
     drawn |= {root / "docs" / "images" / f"{name}.svg": data for name, data in pictures.items()}
     drawn = {p: data for p, data in drawn.items() if draw.digest_of(p) != draw.digest(data)}
     blocks = make_blocks(root, results)
@@ -45,8 +69,8 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
         found = set()
         for path in list_pages(root, chinese):
             changed[path] = fill(root, path, texts, found, chinese)
-        missing = [name for name in texts if not name.startswith("diff-")]
-        missing = [name for name in missing if name not in found]
+        needed = texts.keys() - {row.name for row in TECHNIQUES}
+        missing = [name for name in needed - found if not name.startswith(OPTIONAL)]
         if missing and not chinese:
             place = f"<!-- {missing[0]} --> ... <!-- end -->"
             raise Unusable(f"README.md and docs/*.md have no place {place}")
@@ -86,7 +110,8 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
         if row.parent and rows_of(row, results["gpt"]):
             blocks[row.name] = technique_block(row, results["gpt"])
     blocks |= predictions.blocks(root, results)
-    return blocks | schematics(root) | diffs.blocks(root, TECHNIQUES) | front.blocks(root, results)
+    blocks |= schematics(root) | diffs.blocks(root, TECHNIQUES) | front.blocks(root, results)
+    return blocks | lessons.blocks(root, results) | next_blocks(root)
 
 
 def suite_blocks(root: Path, name: str, found: dict) -> dict[str, str]:
@@ -143,10 +168,40 @@ def course_table(root: Path, chinese: bool) -> str:
     rows = []
     for before, row in zip([None, *LESSONS], LESSONS, strict=False):
         found = {"script": row.script, "parent": f"`{row.parent}`" if row.parent else None}
-        found["chapter"] = row.course if not before or row.course != before.course else None
+        found["part"] = row.part if not before or row.part != before.part else None
         page = places[row.name].page.relative_to(root).as_posix().replace(".zh-CN", "")
         rows.append(found | {"page": page, "about": places[row.name].about})
     return table(rows, TABLES["course"])
+
+
+def pages_of_parts(root: Path) -> dict[str, list[str]]:
+    """The pages of each part of the course, and of the shelf, in the order in which they are read;
+    paths in docs/. A page with scripts of two parts is in the first of them."""
+    places = find_places(root)
+    found = {}
+    seen = set()
+    for part in (*PARTS, SHELF):
+        rows = [row for row in LESSONS if row.part == part]
+        pages = [places[row.name].page.relative_to(root / "docs").as_posix() for row in rows]
+        pages = [page for page in [*pages, *LAST.get(part, [])] if page not in seen]
+        found[part] = list(dict.fromkeys(pages))
+        seen |= {*pages}
+    return found
+
+
+def next_blocks(root: Path) -> dict[str, str]:
+    """``next-NAME``: what the page of a script leaves unsolved, and the page after it."""
+    places = find_places(root)
+    parts = pages_of_parts(root)
+    line = [page for part in PARTS for page in parts[part]]
+    found = {}
+    for row in LESSONS:
+        page = places[row.name].page.relative_to(root / "docs").as_posix()
+        if row.unsolved:
+            after = line[line.index(page) + 1]
+            title = re.search(r"^# (.*)", (root / "docs" / after).read_text(), re.MULTILINE)[1]
+            found[f"next-{row.name}"] = f"{row.unsolved} → [{title}](docs/{after})"
+    return found
 
 
 def schematics(root: Path) -> dict[str, str]:
@@ -158,15 +213,11 @@ def schematics(root: Path) -> dict[str, str]:
 
 
 def fill_navigation(root: Path) -> str:
-    """mkdocs.yml with the chapters of the course, between two comments."""
-    places = find_places(root)
+    """mkdocs.yml with the parts of the course, between two comments."""
     lines = []
-    for number, course in enumerate(COURSE, 1):
-        rows = [row for row in TECHNIQUES if row.course == course]
-        pages = [places[row.name].page.relative_to(root / "docs").as_posix() for row in rows]
-        pages = [*FIRST.get(course, []), *pages, *LAST.get(course, [])]
-        lines.append(f"      - {number} {course}:")
-        lines += [f"          - {page}" for page in dict.fromkeys(pages)]
+    for number, (part, pages) in enumerate(pages_of_parts(root).items()):
+        lines.append(f"      - {part}:" if part == SHELF else f"      - {number} {part}:")
+        lines += [f"          - {page}" for page in pages]
     return NAVIGATION.sub("\n".join(["", *lines, ""]), (root / "mkdocs.yml").read_text())
 
 
@@ -181,7 +232,7 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
             raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
         found.add(name)
         lines = translate(root, blocks[name]) if chinese else blocks[name]
-        lines = re.sub(r"\]\((results|docs|examples|website)/", rf"]({up}\1/", lines)
+        lines = TO_FILES.sub(f"]({up}", lines)
         inside = f"\n{lines}\n\n" if lines else ""
         return f"<!-- {name} -->\n{inside}<!-- end -->"
 

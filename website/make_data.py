@@ -1,8 +1,8 @@
 """Write website/data/, which the site's pictures and widgets show, with the project's own programs.
 
-    python website/make_data.py [memory] [fit] [schedules]
+    python website/make_data.py [memory] [worked] [fit] [schedules]
 
-Without a name it writes all three.
+Without a name it writes all four.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from estimator import recommend, techniques, trial  # noqa: E402
 from estimator.live_bytes import LiveBytes  # noqa: E402
 from estimator.tables import room_of  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
+from report.steps import SHOWN  # noqa: E402
 from techniques import TECHNIQUES  # noqa: E402
 from website.schedules import timetables  # noqa: E402
 
@@ -61,6 +62,25 @@ def record(name: str, title: str) -> dict | None:
         except (SystemExit, NotImplementedError, *trial.NEEDS_NUMBERS):
             return None
     return {"technique": name, "job": title} | series_of(live, technique.on_host)
+
+
+def worked() -> dict:
+    """Of the rows of results/front.json that the pages of the course show."""
+    front = json.loads((ROOT / "results" / "front.json").read_text())["outputs"]
+    rows = {one.get(key) for one in SHOWN.values() for key in ("front", "beside")}
+    rows = [name for name in front if name in rows]
+    found = techniques.side_by_side([partial(work, front[row]) for row in rows], os.cpu_count())
+    return dict(zip(rows, found, strict=True))
+
+
+def work(one: dict) -> dict:
+    """Live bytes of a step that results/front.json has predicted."""
+    [row] = one["output"]
+    technique = techniques.make_technique(row["technique"], row["gpus"])
+    words = [*row["command"], "--batch-size", str(row["batch_size"] // technique.gpus)]
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        live, _ = trial.run_script(words, technique.ranks)
+    return series_of(live, technique.on_host)
 
 
 def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
@@ -131,7 +151,7 @@ def copied(found: techniques.Prediction) -> float:
 
 # --------------------------------------------------------------------------------------- writing
 
-KINDS = {"memory": memory, "fit": fit, "schedules": timetables}
+KINDS = {"memory": memory, "worked": worked, "fit": fit, "schedules": timetables}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Links are rewritten: GitHub shows every file of a repository, the site only thos
 import os
 import re
 import shutil
+import textwrap
 from pathlib import Path, PurePosixPath
 
 from techniques import TECHNIQUES
@@ -13,6 +14,7 @@ from website import techniques
 
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+ANSWER = re.compile(r"<details>\n<summary>(.*?)</summary>\n\n(.*?)\n\n</details>", re.DOTALL)
 NAVIGATION = re.compile(r"^\[README\]\(.*\n+", re.MULTILINE)  # the site has its own
 DATA = {  # what widgets show, by the name that they give it
     "palette": "report/palette.json",
@@ -82,7 +84,13 @@ def page(root: Path, path: Path, linked: set[str]) -> str:
     text += scripts(site_name(path.relative_to(root).as_posix()), WIDGET.findall(text))
     parts = FENCED.split(text)
     parts[::2] = [rewrite_links(root, path, part, linked) for part in parts[::2]]
-    return "".join(parts)
+    return ANSWER.sub(folded, "".join(parts))
+
+
+def folded(match: re.Match) -> str:
+    """A folded answer, which GitHub shows as HTML, as a block of pymdownx.details."""
+    title, text = match.groups()
+    return f'??? answer "{title}"\n\n{textwrap.indent(text, "    ")}'
 
 
 def scripts(name: str, widgets: list[str]) -> str:

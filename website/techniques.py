@@ -20,7 +20,9 @@ WHEN = re.compile(r"^## (?:When|何时|不适合)", re.MULTILINE)
 
 
 def add_to(root: Path, path: Path, text: str) -> str:
-    """Add the sections to a technique's page, whose scripts are those that it says in short."""
+    """Add the sections to a technique's page, whose scripts are those that it says in short. A page
+    of the course that teaches has its own sections on memory and communication: it gets links to
+    the whole diffs alone."""
     chinese = path.name.endswith(".zh-CN.md")
     rows = [technique(name) for name, _ in IN_SHORT.findall(text)]
 
@@ -33,7 +35,11 @@ def add_to(root: Path, path: Path, text: str) -> str:
         return f"<!-- {kind}-{name} -->\n{before}{side_by_side.diff(pair)}\n"
 
     text = DIFF.sub(both, text)
+    if not rows:
+        return text
     at = WHEN.search(text).start()
+    if "<!-- worked-" in text:
+        return "\n\n".join([text[:at].rstrip(), *whole_diffs(rows, chinese), text[at:]])
     parts = [text[:at].rstrip(), *whole_diffs(rows, chinese), *sections(root, rows, chinese)]
     return "---\nhide: [toc]\n---\n\n" + "\n\n".join(parts) + "\n\n" + text[at:]
 

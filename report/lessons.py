@@ -1,0 +1,152 @@
+"""What a program writes on the pages that teach: a model worked out, milliseconds, and answers.
+
+By the name of their block, of a row of techniques.py:
+
+    problem-NAME   a sentence: the peak of the technique that the page begins with
+    worked-NAME    GiB per GPU of Llama-3-8B, beside the technique that the page begins with
+    comm-NAME      the bytes that a rank sends, and how long they take on two links
+    answer-NAME-1  a folded answer, with figures of recorded runs
+    tested-NAME    what the tests compare
+
+report/lessons.json says which rows of results/ a page shows. The texts of the answers are in
+report/answers/NAME.md, with figures as ``{RUN/output/0/peak:.1f GiB}``: a path into
+results/course.json, or into results/front.json if no run of the course has the name.
+"""
+
+import re
+from pathlib import Path
+
+from report.blocks import TABLES, Cell, draw, footer, machine_line
+from report.front import MEMORY
+from report.results import Unusable, load
+from report.steps import SHOWN
+from techniques import LESSONS, Technique, decoder, technique
+
+ANSWERS = Path(__file__).with_name("answers")
+GPUS = 8
+PROOF = "[Equivalence tests](docs/proof.md)"
+# The sizes of Llama-3-8B, and its batch: one sequence per GPU.
+SIZES = {"layers": 32, "width": 4096, "tokens": 128_256, "context": 8192, "batch": GPUS}
+LLAMA = decoder(**SIZES, kv=1 / 4, mlp=3 * 4096 * 14_336, llama=True)
+LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
+COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers"}
+COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls"}
+NUMBERED = re.compile(r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
+
+
+class Answer(Cell):
+    """A text with the paths of figures."""
+
+    def __init__(self, found: dict):
+        self.found = found
+
+    def get_field(self, field_name, args, kwargs):
+        value = self.found
+        for key in field_name.split("/"):
+            value = value[int(key) if isinstance(value, list) else key]
+        return value, field_name
+
+
+def blocks(root: Path, results: dict) -> dict[str, str]:
+    """All of them, by name."""
+    found = {f"tested-{row.name}": tested(row) for row in LESSONS if row.cases[0].ranks}
+    links = load(root / "estimator" / "links.json")
+    for name, shown in SHOWN.items():
+        found[f"problem-{name}"] = problem(shown, results["front"])
+        found[f"worked-{name}"] = worked(name, shown, results["front"])
+        if technique(name).sends(GPUS, {"decoder": LLAMA} | shown.get("options", {})):
+            found[f"comm-{name}"] = communication(name, shown, results, links)
+    for path in sorted(ANSWERS.glob("*.md")):
+        found |= answers(path, results)
+    return found
+
+
+def problem(shown: dict, front: dict) -> str:
+    """How much memory a GPU needs, and how much it has."""
+    name = shown.get("beside", shown["front"])
+    found = front["outputs"][name]["output"][0]
+    kinds = found["kinds"]
+    state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
+    where = f"each of {found['gpus']} GPUs" if found["gpus"] > 1 else "the GPU"
+    line = f"Llama-3-8B with AdamW, {name}, one sequence of {SIZES['context']:,} tokens per GPU: "
+    line = line.replace(", one GPU, one sequence", "")
+    line += f"{where} needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
+    line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
+    line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
+    return f"{line} ([Where the numbers are from](#memory).)"
+
+
+def worked(name: str, shown: dict, front: dict) -> str:
+    """A table of predicted peaks, and the picture of the step."""
+    names = [one for one in (shown.get("beside"), shown["front"]) if one]
+    rows = []
+    for one in names:
+        found = front["outputs"][one]["output"][0]
+        kinds = found["kinds"]
+        small = kinds["input"] + kinds["temporary"] + kinds["update"]
+        rows.append(kinds | {"name": one, "peak": found["peak"], "rest": small})
+    dashed = f", {shown['beside']} dashed" if "beside" in shown else ""
+    picture = f"![Memory over one training step: {shown['front']}{dashed}]"
+    below = footer(front, "front", "predicted", rows)
+    return f"{draw(rows, TABLES['worked'])}{below}\n\n{picture}(docs/images/step-{name}.svg)"
+
+
+def communication(name: str, shown: dict, results: dict, links: dict) -> str:
+    """A sentence: bytes by theory, and their time at the rates of two links beside the compute."""
+    theory = technique(name).sends(GPUS, {"decoder": LLAMA} | shown.get("options", {}))
+    sent = {kind: each * LLAMA.whole for kind, each in theory.items()}
+    parts = [f"{size / 1e9:.1f} GB in {COLLECTIVES[kind]}" for kind, size in sent.items()]
+    whole = sum(sent.values())
+    total = f"{whole / 1e9:.1f} GB per step, " if len(parts) > 1 else ""
+    times = []
+    for link, title in LINKS.items():
+        rate = links[link]["bandwidth"]
+        times.append(f"at {rate / 1e9:.0f} GB/s ({title}) {1e3 * whole / rate:,.0f} ms")
+    gpu = results["one_gpu"]
+    [alone] = [row for row in gpu["rows"] if row["name"] == shown["alone"]]
+    line = f"Llama-3-8B on {GPUS} GPUs: a rank sends {total}{' and '.join(parts)}: "
+    line += f"{', '.join(times)}, "
+    line += f"beside {1e3 * alone['step_seconds']:,.0f} ms of compute."
+    below = "the formula in [techniques.py](techniques.py); "
+    below += "rates of [estimator/links.json](estimator/links.json)"
+    on = machine_line(gpu["hardware"], on_cpu=False)
+    return f"{line}\n\n{below}; compute: {footer(gpu, 'one_gpu', on, [alone]).strip()}"
+
+
+def answers(path: Path, results: dict) -> dict[str, str]:
+    """The folded answers of a page."""
+    course = results["course"]
+    figures = Answer(results["front"]["outputs"] | course["outputs"])
+    below = footer(course, "course", course["hardware"]["cpu"], [{}])
+    found = {}
+    for number, text in re.findall(
+        r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", path.read_text(), re.M | re.S
+    ):
+        try:
+            filled = figures.vformat(text, (), {})
+        except (KeyError, IndexError) as error:
+            raise Unusable(f"{path}, answer {number}: no result has {error}") from None
+        found[f"answer-{path.stem}-{number}"] = FOLDED.format(filled + below)
+    return found
+
+
+def tested(row: Technique) -> str:
+    """What tests/test_contract.py does with a script, in a sentence."""
+    usual = [one for one in row.cases if not {"rounds", "full"} & one.traits] or row.cases
+    counts = sorted({ranks for one in usual for ranks in one.ranks})
+    ranks = "one process" if counts == [1] else f"{listed(counts)} ranks"
+    flags = [f"`{one.flags}`" for one in usual if one.flags]
+    said = f"Tested: `{row.script}.py` on {ranks}"
+    said += f" ({', '.join(flags)})" if flags else ""
+    if not {"differs", "rounds"} & row.traits:
+        said += (
+            ", with SGD and AdamW. Its weights are those of one process on the same batches, up "
+        )
+        said += "to the rounding of float64"
+    return f"{said}; the bytes that it keeps and sends equal the formulas. {PROOF}"
+
+
+def listed(values: list) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}" if first else last
