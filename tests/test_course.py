@@ -1,0 +1,161 @@
+"""The course: pages that teach have all their parts, in an order; their figures are recorded."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, name_of, succeed
+from test_docs import shell_lines
+
+from jobs import sizes
+from report import lessons, pages
+from report.results import read_result
+from techniques import LESSONS, PARTS, SHELF, TECHNIQUES, decoder, technique
+
+PARTS_OF_A_PAGE = ("The problem", "The idea", "One step, step by step", "Memory", "Communication")
+PARTS_OF_A_PAGE += ("Predict, then run", "The code", "When to use it", "What goes wrong")
+PARTS_OF_A_PAGE += ("Takeaway", "What is still unsolved", "Sources")
+# Pages of the line of reading that lack some of them: this list only becomes shorter.
+LACKING = (
+    "CP DDP_ZeRO DDP_by_hand EP FSDP_TP FSDP_offload HSDP ND_parallel PP PP_by_hand TP".split()
+)
+LACKING += "TP_by_hand activation_checkpointing auto_mixed_precision checkpoint compile".split()
+LACKING += ["gradient_accumulation"]
+ORDER = pages.pages_of_parts(ROOT)
+LINE = [page for part in PARTS for page in ORDER[part]]
+PAGES = [ROOT / "docs" / page for page in LINE if page.startswith("techniques/")]
+PAGES.remove(ROOT / "docs/techniques/fsdp1_to_fsdp2.md")  # a table to look something up
+TEACHING = [page for page in PAGES if page.stem not in LACKING]
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+RECORDED = json.loads((ROOT / "measure/suites/course.json").read_text())["outputs"]
+FOUND = read_result(ROOT, "course")["outputs"]
+
+
+def sections(page):
+    """What people wrote under each heading, without code, tables and what a program writes."""
+    text = pages.BLOCK.sub("", page.read_text())
+    text = COMMENT.sub("", FENCED.sub("", text))
+    text = re.sub(r"^\|.*\|$", "", text, flags=re.MULTILINE)
+    return dict(part.split("\n", 1) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
+
+
+def words(text):
+    return len(re.findall(r"\w[\w'’-]*", text))
+
+
+def lacks(page):
+    """What a page has to get before it teaches, in words."""
+    found = sections(page)
+    text = page.read_text()
+    missing = [f"a section: ## {part}" for part in PARTS_OF_A_PAGE if part not in found]
+    if missing:
+        return missing
+    if [part for part in found if part in PARTS_OF_A_PAGE] != list(PARTS_OF_A_PAGE):
+        missing.append(f"its sections in this order: {', '.join(PARTS_OF_A_PAGE)}")
+    told = words(found["The idea"] + found["One step, step by step"])
+    if told < 200:
+        missing.append(f"{200 - told} words in The idea and One step, step by step")
+    written = sum(words(text) for name, text in found.items() if name != "Sources")
+    if not 350 <= written <= 900:
+        missing.append(f"350 to 900 words that people write: it has {written}")
+    questions = re.findall(rf"<!-- answer-{page.stem}-\d -->", text)
+    if not 2 <= len(questions) <= 3:
+        missing.append("two or three questions, each with <!-- answer-NAME-N -->")
+    for name in ("problem", "worked", "next", "tested"):
+        if f"<!-- {name}-{page.stem} -->" not in text:
+            missing.append(f"a place <!-- {name}-{page.stem} --> ... <!-- end -->")
+    if not re.search(r"^> ", found["Takeaway"], re.MULTILINE):
+        missing.append("a takeaway as a quotation (> ...)")
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_of_the_course_teaches(page):
+    missing = lacks(page)
+    if page.stem in LACKING:
+        assert missing, f"{page.name} has all its parts: take it off LACKING"
+    else:
+        assert not missing, f"{page.name} lacks " + "; ".join(missing)
+
+
+def test_pages_that_do_not_teach_become_fewer():
+    assert {*LACKING} <= {page.stem for page in PAGES} and len(LACKING) <= 17
+
+
+@pytest.mark.parametrize("page", TEACHING, ids=name_of)
+def test_figures_are_written_by_programs(page):
+    """A measured size or time in a sentence would stay when the measurement changes."""
+    for section in sections(page).values():
+        prose = re.sub(r"`[^`]*`", "", section)
+        assert not re.findall(r"\d[\d.,]* ?(?:GiB|GB|MiB|MB|kB|ms|s|%)(?!\w)", prose)
+
+
+@pytest.mark.parametrize("page", TEACHING, ids=name_of)
+def test_commands_of_questions_are_recorded(page):
+    """Their figures are in the answers."""
+    text = page.read_text()
+    asked = text[text.index("## Predict, then run") : text.index("## The code")]
+    known = {re.sub(r" --output-dir \S+| --json", "", line) for line in RECORDED.values()}
+    commands = re.findall(r"^(?:python|torchrun) .*", asked, re.MULTILINE)
+    assert len(commands) >= 2 and {*commands} <= known
+    assert {*commands} <= {*shell_lines(page)}
+    assert {name: one["command"] for name, one in FOUND.items()} == RECORDED
+
+
+def test_a_script_is_read_after_its_parent():
+    names = [row.name for row in LESSONS]
+    for row in LESSONS:
+        assert not row.parent or names.index(row.parent) < names.index(row.name)
+
+
+def test_every_script_has_a_part():
+    assert {row.part for row in TECHNIQUES} <= {*PARTS, SHELF}
+    assert len(LINE) == len({*LINE}) and LINE[1] == "job.md"
+    for row in LESSONS:
+        assert not row.unsolved or re.fullmatch(r"[A-Z][^.]*\.", row.unsolved)
+
+
+def test_llama_is_the_llama_of_the_scripts():
+    size = sizes.SIZES["llama3-8b"]
+    mlp = size.mlp_matrices * size.width * size.mlp_width
+    numbers = size.layers, size.width, size.vocabulary, lessons.SIZES["context"], lessons.GPUS
+    assert decoder(*numbers, kv=size.kv_heads / size.heads, mlp=mlp, llama=True) == lessons.LLAMA
+
+
+@pytest.mark.parametrize("name", lessons.SHOWN)
+def test_theory_on_a_page_is_what_is_predicted(name):
+    shown = lessons.SHOWN[name]
+    theory = technique(name).sends(
+        lessons.GPUS, {"decoder": lessons.LLAMA, **shown.get("options", {})}
+    )
+    predicted = read_result(ROOT, "front")["outputs"][shown["front"]]["output"][0]["sent"]
+    assert sum(theory.values()) * lessons.LLAMA.whole == pytest.approx(predicted, rel=1e-3)
+
+
+RUNS = [name for name in RECORDED if "--output-dir" in RECORDED[name]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_recorded_state_is_the_formula(name):
+    """Of fp32 and AdamW, but for a few numbers that count steps."""
+    command = RECORDED[name]
+    row = technique(re.search(r"(pytorch_\w+)\.py", command)[1])
+    ranks = int((re.findall(r"--nproc_per_node=(\d)", command) or [1])[0])
+    optimizer = "sgd" if "--optimizer sgd" in command else "adamw"
+    found = FOUND[name]["result"]["state_bytes"]
+    each = row.keeps(ranks, {"optimizer": optimizer})
+    parameters = FOUND["state-SingleGPU"]["result"]["state_bytes"]["parameters"] / 4
+    for kind, size in each.items():
+        assert found[kind] == pytest.approx(size * parameters, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_a_question_has_the_answer_that_is_recorded(name, tmp_path):
+    command = re.sub(r"--output-dir \S+", f"--output-dir {tmp_path}", RECORDED[name])
+    succeed(command, cwd=ROOT, forked=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["state_bytes"] == FOUND[name]["result"]["state_bytes"]
+    expected = FOUND[name]["result"]["eval_loss"]
+    assert result["eval_loss"] == pytest.approx(expected, abs=2e-3)
