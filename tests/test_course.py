@@ -8,9 +8,10 @@ from conftest import ROOT, name_of, succeed
 from test_docs import shell_lines
 
 from jobs import sizes
-from report import lessons, pages
+from report import diffs, lessons, pages
 from report.results import read_result
 from techniques import LESSONS, PARTS, SHELF, TECHNIQUES, decoder, technique
+from website import pages as site_pages
 
 PARTS_OF_A_PAGE = ("The problem", "The idea", "One step, step by step", "Memory", "Communication")
 PARTS_OF_A_PAGE += ("Predict, then run", "The code", "When to use it", "What goes wrong")
@@ -159,3 +160,21 @@ def test_a_question_has_the_answer_that_is_recorded(name, tmp_path):
     assert result["state_bytes"] == FOUND[name]["result"]["state_bytes"]
     expected = FOUND[name]["result"]["eval_loss"]
     assert result["eval_loss"] == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("page", TEACHING, ids=name_of)
+def test_answers_are_folded_on_the_site(page):
+    text = site_pages.page(ROOT, page, set())
+    answers = len(re.findall(r"^<!-- answer-", text, re.MULTILINE))
+    assert text.count('??? answer "Answer"\n\n    ') == answers and "<details>" not in text
+
+
+@pytest.mark.parametrize("row", [row for row in TECHNIQUES if row.parent], ids=lambda row: row.name)
+def test_a_page_shows_the_tagged_lines_of_its_script(row):
+    """Each hunk has a line with the tag; a script without tags shows what its row says."""
+    hunks = "\n".join(diffs.tagged_hunks(ROOT, row)).split("@@ -")[1:]
+    lines = [line for hunk in hunks for line in hunk.splitlines() if line.startswith("+")]
+    source = (ROOT / f"{row.script}.py").read_text()
+    assert all(line[1:] in source for line in lines)
+    assert all(re.search(r"^\+.*# [\w -]+: ", hunk, re.MULTILINE) for hunk in hunks)
+    assert hunks or row.shows
