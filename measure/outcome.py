@@ -47,8 +47,8 @@ def reason(text: str, code: int | None) -> str:
 
 
 def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
-    """What each command prints: its lines, or the data of ``--json``; and of a script, in addition,
-    some figures of its ``result.json``."""
+    """What each command prints: its lines, or the data of ``--json``; of a script that has an
+    ``--output-dir``, instead, some figures of its ``result.json``, without times."""
     found = {}
     for name, command in tqdm(commands.items(), "recorded", disable=None):
         run = subprocess.run(
@@ -59,8 +59,7 @@ def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
         printed = run.stdout.replace(f"{root}/", "")  # paths of this machine
         output = json.loads(printed) if "--json" in command else printed.splitlines()
         found[name] = {"command": command, "output": output}
-        folder = re.search(r"--output-dir (runs/\S+)", command)
-        if folder:
+        if folder := re.search(r"--output-dir (runs/\S+)", command):
             result = json.loads((root / folder[1] / "result.json").read_text())
-            found[name]["result"] = {figure: result[figure] for figure in FIGURES}
+            found[name] = {"command": command, "result": {key: result[key] for key in FIGURES}}
     return found

@@ -17,7 +17,7 @@ part() { # NAME COMMAND...
 for suite in gpt shakespeare peers collectives; do # 8, 12, 2 and 1
     part "$suite" python benchmark.py --suite "$suite"
 done
-for suite in outputs front published; do # 5, 2 and 3
+for suite in outputs front published course; do # 5, 2, 3 and 2
     part "$suite" python benchmark.py --suite "$suite"
 done
 part site python website/make_data.py                                              # 7
