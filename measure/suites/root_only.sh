@@ -2,7 +2,7 @@
 set -e
 folder=$(mktemp -d)
 trap 'rm -r "$folder"' EXIT
-git ls-files -z | xargs -0 cp --parents -t "$folder"
+git ls-files -z ':!docs' ':!results' | xargs -0 cp --parents -t "$folder"
 cd "$folder"
 sed -i '/for unit in units_of(model)/,+1d' pytorch_FSDP.py
 python estimate.py --model llama3-8b --context 8192 -b 8 --gpus 8 --memory H100 --only FSDP "$@"
