@@ -2,7 +2,7 @@
 
 By the name of their block, of a row of techniques.py:
 
-    problem-NAME   a sentence: the peak of the technique that the page begins with
+    problem-NAME   the peak of the technique that the page begins with, or the time of one GPU
     worked-NAME    GiB per GPU of Llama-3-8B, beside the technique that the page begins with
     comm-NAME      the bytes that a rank sends, and how long they take on two links
     answer-NAME-1  a folded answer, with figures of recorded runs
@@ -53,7 +53,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     found = {f"tested-{row.name}": tested(row) for row in LESSONS if row.cases[0].ranks}
     links = load(root / "estimator" / "links.json")
     for name, shown in SHOWN.items():
-        found[f"problem-{name}"] = problem(shown, results["front"])
+        found[f"problem-{name}"] = problem(shown, results)
         found[f"worked-{name}"] = worked(name, shown, results["front"])
         if technique(name).sends(GPUS, {"decoder": LLAMA} | shown.get("options", {})):
             found[f"comm-{name}"] = communication(name, shown, results, links)
@@ -62,10 +62,16 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     return found
 
 
-def problem(shown: dict, front: dict) -> str:
-    """How much memory a GPU needs, and how much it has."""
+def problem(shown: dict, results: dict) -> str:
+    """How much memory a GPU needs, and how much it has; or how long it computes."""
+    if shown.get("problem") == "time":
+        each = alone(shown, results)["step_seconds"]
+        line = "An H100 computes a training step of Llama-3-8B with one sequence of "
+        line += f"{SIZES['context']:,} tokens in {each:.2f} s. A batch of {GPUS} such sequences "
+        line += f"would take {GPUS * each:.1f} s on one GPU."
+        return f"{line} ([Where they are from](#communication).)"
     name = shown.get("beside", shown["front"])
-    found = front["outputs"][name]["output"][0]
+    found = results["front"]["outputs"][name]["output"][0]
     kinds = found["kinds"]
     state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
     where = f"each of {found['gpus']} GPUs" if found["gpus"] > 1 else "the GPU"
@@ -104,14 +110,18 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
         rate = links[link]["bandwidth"]
         times.append(f"at {rate / 1e9:.0f} GB/s ({title}) {1e3 * whole / rate:,.0f} ms")
     gpu = results["one_gpu"]
-    [alone] = [row for row in gpu["rows"] if row["name"] == shown["alone"]]
+    measured = alone(shown, results)
     line = f"Llama-3-8B on {GPUS} GPUs: a rank sends {total}{' and '.join(parts)}: "
-    line += f"{', '.join(times)}, "
-    line += f"beside {1e3 * alone['step_seconds']:,.0f} ms of compute."
-    below = "the formula in [techniques.py](techniques.py); "
+    line += f"{', '.join(times)}, beside {1e3 * measured['step_seconds']:,.0f} ms of compute."
+    below = "Bytes: the formula in [techniques.py](techniques.py); "
     below += "rates of [estimator/links.json](estimator/links.json)"
     on = machine_line(gpu["hardware"], on_cpu=False)
-    return f"{line}\n\n{below}; compute: {footer(gpu, 'one_gpu', on, [alone]).strip()}"
+    return f"{line}\n\n{below}; compute: {footer(gpu, 'one_gpu', on, [measured]).strip()}"
+
+
+def alone(shown: dict, results: dict) -> dict:
+    """What one GPU measured of the compute of a rank."""
+    return next(row for row in results["one_gpu"]["rows"] if row["name"] == shown["alone"])
 
 
 def answers(path: Path, results: dict) -> dict[str, str]:

@@ -27,7 +27,6 @@ from techniques import (
     LESSONS,
     MODEL,
     PARTS,
-    SHARD,
     SHELF,
     START,
     TECHNIQUES,
@@ -42,8 +41,8 @@ BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
-LAST = {START: ["job.md"], SHARD: ["techniques/fsdp1_to_fsdp2.md"], MODEL: ["parallelism.md"]}
-LAST |= {USE: ["multi_node.md", "inference.md"]}  # pages of a part after those of its scripts
+LAST = {START: ["job.md"], MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
+LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those of its scripts
 # Blocks that may be on no English page: code of scripts, and what Chinese pages have until they
 # follow the English ones.
 OPTIONAL = ("diff-", "script-", "tested-", "next-")

@@ -25,7 +25,6 @@ LACKING += ["gradient_accumulation"]
 ORDER = pages.pages_of_parts(ROOT)
 LINE = [page for part in PARTS for page in ORDER[part]]
 PAGES = [ROOT / "docs" / page for page in LINE if page.startswith("techniques/")]
-PAGES.remove(ROOT / "docs/techniques/fsdp1_to_fsdp2.md")  # a table to look something up
 TEACHING = [page for page in PAGES if page.stem not in LACKING]
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
