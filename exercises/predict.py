@@ -105,7 +105,7 @@ def ask_peak(draw: random.Random) -> Question:
     batch_size = draw.choice((16, 32, 64))
     setup = predicted.make_technique(name, 4)
     flags = ["--model", model]
-    predict = partial(predicted.predict, flags=flags, classes=None, own=None)
+    predict = partial(predicted.predict, flags=flags, classes=None)
     tasks = [partial(predict, setup, size) for size in (batch_size, 2 * batch_size)]
     small, large = predicted.side_by_side(tasks, count_cores())
     grown = {}
