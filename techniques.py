@@ -354,7 +354,8 @@ FSDP = (sharded, gathered)
 HALF = case(BFLOAT16, 2, traits="rounds estimated")
 OWN_HALF = case(BFLOAT16, 2, traits="branch rounds estimated")
 LESSONS = [
-    row("pytorch_collectives", "", START, nothing, nothing, case(), traits="no_training"),
+    row("pytorch_collectives", "", START, nothing, nothing, case(), traits="no_training",
+        unsolved="Before you split the memory of a training step, you have to know what fills it."),
     row("pytorch_SingleGPU", "", ONE, replicated, nothing,
         case("", 1, traits="stopped_twice estimated alone"), traits="one_process loaded_alike",
         unsolved="Every number takes four bytes, and matrix products in float32 are slow."),

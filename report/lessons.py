@@ -130,9 +130,7 @@ def answers(path: Path, results: dict) -> dict[str, str]:
     figures = Answer(results["front"]["outputs"] | course["outputs"])
     below = footer(course, "course", course["hardware"]["cpu"], [{}])
     found = {}
-    for number, text in re.findall(
-        r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", path.read_text(), re.M | re.S
-    ):
+    for number, text in NUMBERED.findall(path.read_text()):
         try:
             filled = figures.vformat(text, (), {})
         except (KeyError, IndexError) as error:

@@ -4,6 +4,7 @@ Every page has two files, NAME.md and NAME.zh-CN.md; every table is on one Engli
 page may follow later (report/translations.py).
 """
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,6 @@ from techniques import (
     MODEL,
     PARTS,
     SHELF,
-    START,
     TECHNIQUES,
     USE,
     Technique,
@@ -41,8 +41,11 @@ BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
-LAST = {START: ["job.md"], MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
+LAST = {MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
 LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those of its scripts
+# The question that each part answers; and the script whose page asks to write an exercise.
+COURSE = json.loads(Path(__file__).with_name("course.json").read_text())
+HOURS = 0.5  # to read a page, to predict and to run
 # Blocks that may be on no English page: code of scripts, and what Chinese pages have until they
 # follow the English ones.
 OPTIONAL = ("diff-", "script-", "tested-", "next-")
@@ -110,7 +113,9 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
             blocks[row.name] = technique_block(row, results["gpt"])
     blocks |= predictions.blocks(root, results)
     blocks |= schematics(root) | diffs.blocks(root, TECHNIQUES) | front.blocks(root, results)
-    return blocks | lessons.blocks(root, results) | next_blocks(root)
+    blocks |= lessons.blocks(root, results) | next_blocks(root) | {"parts": parts_list(root)}
+    add_exercises(root, blocks)
+    return blocks
 
 
 def suite_blocks(root: Path, name: str, found: dict) -> dict[str, str]:
@@ -198,15 +203,47 @@ def next_blocks(root: Path) -> dict[str, str]:
         page = places[row.name].page.relative_to(root / "docs").as_posix()
         if row.unsolved:
             after = line[line.index(page) + 1]
-            title = re.search(r"^# (.*)", (root / "docs" / after).read_text(), re.MULTILINE)[1]
-            found[f"next-{row.name}"] = f"{row.unsolved} → [{title}](docs/{after})"
+            found[f"next-{row.name}"] = f"{row.unsolved} → {link_to(root, after)}"
     return found
+
+
+def link_to(root: Path, page: str) -> str:
+    """A link to a page of docs/ with its title."""
+    title = re.search(r"^# (.*)", (root / "docs" / page).read_text(), re.MULTILINE)[1]
+    return f"[{title}](docs/{page})"
+
+
+def parts_list(root: Path) -> str:
+    """The parts of the course: what each answers, how long it takes, its pages and exercises."""
+    parts = pages_of_parts(root)
+    lines = []
+    for number, (part, question) in enumerate(COURSE["questions"].items()):
+        hours = HOURS * len(parts[part])
+        lines.append(f"- **{number} {part}** (about {hours:g} hours). {question}")
+        lines += [f"    - {link_to(root, page)}" for page in parts[part]]
+        rows = COURSE["exercises"].items()
+        if names := [f"`{name}`" for name, row in rows if technique(row).part == part]:
+            lines.append(f"    - [Exercises](docs/exercises.md): {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def add_exercises(root: Path, blocks: dict[str, str]) -> None:
+    """Put the commands that judge the exercises of a page below its last answer."""
+    places = find_places(root)
+    below = {}
+    for name, row in COURSE["exercises"].items():
+        command = f"`python exercises/check.py {name}`"
+        below.setdefault(places[row].page.stem, []).append(command)
+    for page, commands in below.items():
+        if answers := [name for name in blocks if name.startswith(f"answer-{page}-")]:
+            line = f"[Write it yourself](docs/exercises.md): {', '.join(commands)}"
+            blocks[max(answers)] += f"\n\n{line}"
 
 
 def schematics(root: Path) -> dict[str, str]:
     """The picture of each technique that has one."""
-    paths = (root / "docs" / "images").glob("schematic-*.svg")
-    names = [path.stem.removeprefix("schematic-") for path in paths if ".zh-CN" not in path.name]
+    images = root / "docs" / "images"
+    names = [row.name for row in TECHNIQUES if (images / f"schematic-{row.name}.svg").is_file()]
     picture = "![Schematic: {0}](../images/schematic-{0}.svg)"
     return {f"schematic-{name}": picture.format(name) for name in names}
 

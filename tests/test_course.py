@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import yaml
 from conftest import ROOT, name_of, succeed
 from test_docs import shell_lines
 
@@ -26,10 +27,12 @@ ORDER = pages.pages_of_parts(ROOT)
 LINE = [page for part in PARTS for page in ORDER[part]]
 PAGES = [ROOT / "docs" / page for page in LINE if page.startswith("techniques/")]
 TEACHING = [page for page in PAGES if page.stem not in LACKING]
+START = ROOT / "docs/start.md"  # a lesson of its own, without a technique
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 RECORDED = json.loads((ROOT / "measure/suites/course.json").read_text())["outputs"]
 FOUND = read_result(ROOT, "course")["outputs"]
+SCHEMATICS = yaml.safe_load((ROOT / "website/schematics.yaml").read_text())["schematics"]
 
 
 def sections(page):
@@ -83,7 +86,7 @@ def test_pages_that_do_not_teach_become_fewer():
     assert {*LACKING} <= {page.stem for page in PAGES} and len(LACKING) <= 17
 
 
-@pytest.mark.parametrize("page", TEACHING, ids=name_of)
+@pytest.mark.parametrize("page", [START, *TEACHING], ids=name_of)
 def test_figures_are_written_by_programs(page):
     """A measured size or time in a sentence would stay when the measurement changes."""
     for section in sections(page).values():
@@ -91,16 +94,54 @@ def test_figures_are_written_by_programs(page):
         assert not re.findall(r"\d[\d.,]* ?(?:GiB|GB|MiB|MB|kB|ms|s|%)(?!\w)", prose)
 
 
-@pytest.mark.parametrize("page", TEACHING, ids=name_of)
+@pytest.mark.parametrize("page", [START, *TEACHING], ids=name_of)
 def test_commands_of_questions_are_recorded(page):
     """Their figures are in the answers."""
     text = page.read_text()
-    asked = text[text.index("## Predict, then run") : text.index("## The code")]
+    asked = text.partition("## Predict, then run")[2].partition("\n## ")[0]
     known = {re.sub(r" --output-dir \S+| --json", "", line) for line in RECORDED.values()}
     commands = re.findall(r"^(?:python|torchrun) .*", asked, re.MULTILINE)
     assert len(commands) >= 2 and {*commands} <= known
     assert {*commands} <= {*shell_lines(page)}
     assert {name: one["command"] for name, one in FOUND.items()} == RECORDED
+
+
+def test_the_first_script_prints_what_its_page_says(tmp_path):
+    """As pasted. The ranks print in any order, and one may do so before the other's newline."""
+    [script] = re.findall(r"^```python\n(import os\n.*?)^```", START.read_text(), re.S | re.M)
+    [said] = re.findall(r"^```text\n(rank 0 of 2.*?)^```", START.read_text(), re.S | re.M)
+    (tmp_path / "hello.py").write_text(script)
+    [command] = [line for line in shell_lines(START) if line.endswith("hello.py")]
+    printed = re.findall(r"rank .*?\]", succeed(command, cwd=tmp_path).stdout)
+    assert sorted(printed) == sorted(said.splitlines())
+
+
+def test_the_calls_of_a_script_are_explained():
+    """All that the first one makes, in the order of their lines."""
+    call = r"\b((?:common|run)\.\w+)"
+    [table] = re.findall(r"^\| call \|.*\n((?:\|.*\n)+)", START.read_text(), re.MULTILINE)
+    source = (ROOT / "pytorch_SingleGPU.py").read_text()
+    called = dict.fromkeys(re.findall(rf"{call}\(", source))
+    assert re.findall(rf"`{call}`", table) == list(called)
+
+
+def test_the_two_halves_of_an_all_reduce_are_drawn():
+    _, before, _, between, _, after = SCHEMATICS["all_reduce"].splitlines()
+    of_rank = [[f"{letter}{i}" for i in range(4)] for letter in "abcd"]
+    rows = [re.findall(r"gradients: (\w+)", rank) for rank in before.split("|")]
+    assert rows == of_rank
+    parts = [
+        [i for i, box in enumerate(rank.split(",")) if "Σ" in box] for rank in between.split("|")
+    ]
+    assert parts == [[0], [1], [2], [3]] and re.findall(r"Σ(\d)", between) == [*"0123"]
+    assert re.findall(r"Σ(\d)", after) == [*"0123"] and after.startswith("each: ")
+
+
+def test_exercises_are_asked_for_on_the_pages_of_their_scripts():
+    names = re.findall(r"^\| \[(\w+)\.py\]", (ROOT / "docs/exercises.md").read_text(), re.M)
+    assert list(pages.COURSE["exercises"]) == names
+    assert list(pages.COURSE["questions"]) == list(PARTS)
+    assert "python exercises/check.py fsdp" in (ROOT / "docs/techniques/FSDP.md").read_text()
 
 
 def test_a_script_is_read_after_its_parent():
@@ -111,7 +152,7 @@ def test_a_script_is_read_after_its_parent():
 
 def test_every_script_has_a_part():
     assert {row.part for row in TECHNIQUES} <= {*PARTS, SHELF}
-    assert len(LINE) == len({*LINE}) and LINE[1] == "job.md"
+    assert len(LINE) == len({*LINE}) and LINE[0] == "start.md"
     for row in LESSONS:
         assert not row.unsolved or re.fullmatch(r"[A-Z][^.]*\.", row.unsolved)
 
@@ -166,6 +207,18 @@ def test_answers_are_folded_on_the_site(page):
     text = site_pages.page(ROOT, page, set())
     answers = len(re.findall(r"^<!-- answer-", text, re.MULTILINE))
     assert text.count('??? answer "Answer"\n\n    ') == answers and "<details>" not in text
+
+
+def test_terms_lead_to_the_glossary_where_they_are_first_used():
+    """In prose alone, once."""
+    other = "# A rank\n\n`rank` [a rank](x.md)\n\n| rank |\n\n"
+    text = f"{other}Two ranks, and **process\ngroups** of a rank.\n"
+    page = ROOT / "docs/techniques/FSDP.md"
+    expected = f"{other}Two [ranks](../start.md#rank){{.term}}, and **[process\ngroups]"
+    expected += "(../start.md#process-group){.term}** of a rank.\n"
+    assert site_pages.link_terms(ROOT, page, text) == expected
+    for path, same in (page.with_suffix(".zh-CN.md"), text), (page, "[A](../start.md#rank). Rank"):
+        assert site_pages.link_terms(ROOT, path, same) == same
 
 
 @pytest.mark.parametrize("row", [row for row in TECHNIQUES if row.parent], ids=lambda row: row.name)

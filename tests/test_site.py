@@ -124,7 +124,7 @@ def test_nothing_is_clipped(page, site, every):
 def test_contrast(tab, site, scheme):
     tab.emulate_media(color_scheme=scheme)
     widgets = [next(pages_of(site, name)) for name in ("fit", "schedules")]
-    for name in dict.fromkeys(["index", "techniques/FSDP", "under_the_hood", "estimate", *widgets]):
+    for name in dict.fromkeys(["index", "techniques/FSDP", "start", "estimate", *widgets]):
         tab.goto_page(name)
         assert tab.evaluate("siteChecks.contrast()") == [], name
     search(tab, "memory")
