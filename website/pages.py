@@ -23,6 +23,8 @@ DATA = {  # what widgets show, by the name that they give it
     "memory": "website/data/memory.json",
     "schedules": "website/data/schedules.json",
 }
+# No prose: headings, tables, HTML and quotations; code, links and comments.
+OTHER = r"^```.*?^```|<!--.*?-->|^ *(?:#|\||<|>).*?$|`[^`]*`|!?\[[^\]]*\]\([^)]*\)"
 WIDGET = re.compile(r'data-widget="(\w+)"')
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
 CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
@@ -80,11 +82,33 @@ def page(root: Path, path: Path, linked: set[str]) -> str:
     """The text of a page with the site's additions, and with links to pages of the site."""
     text = NAVIGATION.sub("", path.read_text(), count=1)
     if path.parent.name == "techniques":
-        text = techniques.add_to(root, path, text)
+        text = techniques.add_to(root, path, link_terms(root, path, text))
     text += scripts(site_name(path.relative_to(root).as_posix()), WIDGET.findall(text))
     parts = FENCED.split(text)
     parts[::2] = [rewrite_links(root, path, part, linked) for part in parts[::2]]
     return ANSWER.sub(folded, "".join(parts))
+
+
+def link_terms(root: Path, path: Path, text: str) -> str:
+    """An English page of the course whose first use of each term leads to the glossary, unless the
+    page links to it already."""
+    glossary = (root / "docs" / "start.md").read_text().partition("\n## Glossary\n")[2]
+    titles = sorted(re.findall(r"^### (.*)$", glossary, re.MULTILINE), key=len, reverse=True)
+    names = {title.lower().removesuffix("s"): title.lower().replace(" ", "-") for title in titles}
+    if path.name.endswith(".zh-CN.md"):
+        return text
+    seen = {name for name, anchor in names.items() if f"start.md#{anchor})" in text}
+    terms = "|".join(re.escape(name).replace(r"\ ", r"\s") for name in names)
+
+    def link(match: re.Match) -> str:
+        name = " ".join((match["term"] or "").lower().split())
+        if not name or name in seen:
+            return match[0]
+        seen.add(name)
+        return f"[{match[0]}](../start.md#{names[name]}){{.term}}"
+
+    prose = rf"{OTHER}|(?<![\w-])(?P<term>{terms})s?(?![\w-])"
+    return re.sub(prose, link, text, flags=re.DOTALL | re.IGNORECASE | re.MULTILINE)
 
 
 def folded(match: re.Match) -> str:
