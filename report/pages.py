@@ -219,7 +219,7 @@ def parts_list(root: Path) -> str:
     lines = []
     for number, (part, question) in enumerate(COURSE["questions"].items()):
         hours = HOURS * len(parts[part])
-        lines.append(f"- **{number} {part}** (about {hours:g} hours). {question}")
+        lines.append(f"- **{number} {part}** (about {hours:g} h). {question}")
         lines += [f"    - {link_to(root, page)}" for page in parts[part]]
         rows = COURSE["exercises"].items()
         if names := [f"`{name}`" for name, row in rows if technique(row).part == part]:
