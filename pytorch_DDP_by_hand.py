@@ -28,15 +28,15 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.sizes = [p.numel() for p in parameters]
-        self.row = parameters[0].new_empty(sum(self.sizes))
+        self.flat = parameters[0].new_empty(sum(self.sizes))
         self.sent = []
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        for p, part in zip(self.parameters, self.row.split(self.sizes), strict=True):
+        for p, part in zip(self.parameters, self.flat.split(self.sizes), strict=True):
             torch.div(p.grad, dist.get_world_size(), out=part.view_as(p))
             p.grad = part.view_as(p)  # by hand: a view of the flat buffer, not a copy
-        self.sent.append(dist.all_reduce(self.row, async_op=True))  # by hand: returns at once
+        self.sent.append(dist.all_reduce(self.flat, async_op=True))  # by hand: returns at once
 
     def send_when_full(self, _) -> None:
         """The hook that runs in backward as soon as a parameter has its gradient."""

@@ -34,31 +34,32 @@ class Bucket:
         self.parameters = parameters
         self.sizes = [p.numel() + -p.numel() % 4 for p in parameters]
         self.sizes[-1] += -sum(self.sizes) % (4 * dist.get_world_size())
-        block.register_forward_pre_hook(self.gather)
-        block.register_forward_hook(self.after_forward)
-        self.row = self.in_a_row([p.detach() for p in parameters])
-        for p, part in zip(parameters, self.row.split(self.sizes), strict=True):
+        block.register_forward_pre_hook(self.gather)  # FSDP: called before the block computes
+        block.register_forward_hook(self.after_forward)  # FSDP: and after it
+        self.flat = self.flatten([p.detach() for p in parameters])
+        for p, part in zip(parameters, self.flat.split(self.sizes), strict=True):
             p.data = part[: p.numel()].view_as(p)
-        self.shard = nn.Parameter(self.own(self.row).clone())  # FSDP: outlives the buffer
+        self.shard = nn.Parameter(self.own(self.flat).clone())  # FSDP: outlives the buffer
 
-    def in_a_row(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Flatten and pad: GPUs read 16 bytes at once, and all shards have the same size."""
-        padded = zip(tensors, self.sizes, strict=True)
-        rows = [(t.flatten(), t.new_zeros(size - t.numel())) for t, size in padded]
-        return torch.cat([part for row in rows for part in row])
+    def flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Copy into one padded buffer: GPUs read 16 bytes at once, and shards have equal sizes."""
+        parts = []
+        for tensor, size in zip(tensors, self.sizes, strict=True):
+            parts += [tensor.flatten(), tensor.new_zeros(size - tensor.numel())]
+        return torch.cat(parts)
 
-    def own(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's shard."""
-        return row.chunk(dist.get_world_size())[dist.get_rank()]
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a flat buffer."""
+        return flat.chunk(dist.get_world_size())[dist.get_rank()]
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        row = self.in_a_row([p.grad for p in self.parameters]).div_(dist.get_world_size())
+        flat = self.flatten([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
             p.grad = None  # ZeRO: the optimizer uses shards only
         self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the flat buffer is freed
-        self.free()
+        dist.reduce_scatter_tensor(self.shard.grad, flat)  # ZeRO: and the flat buffer is freed
+        self.free()  # FSDP: the block has computed its gradients
 
     def send_when_full(self, _) -> None:
         """The hook that runs in backward as soon as a parameter has its gradient."""
@@ -67,16 +68,16 @@ class Bucket:
 
     def gather(self, *_) -> None:
         """Get the shards of the other ranks."""
-        self.row.untyped_storage().resize_(self.row.nbytes)
-        dist.all_gather_into_tensor(self.row, self.shard.detach())
+        self.flat.untyped_storage().resize_(self.flat.nbytes)  # FSDP: room for the whole block
+        dist.all_gather_into_tensor(self.flat, self.shard.detach())
 
     def free(self) -> None:
         """Free the flat buffer. Parameters and the tensors that autograd saved are views of it."""
-        self.row.untyped_storage().resize_(0)
+        self.flat.untyped_storage().resize_(0)  # FSDP: the shard has storage of its own
 
     def after_forward(self, block: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(self.gather)  # FSDP: called in backward
+            output.register_hook(self.gather)  # FSDP: called before its backward
         self.free()
 
 
@@ -96,7 +97,7 @@ def whole(buckets: list[Bucket]):
         bucket.gather()
     yield
     for bucket in buckets:
-        bucket.shard.data.copy_(bucket.own(bucket.row))
+        bucket.shard.data.copy_(bucket.own(bucket.flat))
         bucket.free()
 
 

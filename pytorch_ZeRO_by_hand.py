@@ -33,32 +33,33 @@ class Bucket:
         self.parameters = parameters
         self.sizes = [p.numel() + -p.numel() % 4 for p in parameters]
         self.sizes[-1] += -sum(self.sizes) % (4 * dist.get_world_size())
-        self.row = self.in_a_row([p.detach() for p in parameters])
-        for p, part in zip(parameters, self.row.split(self.sizes), strict=True):
+        self.flat = self.flatten([p.detach() for p in parameters])
+        for p, part in zip(parameters, self.flat.split(self.sizes), strict=True):
             p.data = part[: p.numel()].view_as(p)
-        self.shard = nn.Parameter(self.own(self.row))  # ZeRO: a view; this rank updates it
+        self.shard = nn.Parameter(self.own(self.flat))  # ZeRO: a view; this rank updates it
 
-    def in_a_row(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Flatten and pad: GPUs read 16 bytes at once, and all shards have the same size."""
-        padded = zip(tensors, self.sizes, strict=True)
-        rows = [(t.flatten(), t.new_zeros(size - t.numel())) for t, size in padded]
-        return torch.cat([part for row in rows for part in row])
+    def flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Copy into one padded buffer: GPUs read 16 bytes at once, and shards have equal sizes."""
+        parts = []
+        for tensor, size in zip(tensors, self.sizes, strict=True):
+            parts += [tensor.flatten(), tensor.new_zeros(size - tensor.numel())]
+        return torch.cat(parts)
 
-    def own(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's shard."""
-        return row.chunk(dist.get_world_size())[dist.get_rank()]
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a flat buffer."""
+        return flat.chunk(dist.get_world_size())[dist.get_rank()]
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        row = self.in_a_row([p.grad for p in self.parameters]).div_(dist.get_world_size())
+        flat = self.flatten([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
             p.grad = None  # ZeRO: the optimizer uses shards only
         if self.stage == 1:
-            self.shard.grad = self.own(row)
-            dist.all_reduce(row)
+            self.shard.grad = self.own(flat)  # ZeRO: a view, so all averages stay in memory
+            dist.all_reduce(flat)
         else:
             self.shard.grad = torch.empty_like(self.shard)
-            dist.reduce_scatter_tensor(self.shard.grad, row)  # ZeRO: and the flat buffer is freed
+            dist.reduce_scatter_tensor(self.shard.grad, flat)  # ZeRO: and the flat buffer is freed
 
     def send_when_full(self, _) -> None:
         """The hook that runs in backward as soon as a parameter has its gradient."""
@@ -67,7 +68,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Get the shards of the other ranks."""
-        dist.all_gather_into_tensor(self.row, self.shard.detach())
+        dist.all_gather_into_tensor(self.flat, self.shard.detach())
 
 
 def make_buckets(parameters: list[nn.Parameter], size: int) -> list[Bucket]:

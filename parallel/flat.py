@@ -3,7 +3,8 @@
 For scripts that flatten parameters into buckets themselves: every script can resume from their
 snapshots, at any number of ranks. A bucket is a flat buffer. It has ``parameters``, their
 ``sizes`` with padding, and this rank's ``shard``, which the optimizer updates instead.
-``in_a_row(tensors)`` flattens and pads tensors, and ``own(row)`` returns this rank's shard.
+``flatten(tensors)`` copies tensors into one buffer with padding, and ``own(flat)`` returns this
+rank's shard of a flat buffer.
 """
 
 import torch
@@ -46,8 +47,8 @@ class WholeState:
             entries = {}
             for name, value in of_each[0].items():
                 if value.shape == bucket.parameters[0].shape:  # else a step count
-                    row = bucket.in_a_row([values[name] for values in of_each])
-                    value = bucket.own(row).clone()
+                    flat = bucket.flatten([values[name] for values in of_each])
+                    value = bucket.own(flat).clone()
                 entries[name] = value
             state[places[bucket.shard]] = entries
         groups = []
@@ -62,9 +63,9 @@ def gather_value(bucket, value: torch.Tensor) -> list[torch.Tensor]:
     """An entry of a shard's state, split by parameter of the bucket. Only rank 0 gets it."""
     if value.shape != bucket.shard.shape:  # a step count
         return [value] * len(bucket.parameters) if dist.get_rank() == 0 else []
-    row = value.new_empty(len(value) * dist.get_world_size())
-    dist.all_gather_into_tensor(row, value)
+    flat = value.new_empty(len(value) * dist.get_world_size())
+    dist.all_gather_into_tensor(flat, value)
     if dist.get_rank() != 0:
         return []
-    parts = zip(row.cpu().split(bucket.sizes), bucket.parameters, strict=True)
+    parts = zip(flat.cpu().split(bucket.sizes), bucket.parameters, strict=True)
     return [part[: p.numel()].view_as(p) for part, p in parts]
