@@ -108,8 +108,10 @@ def tagged_hunks(root: Path, row: Technique) -> list[str]:
 
 
 def definitions(source: str, names: tuple[str, ...]) -> list[str]:
+    """Classes and functions of these names, with the comments at the ends of their lines."""
+    lines = source.splitlines()
     nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
-    parts = [ast.get_source_segment(source, node, padded=True) for node in nodes]
+    parts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
     return "\n\n\n".join(map(textwrap.dedent, parts)).splitlines()
 
 
