@@ -239,8 +239,10 @@ def tasks_of(
         rank = stage * setup.ranks // setup.pp + (setup.cp - 1) * setup.tp
         one = dataclasses.replace(setup, rank=rank, to_one=to_one)
         task = partial(predict, one, batch_size)
-        # DeepSpeed prefetches blocks up to a fixed number of parameters.
-        counts, times = few_blocks(blocks) if "DeepSpeed" not in setup.name else ([], 0)
+        # DeepSpeed prefetches blocks up to a fixed number of parameters. ZeroRedundancyOptimizer
+        # assigns whole tensors: of a small model, rank 0 may have the largest one alone.
+        whole = setup.name.startswith(("DeepSpeed", "DDP_ZeRO"))
+        counts, times = ([], 0) if whole else few_blocks(blocks)
         if not counts:
             found.append((task, times))
         for n in counts:
