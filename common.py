@@ -36,6 +36,9 @@ from harness.world import count_cores, make_store, print0, this_script, together
 from jobs import choice
 from jobs.choice import Settings, init_weights
 
+# PyTorch 2.14 renamed two collectives; 2.11 has the old names only, and both have them.
+warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated.*_single`", FutureWarning)
+
 # -------------------------------------------------------------------------------- command line
 
 
