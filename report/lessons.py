@@ -29,7 +29,7 @@ PROOF = "[Equivalence tests](docs/proof.md)"
 SIZES = {"layers": 32, "width": 4096, "tokens": 128_256, "context": 8192, "batch": GPUS}
 LLAMA = decoder(**SIZES, kv=1 / 4, mlp=3 * 4096 * 14_336, llama=True)
 LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
-COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers"}
+COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
 COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls"}
 NUMBERED = re.compile(r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"

@@ -179,16 +179,18 @@ RUNS = [name for name in RECORDED if "--output-dir" in RECORDED[name]]
 
 @pytest.mark.parametrize("name", RUNS)
 def test_recorded_state_is_the_formula(name):
-    """Of fp32 and AdamW, but for a few numbers that count steps."""
+    """Of fp32 and AdamW, but for a few numbers that count steps, and ZeRO's whole tensors."""
     command = RECORDED[name]
     row = technique(re.search(r"(pytorch_\w+)\.py", command)[1])
     ranks = int((re.findall(r"--nproc_per_node=(\d)", command) or [1])[0])
     optimizer = "sgd" if "--optimizer sgd" in command else "adamw"
     found = FOUND[name]["result"]["state_bytes"]
-    each = row.keeps(ranks, {"optimizer": optimizer})
+    options = {"optimizer": optimizer, "use_zero": "--use_zero" in command}
+    options["stage"] = 2 if "--stage 2" in command else 1
+    each = row.keeps(ranks, options)
     parameters = FOUND["state-SingleGPU"]["result"]["state_bytes"]["parameters"] / 4
     for kind, size in each.items():
-        assert found[kind] == pytest.approx(size * parameters, rel=1e-3)
+        assert found[kind] == pytest.approx(size * parameters, rel=5e-3)
 
 
 @pytest.mark.full
