@@ -19,17 +19,20 @@ BETWEEN = 16  # between panels
 FILLS = MEMORY | PHASES | {name.replace("_", "-"): tone for name, tone in COLLECTIVES.items()}
 FILLS |= {"batch": MEMORY["input"], "compute": PHASES["forward and backward"]}
 KINDS = "|".join([*sorted(FILLS, key=len, reverse=True), "none", "[#→←↔↓↑↕]"])
-BOX = re.compile(rf"(?P<kind>{KINDS})?(?P<own>: )?(?P<label>.*?) *(\*(?P<width>[\d.]+))?")
+SIZE = r"(\*(?P<width>[\d.]+))? *(\^(?P<share>[\d.]+))?"
+BOX = re.compile(rf"(?P<kind>{KINDS})?(?P<own>: )?(?P<label>.*?) *{SIZE}")
 NUMBER = re.compile(r"\b\d+\b")
 
 
 class Box(NamedTuple):
-    """``long``: the room that the label needs. What is not in place yet begins at 0."""
+    """``long``: the room that the label needs; ``share``: the height, as a share of its row's. What
+    is not in place yet begins at 0."""
 
     kind: str
     label: str
     long: float
     width: float
+    share: float = 1
     x: float = 0
     y: float = 0
     height: float = 0
@@ -47,9 +50,10 @@ def pictures(root: Path) -> dict[Path, str]:
     for name, text in found["schematics"].items():
         for language, words in (("", {}), (".zh-CN", chinese)):
             panels, boxes = lay_out(text, words)
+            lowest = max(box.y for box in boxes if box.share == 1)
             path = root / "docs" / "images" / f"schematic-{name}{language}.svg"
             drawn[path] = template.render(
-                style=Markup(theme_style()), width=WIDTH, height=boxes[-1].y + 36,
+                style=Markup(theme_style()), width=WIDTH, height=lowest + 36,
                 panels=panels, boxes=boxes, key=legend(text, words),
                 fills=FILLS, text_on=text_on,
             ) + "\n"  # fmt: skip
@@ -76,7 +80,9 @@ def lay_out(text: str, words: dict[str, str]) -> tuple[list, list[Box]]:
                 placed += place(cell, x + pad, width - 2 * pad, words)
             filled = any(box.kind in FILLS or box.kind in ("none", "↕") for box in placed)
             height = 30 if filled else 20
-            boxes += [box._replace(y=y + GAP, height=height) for box in placed]
+            for box in placed:
+                top_of_box = y + GAP + height * (1 - box.share)
+                boxes.append(box._replace(y=top_of_box, height=height * box.share))
             y += height + 1.5 * GAP
         panels += [(x, top, width, y - top + GAP / 2) for x, width in columns(ranks)]
         y += 2 * GAP
@@ -110,7 +116,8 @@ def read(part: str, words: dict[str, str]) -> Box:
         label = kind + label
     label = translate(label, words)
     long = sum(2 * LETTER if letter > WIDE else LETTER for letter in label)
-    return Box(kind, label, long, float(found["width"] or 1))
+    share = float(found["share"]) if found["share"] else 1
+    return Box(kind, label, long, float(found["width"] or 1), share)
 
 
 def translate(label: str, words: dict[str, str]) -> str:
