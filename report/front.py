@@ -48,11 +48,14 @@ def llama_table(root: Path, results: dict) -> str:
     return draw(rows, TABLES["front-llama"]) + below
 
 
-def pictures(results: dict) -> dict[str, dict]:
+def pictures(root: Path, results: dict) -> dict[str, dict]:
     """The README's picture in both languages: GiB of one GPU by technique and kind, and the memory
-    of an H100."""
+    of an H100. Some rows are for pages of the course alone."""
+    apart = load(root / "measure" / "suites" / "front.json")["pages"]
     values = {}
     for name, one in results["front"]["outputs"].items():
+        if name in apart:
+            continue
         kinds = one["output"][0]["kinds"]
         values[name] = {}
         for title, some in KINDS.items():

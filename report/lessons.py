@@ -74,10 +74,14 @@ def problem(shown: dict, results: dict) -> str:
     found = results["front"]["outputs"][name]["output"][0]
     kinds = found["kinds"]
     state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
-    where = f"each of {found['gpus']} GPUs" if found["gpus"] > 1 else "the GPU"
-    line = f"Llama-3-8B with AdamW, {name}, one sequence of {SIZES['context']:,} tokens per GPU: "
-    line = line.replace(", one GPU, one sequence", "")
-    line += f"{where} needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
+    sequences = shown.get("sequences", "one sequence")
+    line = f"Llama-3-8B with AdamW, {name.removesuffix(f', {sequences}')}, {sequences} of "
+    line += f"{SIZES['context']:,} tokens"
+    if found["gpus"] > 1:
+        line += f" per GPU: each of {found['gpus']} GPUs"
+    else:
+        line += ": the GPU"
+    line += f" needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
     line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
     line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
     return f"{line} ([Where the numbers are from](#memory).)"
@@ -86,14 +90,16 @@ def problem(shown: dict, results: dict) -> str:
 def worked(name: str, shown: dict, front: dict) -> str:
     """A table of predicted peaks, and the picture of the step."""
     names = [one for one in (shown.get("beside"), shown["front"]) if one]
+    title = shown.get("title", shown["front"])
     rows = []
     for one in names:
         found = front["outputs"][one]["output"][0]
         kinds = found["kinds"]
         small = kinds["input"] + kinds["temporary"] + kinds["update"]
-        rows.append(kinds | {"name": one, "peak": found["peak"], "rest": small})
+        title_of_row = title if one == shown["front"] else one
+        rows.append(kinds | {"name": title_of_row, "peak": found["peak"], "rest": small})
     dashed = f", {shown['beside']} dashed" if "beside" in shown else ""
-    picture = f"![Memory over one training step: {shown['front']}{dashed}]"
+    picture = f"![Memory over one training step: {title}{dashed}]"
     below = footer(front, "front", "predicted", rows)
     return f"{draw(rows, TABLES['worked'])}{below}\n\n{picture}(docs/images/step-{name}.svg)"
 

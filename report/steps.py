@@ -24,7 +24,7 @@ def pictures(root: Path, results: dict) -> dict[str, dict]:
     found = {}
     for name, shown in SHOWN.items():
         if shown["front"] in series:
-            data = {"series": series[shown["front"]], "title": shown["front"]}
+            data = {"series": series[shown["front"]], "title": shown.get("title", shown["front"])}
             if beside := shown.get("beside"):
                 data |= {"dashed": series[beside], "beside": beside}
             found[f"step-{name}"] = data
@@ -49,7 +49,7 @@ def places(series: dict) -> tuple[list[float], list[str]]:
 
 def draw_step(axes, data: dict, ink: str) -> None:
     """Stacked areas with the names of the phases, and the peak; the other total as a dashed line,
-    stretched so that its phases begin where those of the areas do."""
+    stretched so that its phases begin where those of the areas do, if they are the same ones."""
     import numpy as np
 
     series = data["series"]
@@ -64,13 +64,16 @@ def draw_step(axes, data: dict, ink: str) -> None:
     begins, names = places(series)
     if "dashed" in data:
         other = totals(data["dashed"])
-        theirs, _ = places(data["dashed"])
-        share = np.interp(np.linspace(0, 1, len(other)), [*theirs, 1], [*begins, 1])
+        theirs, same = places(data["dashed"])
+        share = np.linspace(0, 1, len(other))
+        if same == names:
+            share = np.interp(share, [*theirs, 1], [*begins, 1])
         axes.plot(share, other, "--", color=ink, linewidth=1.2, label=data["beside"])
+    fontsize = 10 if len(names) < 6 else 7  # a step with micro-batches has many narrow phases
     for begin, end, name in zip(begins, [*begins[1:], 1], names, strict=True):
         axes.axvline(begin, color=ink, linewidth=0.6)
         axes.annotate(name, ((begin + end) / 2, 0), (0, -14), ha="center",
-                      textcoords="offset points", fontsize=10)  # fmt: skip
+                      textcoords="offset points", fontsize=fontsize)  # fmt: skip
     at = sums.index(max(sums))
     axes.plot(x[at], sums[at], "o", color=ink)
     axes.annotate(f"{sums[at]:.1f}", (x[at], sums[at]), (0, 5), ha="center",

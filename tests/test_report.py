@@ -85,8 +85,9 @@ def test_a_silent_mistake_has_its_program_and_its_section(chinese):
 
 def test_the_bars_are_whole_peaks():
     found = read_result(ROOT, "front")
-    bars = front.pictures({"front": found})["memory"]["values"]
-    for name, one in found["outputs"].items():
+    bars = front.pictures(ROOT, {"front": found})["memory"]["values"]
+    for name in bars:
+        one = found["outputs"][name]
         peak = one["output"][0]["peak"] / 2**30
         assert peak == pytest.approx(sum(bars[name].values()), abs=0.03) and peak > 10
 
