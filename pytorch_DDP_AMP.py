@@ -6,8 +6,9 @@ Command:    torchrun --nproc_per_node=4 pytorch_DDP_AMP.py
             torchrun --nproc_per_node=4 pytorch_DDP_AMP.py --dtype bfloat16 --clip-grad 1
 Use it      as the first choice on several GPUs with tensor cores. Not when the model does not fit.
 Holds       per parameter 4 bytes, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer, and during a step 2 for the half-precision copy; the activations are
-            those of 1/N of the batch, and take about half of their fp32 memory.
+            the optimizer, and during a step 2 for the half-precision copy. The activations are
+            those of 1/N of the batch; what matrix products and convolutions read takes half of its
+            fp32 memory.
 Sends       as DDP, per step and rank, 2 * 4 * (N - 1) / N bytes per parameter: gradients are fp32.
             pytorch_comm_hooks.py sends half of that.
 """

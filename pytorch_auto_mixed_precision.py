@@ -7,8 +7,8 @@ Command:    python pytorch_auto_mixed_precision.py
 Use it      always, on a GPU with tensor cores or a CPU with AMX. Not where you need full precision,
             and not on hardware without fast half precision, where it only saves memory.
 Holds       4 bytes per parameter, 4 for its gradient, and 4 (SGD with momentum) or 8 (AdamW) for
-            the optimizer, and during a step 2 for the half-precision copy; the activations, which
-            are larger than all of these, take about half of their fp32 memory.
+            the optimizer, and during a step 2 for the half-precision copy. Activations that matrix
+            products and convolutions read take half of their fp32 memory, others all of it.
 Sends       nothing.
 """
 
