@@ -52,10 +52,9 @@ def pictures(root: Path, results: dict) -> dict[str, dict]:
     """The README's picture in both languages: GiB of one GPU by technique and kind, and the memory
     of an H100. Some rows are for pages of the course alone."""
     apart = load(root / "measure" / "suites" / "front.json")["pages"]
+    drawn = {n: one for n, one in results["front"]["outputs"].items() if n not in apart}
     values = {}
-    for name, one in results["front"]["outputs"].items():
-        if name in apart:
-            continue
+    for name, one in drawn.items():
         kinds = one["output"][0]["kinds"]
         values[name] = {}
         for title, some in KINDS.items():

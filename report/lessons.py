@@ -74,14 +74,11 @@ def problem(shown: dict, results: dict) -> str:
     found = results["front"]["outputs"][name]["output"][0]
     kinds = found["kinds"]
     state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
+    where = f" per GPU: each of {found['gpus']} GPUs" if found["gpus"] > 1 else ": the GPU"
     sequences = shown.get("sequences", "one sequence")
     line = f"Llama-3-8B with AdamW, {name.removesuffix(f', {sequences}')}, {sequences} of "
-    line += f"{SIZES['context']:,} tokens"
-    if found["gpus"] > 1:
-        line += f" per GPU: each of {found['gpus']} GPUs"
-    else:
-        line += ": the GPU"
-    line += f" needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
+    line += f"{SIZES['context']:,} tokens{where} "
+    line += f"needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
     line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
     line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
     return f"{line} ([Where the numbers are from](#memory).)"
@@ -96,8 +93,8 @@ def worked(name: str, shown: dict, front: dict) -> str:
         found = front["outputs"][one]["output"][0]
         kinds = found["kinds"]
         small = kinds["input"] + kinds["temporary"] + kinds["update"]
-        title_of_row = title if one == shown["front"] else one
-        rows.append(kinds | {"name": title_of_row, "peak": found["peak"], "rest": small})
+        sizes = kinds | {"peak": found["peak"], "rest": small}
+        rows.append(sizes | {"name": title if one == shown["front"] else one})
     dashed = f", {shown['beside']} dashed" if "beside" in shown else ""
     picture = f"![Memory over one training step: {title}{dashed}]"
     below = footer(front, "front", "predicted", rows)
@@ -154,10 +151,8 @@ def tested(row: Technique) -> str:
     said = f"Tested: `{row.script}.py` on {ranks}"
     said += f" ({', '.join(flags)})" if flags else ""
     if not {"differs", "rounds"} & row.traits:
-        said += (
-            ", with SGD and AdamW. Its weights are those of one process on the same batches, up "
-        )
-        said += "to the rounding of float64"
+        said += ", with SGD and AdamW. Its weights are those of one process on the same batches, "
+        said += "up to the rounding of float64"
     return f"{said}; the bytes that it keeps and sends equal the formulas. {PROOF}"
 
 
