@@ -19,6 +19,7 @@ USUAL |= {"check", "check_packing", "parents_of", "files_of", "end_if"}  # of se
 USUAL |= {"count_cores", "average_and_clip", "full", "rows_of", "total_of"}
 USUAL |= {"parse", "clean", "with_object", "is_learned", "without", "is_same"}  # a line of chat.py
 MARK = re.compile(r"# (right|wrong)")
+OPTION = re.compile(r"# [\w-]+, option: ")  # the tag of a statement that a page leaves out
 RESUMING = re.compile(r"^    (?:if folder|saved = |if files).*?(?=^$|^    model = )", re.M | re.S)
 
 
@@ -102,9 +103,26 @@ def tagged_hunks(root: Path, row: Technique) -> list[str]:
     """The hunks of a script's diff that have a line with the script's tag."""
     doc = (root / f"{row.script}.py").read_text().split('"""', 2)[1]
     tag = re.search(r'tagged\s+"(# [\w -]+:)"', doc)
-    hunks = re.split(r"^(?=@@)", "\n".join(pair_of(root, row).diff()), flags=re.MULTILINE)
+    pair = pair_of(root, row)
+    lesson = pair._replace(
+        old_lines=without_options(pair.old_lines), new_lines=without_options(pair.new_lines)
+    )
+    hunks = re.split(r"^(?=@@)", "\n".join(lesson.diff()), flags=re.MULTILINE)
     found = [hunk for hunk in hunks if tag and re.search(rf"^\+.*{tag[1]}", hunk, re.MULTILINE)]
     return "\n".join(hunk.strip("\n") for hunk in found).splitlines()
+
+
+def without_options(lines: list[str]) -> list[str]:
+    """The lines of a script without the statements that are tagged as an option in their first
+    line, and without the blank lines below a function of them."""
+    left_out = set()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.stmt) and OPTION.search(lines[node.lineno - 1]):
+            end = node.end_lineno
+            while isinstance(node, ast.FunctionDef) and end < len(lines) and not lines[end]:
+                end += 1
+            left_out |= {*range(node.lineno, end + 1)}
+    return [line for number, line in enumerate(lines, 1) if number not in left_out]
 
 
 def definitions(source: str, names: tuple[str, ...]) -> list[str]:
@@ -170,9 +188,10 @@ def script_block(root: Path, row: Technique) -> str:
     """The tagged hunks below the names of both scripts; of a long diff the tagged lines alone."""
     pair = pair_of(root, row)
     line = f"[{pair.new}]({pair.new}), compared with [{pair.old}]({pair.old}): "
+    options = " Options are left out." if any(map(OPTION.search, pair.new_lines)) else ""
     hunks = tagged_hunks(root, row)
     if 0 < len(hunks) <= LONGEST_SCRIPT:
-        return f"{line}what the technique changes.\n\n{fenced('diff', hunks)}"
+        return f"{line}what the technique changes.{options}\n\n{fenced('diff', hunks)}"
     return f"{line}the tagged lines.\n\n{fenced(*excerpt(root, row))}"
 
 
