@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -38,64 +38,72 @@ from torch.utils.data import DistributedSampler
 
 import common
 from jobs.language_models import check_tensor_parallel
-from parallel.experts import SplitExperts
+from parallel.experts import SplitExperts  # TP, option: a mixture of experts
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shard the matrices of every block (Shoeybi et al. 2019, arXiv:1909.08053). With
-    ``sequence_parallel`` also shard the activations between them along the sequence, the embeddings
-    and the head (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    """Shard the matrices of every block (Shoeybi et al. 2019, arXiv:1909.08053)."""
     between = Shard(1) if sequence_parallel else Replicate()  # TP: layout of [batch, time, width]
-    gather = {"input_layouts": between, "desired_input_layouts": Replicate()}
-    attention = model.blocks[0].attention
-    mlp = model.blocks[0].mlp
+    whole = {"input_layouts": between, "desired_input_layouts": Replicate()}
     plan = {
-        # TP: once for query, key and value, or backward would communicate three times
-        "attention": PrepareModuleInput(**gather),
+        # TP: f, once for query, key and value, or backward would communicate three times
+        "attention": PrepareModuleInput(**whole),
         "attention.query": ColwiseParallel(),  # TP: each rank has some of the heads ...
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... and sums the outputs
+        "attention.out": RowwiseParallel(output_layouts=between),  # TP: ... g sums their outputs
+        "mlp": PrepareModuleInput(**whole),
+        "mlp.up": ColwiseParallel(),  # TP: each rank has some of the hidden features ...
+        "mlp.down": RowwiseParallel(output_layouts=between),  # TP: ... and g sums again
     }
-    for name in ("query_norm", "key_norm"):  # TP: a Qwen's, of each head, which are dimension 1
-        if hasattr(attention, name):
-            plan[f"attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
-    if hasattr(mlp, "experts"):
-        plan["mlp"] = SplitExperts(between)
-    else:  # TP: a Llama's also has a gate
-        plan |= {
-            "mlp": PrepareModuleInput(**gather),
-            **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up") if hasattr(mlp, name)},
-            "mlp.down": RowwiseParallel(output_layouts=between),
-        }
-    if sequence_parallel:
-        plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+    adapt(plan, model.blocks[0], between)  # TP, option: --model llama, --model qwen3, --experts
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-    if sequence_parallel:
-        tied = model.head.weight is model.token.weight
-        to_parts = {"input_layouts": Replicate()}
-        plan = {
-            "token": RowwiseParallel(**to_parts, output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-        }
-        if hasattr(model, "position"):  # TP: a Llama has rotary positions instead
-            plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(-2))
-        parallelize_module(model, mesh, plan)
-        if tied:  # TP: parallelize_module() has silently untied them
-            model.head.weight = model.token.weight
+    if sequence_parallel:  # TP, option: activations between the matrices are sharded, too
+        shard_between(model, mesh)
 
 
-def add_up_gradients(model: nn.Module) -> None:
-    """Sum gradients that cover only this rank's positions, heads or part of an expert: those of
-    norms and routers. All others are complete."""
+def adapt(plan: dict, block: nn.Module, between: Placement) -> None:  # TP, option: other blocks
+    """Add a Llama's gate and the norms of a Qwen's heads to a plan, or experts instead of an MLP;
+    and the norms of a block, if the activations ``between`` the matrices are sharded."""
+    for name in ("query_norm", "key_norm"):  # of each head, which are dimension 1
+        if hasattr(block.attention, name):
+            plan[f"attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+    if hasattr(block.mlp, "gate"):
+        plan["mlp.gate"] = ColwiseParallel()
+    if hasattr(block.mlp, "experts"):
+        del plan["mlp.up"], plan["mlp.down"]
+        plan["mlp"] = SplitExperts(between)
+    if between.is_shard():
+        plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+
+
+def shard_between(model: nn.Module, mesh: DeviceMesh) -> None:  # TP, option: --sequence-parallel
+    """Shard the activations outside the blocks along the sequence, the embeddings and the head by
+    vocabulary (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    tied = model.head.weight is model.token.weight
+    to_parts = {"input_layouts": Replicate()}
+    plan = {
+        "token": RowwiseParallel(**to_parts, output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+    if hasattr(model, "position"):  # a Llama has rotary positions instead
+        plan["position"] = RowwiseParallel(**to_parts, output_layouts=Shard(-2))
+    parallelize_module(model, mesh, plan)
+    if tied:  # parallelize_module() has silently untied them
+        model.head.weight = model.token.weight
+
+
+def add_up_gradients(model: nn.Module) -> None:  # TP, option: --sequence-parallel, --experts, Qwen
+    """Sum gradients that cover only this rank's positions, heads or part of an expert: the
+    gradients of norms and routers. All others are complete."""
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:  # TP, option: --clip-grad
     """``nn.utils.clip_grad_norm_`` by the global norm, for sharded and unsharded parameters."""
     by_mesh = {}
     for p in model.parameters():
@@ -157,9 +165,9 @@ def main():
     parallelize(model, mesh["tp"], args.sequence_parallel)  # TP: each rank gets a shard
     model.to_empty(device=device)  # TP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # TP: each rank fills its shards
-    if args.sequence_parallel:  # TP: dropout differs, as ranks have different positions
+    if args.sequence_parallel:  # TP, option: dropout differs, as ranks have different positions
         torch.manual_seed(args.seed + rank)
-    if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation
+    if args.dtype == "bfloat16":  # AMP, option: in training and in evaluation
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
 
     # 4. Optimizer and schedule
@@ -174,11 +182,11 @@ def main():
         model.train()
         for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
+            with loss_parallel():  # TP: the loss of logits that --sequence-parallel shards
                 logits = model(inputs).to(torch.get_default_dtype())
                 loss = train_set.loss(logits, labels)
                 loss.backward()  # TP: gradients of this rank's shards are complete
-            add_up_gradients(model)  # TP: those of norms and routers, over the ranks
+            add_up_gradients(model)  # TP, option: of norms and routers, over the ranks
             if args.clip_grad:
                 run.grad_norm = clip_grad_norm(model, args.clip_grad)
             optimizer.step()
