@@ -12,6 +12,7 @@ from techniques import Technique
 
 LONGEST = 40  # lines of an example's diff; a longer one shows training only
 LONGEST_SCRIPT = 120  # beyond it, the page shows tagged lines
+LONGEST_LESSON = 80  # beyond it, the page leaves out definitions without a tag
 USUAL = {"make_model", "layers_of", "make_data", "collate", "order", "forward", "loss_of"}
 USUAL |= {"groups_of", "is_done", "export"}  # what a user replaces
 USUAL |= {"clip_grad_norm", "recomputed", "find_checkpoint", "newest_checkpoint", "drop_unsaved"}
@@ -109,7 +110,18 @@ def tagged_hunks(root: Path, row: Technique) -> list[str]:
     )
     hunks = re.split(r"^(?=@@)", "\n".join(lesson.diff()), flags=re.MULTILINE)
     found = [hunk for hunk in hunks if tag and re.search(rf"^\+.*{tag[1]}", hunk, re.MULTILINE)]
-    return "\n".join(hunk.strip("\n") for hunk in found).splitlines()
+    lines = "\n".join(hunk.strip("\n") for hunk in found).splitlines()
+    if len(lines) <= LONGEST_LESSON:
+        return lines
+    fewer = "\n".join(tagged_definitions(hunk, tag[1]) for hunk in found).splitlines()
+    return fewer if len(fewer) <= LONGEST_LESSON else lines
+
+
+def tagged_definitions(hunk: str, tag: str) -> str:
+    """A hunk without those of its new classes and functions that have no line with the tag."""
+    head, _, rest = hunk.strip("\n").partition("\n")
+    parts = re.split(r"\n\+\n\+\n(?=\+(?:class|def|@))", rest)
+    return "\n".join([head, "\n+\n+\n".join(part for part in parts if tag in part)])
 
 
 def without_options(lines: list[str]) -> list[str]:
