@@ -64,31 +64,42 @@ def visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
     return slice(half, None), slice(None), False  # both of its chunks lie between ours
 
 
+def merge(out: Tensor, log: Tensor, more: Tensor, log_more: Tensor) -> tuple[Tensor, Tensor]:
+    """The output for the keys of two blocks, and its log-sum-exp, from those of each block."""
+    both = torch.logaddexp(log, log_more)  # CP: of the scores of both blocks
+    share = (log - both).exp()[..., None]  # CP: each output was divided by the sum of its block
+    return out * share + more * (log_more - both).exp()[..., None], both
+
+
+def attend_in_a_ring(q: Tensor, k: Tensor, v: Tensor, group) -> tuple[Tensor, Tensor]:
+    """The attention of our queries to all keys, and its log-sum-exp, in fp32 or better."""
+    found = None
+    log_sum = None
+    rank = dist.get_rank(group)
+    for source, (keys, values) in rotate(torch.stack([k, v]), group):  # CP: of one rank at a time
+        ours, seen, causal = visible(source, rank, q.shape[2] // 2)
+        out, sums = attention_kernels.forward(
+            q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
+        )
+        if found is None:
+            found = out.to(sums.dtype, copy=True)  # updated in place
+            log_sum = sums.clone()
+            continue
+        merged, both = merge(found[:, :, ours], log_sum[:, :, ours], out, sums)
+        found[:, :, ours] = merged
+        log_sum[:, :, ours] = both
+    return found, log_sum
+
+
 class RingAttention(torch.autograd.Function):
     """Attention of our queries to the keys and values of one rank after the other, in forward and
-    in backward (Liu et al. 2023, arXiv:2310.01889). To combine the results it needs only the
-    log-sum-exp of each rank's scores, which fused kernels return."""
+    in backward (Liu et al. 2023, arXiv:2310.01889). Fused kernels return the log-sum-exp that
+    merging two outputs needs."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group) -> Tensor:
-        found = None
-        log_sum = None
         ctx.group = group
-        rank = dist.get_rank(group)
-        for source, (keys, values) in rotate(torch.stack([k, v]), group):
-            ours, seen, causal = visible(source, rank, q.shape[2] // 2)
-            out, sums = attention_kernels.forward(
-                q[:, :, ours], keys[:, :, seen], values[:, :, seen], causal
-            )
-            if found is None:
-                found = out.to(sums.dtype, copy=True)  # updated in place
-                log_sum = sums.clone()
-                continue
-            before = log_sum[:, :, ours]
-            both = torch.logaddexp(before, sums)
-            out = out * (sums - both).exp()[..., None]
-            found[:, :, ours] = found[:, :, ours] * (before - both).exp()[..., None] + out
-            log_sum[:, :, ours] = both
+        found, log_sum = attend_in_a_ring(q, k, v, group)
         found = found.to(q.dtype)
         ctx.save_for_backward(q, k, v, found, log_sum)
         return found
@@ -136,7 +147,7 @@ class OwnPositions(nn.Module):
         return self.model(*(attention.shard(t, group=self.group) for t in (tokens, positions)))
 
 
-def check(args, world_size: int) -> None:
+def check(args, world_size: int) -> None:  # CP, option: of invalid flags
     """Check that positions and heads can be divided among the ranks."""
     heads = size_of(args).kv_heads
     chunks = 2 * world_size
@@ -178,7 +189,7 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
-    check(args, world_size)
+    check(args, world_size)  # CP, option: of invalid flags
     common.announce(args, device, readers=1)  # CP: all ranks read the whole batch
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
@@ -193,11 +204,11 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    attend = ATTENTIONS[args.attention](dist.new_group())  # CP: not behind DDP's buckets
+    attend = ATTENTIONS[args.attention](dist.new_group())  # CP: need not wait for DDP's buckets
     for block in blocks_of(model):
         block.attention.attend = attend  # CP: only attention mixes positions
     positions = attention.shard(torch.arange(args.context, device=device), 0)  # CP: own positions
-    if args.dtype == "bfloat16":  # AMP: forward in bfloat16, in training and in evaluation
+    if args.dtype == "bfloat16":  # CP, option: forward in bfloat16, also in evaluation
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
@@ -217,10 +228,10 @@ def main():
         sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         model.train()
         for inputs, labels in run.batches(train_loader, epoch):
-            tokens, labels = (attention.shard(t) for t in (inputs, labels))  # CP: this rank's shard
+            tokens, labels = (attention.shard(t) for t in (inputs, labels))  # CP: of all positions
             optimizer.zero_grad()  # otherwise gradients would accumulate
             logits = model(tokens, positions).to(torch.get_default_dtype())
-            loss = train_set.loss(logits, labels)  # CP: of this rank's positions; equal shards
+            loss = train_set.loss(logits, labels)  # CP: own positions, as many on each rank
             loss.backward()  # DDP: averages the gradients in buckets, as they become ready
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
