@@ -20,17 +20,24 @@ from report.blocks import TABLES, Cell, draw, footer, machine_line
 from report.front import MEMORY
 from report.results import Unusable, load
 from report.steps import SHOWN
-from techniques import LESSONS, Technique, decoder, technique
+from techniques import LESSONS, Decoder, Technique, by_dimension, decoder, technique
 
 ANSWERS = Path(__file__).with_name("answers")
 GPUS = 8
 PROOF = "[Equivalence tests](docs/proof.md)"
-# The sizes of Llama-3-8B, and its batch: one sequence per GPU.
-SIZES = {"layers": 32, "width": 4096, "tokens": 128_256, "context": 8192, "batch": GPUS}
-LLAMA = decoder(**SIZES, kv=1 / 4, mlp=3 * 4096 * 14_336, llama=True)
+SIZES = {"layers": 32, "width": 4096, "tokens": 128_256, "context": 8192}  # of Llama-3-8B
+
+
+def llama(batch: int) -> Decoder:
+    """Llama-3-8B and a global batch, in sequences."""
+    return decoder(**SIZES, batch=batch, kv=1 / 4, mlp=3 * 4096 * 14_336, llama=True)
+
+
+LLAMA = llama(GPUS)  # one sequence per GPU
 LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
 COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
-COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls"}
+COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls", "send": "sends"}
+SMALL = 0.001  # of the bytes of a step: collectives that a sentence leaves out
 NUMBERED = re.compile(r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
 
@@ -55,7 +62,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     for name, shown in SHOWN.items():
         found[f"problem-{name}"] = problem(shown, results)
         found[f"worked-{name}"] = worked(name, shown, results["front"])
-        if technique(name).sends(GPUS, {"decoder": LLAMA} | shown.get("options", {})):
+        if technique(name).sends(GPUS, options_of(shown)):
             found[f"comm-{name}"] = communication(name, shown, results, links)
     for path in sorted(ANSWERS.glob("*.md")):
         found |= answers(path, results)
@@ -103,10 +110,14 @@ def worked(name: str, shown: dict, front: dict) -> str:
 
 def communication(name: str, shown: dict, results: dict, links: dict) -> str:
     """A sentence: bytes by theory, and their time at the rates of two links beside the compute."""
-    theory = technique(name).sends(GPUS, {"decoder": LLAMA} | shown.get("options", {}))
+    theory = technique(name).sends(GPUS, options_of(shown))
     sent = {kind: each * LLAMA.whole for kind, each in theory.items()}
-    parts = [f"{size / 1e9:.1f} GB in {COLLECTIVES[kind]}" for kind, size in sent.items()]
     whole = sum(sent.values())
+    parts = [
+        f"{size / 1e9:.1f} GB in {COLLECTIVES[kind]}"
+        for kind, size in sent.items()
+        if size > SMALL * whole
+    ]
     total = f"{whole / 1e9:.1f} GB per step, " if len(parts) > 1 else ""
     times = []
     for link, title in LINKS.items():
@@ -116,10 +127,20 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
     measured = alone(shown, results)
     line = f"Llama-3-8B on {GPUS} GPUs: a rank sends {total}{' and '.join(parts)}: "
     line += f"{', '.join(times)}, beside {1e3 * measured['step_seconds']:,.0f} ms of compute."
+    if dimensions := shown.get("dimensions"):
+        sums = {key: sum(value.values()) for key, value in by_dimension(options_of(shown)).items()}
+        own = [f"{sums[key] * LLAMA.whole / 1e9:.1f} GB by {key}" for key in dimensions]
+        line += f" Of these bytes it sends {listed(own)}."
     below = "Bytes: the formula in [techniques.py](techniques.py); "
     below += "rates of [estimator/links.json](estimator/links.json)"
     on = machine_line(gpu["hardware"], on_cpu=False)
     return f"{line}\n\n{below}; compute: {footer(gpu, 'one_gpu', on, [measured]).strip()}"
+
+
+def options_of(shown: dict) -> dict:
+    """What the formulas of a technique need to know about the run that a page shows."""
+    found = {"optimizer": "adamw", "decoder": llama(shown.get("batch", GPUS))}
+    return found | shown.get("options", {})
 
 
 def alone(shown: dict, results: dict) -> dict:
