@@ -111,7 +111,7 @@ class Training:
     optimizer: str | None = flag(None, choices=["sgd", "adamw"], identity=True,
         help="optimizer (default: sgd for images, else adamw)")
     lr: float | None = flag(None, type=number(float, 0, above=0), metavar="X", identity=True,
-        help="peak learning rate (default: sgd 0.05, or 0.01 without BatchNorm; adamw 0.001; "
+        help="peak learning rate (default: sgd 0.01 for images, 0.1 for a GPT; adamw 0.001; "
         "fine-tuning a decoder 2e-5)")
     schedule: str = flag("cosine", choices=["cosine", "plateau", "none"], identity=True,
         help="learning-rate schedule: cosine decay after a linear warm-up (default); plateau: "

@@ -171,7 +171,7 @@ def test_defaults_depend_on_device_and_dataset(monkeypatch, tmp_path):
     assert (args.model, args.image_size, args.train_samples) == ("resnet18", 32, 2048)
     args = parse("--dataset", "folder")
     assert (args.train_samples, args.eval_samples) == (None, None)
-    assert parse("--model", "alexnet").lr == 0.01
+    assert args.lr == 0.01
     assert parse("--optimizer", "adamw").lr == 0.001
     written = parse("@config/reference.args", "--epochs", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

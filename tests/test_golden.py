@@ -35,7 +35,7 @@ RUNS = [  # flags, the optimizer that they mean, what decays, what each step's r
     ("--optimizer sgd", "SGD", {"lr": 0.1, "momentum": 0.9}, 0.0005, HALF_COSINE),
 ]  # fmt: skip
 OF_IMAGES = [
-    ("", "SGD", {"lr": 0.05, "momentum": 0.9}, 0.0005, HALF_COSINE),
+    ("", "SGD", {"lr": 0.01, "momentum": 0.9}, 0.0005, HALF_COSINE),
     ("--optimizer adamw", "AdamW", {"lr": 0.001}, 0.01, HALF_COSINE),
 ]
 

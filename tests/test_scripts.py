@@ -99,7 +99,7 @@ def test_curves(run):
     assert all(0 < value < 20 for value in curves["loss"])
     assert all(value > 0 for value in curves["images_per_second"])
     cosine = [0.5 + 0.5 * math.cos(math.pi * (step - 2) / 9) for step in range(2, STEPS + 1, 2)]
-    assert curves["learning_rate"] == pytest.approx([0.05 * factor for factor in cosine])
+    assert curves["learning_rate"] == pytest.approx([0.01 * factor for factor in cosine])
     accuracies = reader.Scalars("epoch/eval_accuracy")
     assert [e.step for e in accuracies] == [STEPS // 2, STEPS]
     assert [e.value for e in accuracies] == pytest.approx(result["eval_accuracy"])

@@ -97,7 +97,7 @@ def test_more_epochs_take_up_the_longer_schedule(tmp_path):
     reader.Reload()
     rates = {point.step: point.value for point in reader.Scalars("step/learning_rate")}
     assert list(rates) == list(range(1, 9))
-    assert rates[5] == pytest.approx(0.05 * 0.5)
+    assert rates[5] == pytest.approx(0.01 * 0.5)
     assert len(result(tmp_path)["train_loss"]) == 2
 
 
