@@ -169,7 +169,7 @@ def test_theory_on_a_page_is_what_is_predicted(name):
     shown = lessons.SHOWN[name]
     theory = technique(name).sends(lessons.GPUS, lessons.options_of(shown))
     predicted = read_result(ROOT, "front")["outputs"][shown["front"]]["output"][0]["sent"]
-    # Theory is the mean over the stages of a pipeline; the last one, which is predicted, sends less.
+    # Theory is the mean over the stages of a pipeline; the predicted one, the last, sends less.
     close = 0.1 if "pp" in shown.get("options", {}) else 1e-3
     assert sum(theory.values()) * lessons.LLAMA.whole == pytest.approx(predicted, rel=close)
 
