@@ -1,47 +1,63 @@
-"""The README: a model that people train, predicted; a small one, measured; and recorded outputs."""
+"""The README: where to start, the diff to FSDP, a model that people train, recorded outputs."""
 
+import json
 import re
 from pathlib import Path
 
 from report.blocks import TABLES, draw, footer, machine_line
-from report.diffs import example_of, fenced
+from report.diffs import fenced, pair_of
 from report.draw import LANGUAGES
+from report.recorded import WORDS as MISTAKES
 from report.recorded import outputs
-from report.results import WORDS, load, name_of
-from report.suites import measured_where, table_of
+from report.results import WORDS, load
+from techniques import LESSONS, technique
 
 MEMORY = 79.1  # GiB of an H100
 LIMIT = "H100, 80 GB"
 TITLE = "Predicted GiB per GPU: Llama-3-8B, context 8,192, 8 GPUs"
 PUBLISHED = "[{published:.2f}]({source}) ({lowest:.2f}–{highest:.2f})"
+MEASURED = ("allocated", "step_seconds")  # of the H100
 KINDS = {  # in the picture, by the kinds that are predicted
     "parameters": ["parameters"], "gradients": ["gradients"], "optimizer state": ["optimizer"],
     "activations": ["activations"], "rest": ["input", "temporary", "update"],
 }  # fmt: skip
-DIFFS = {  # the lines of an example that the README shows
-    "ddp": r"init_process_group|DistributedDataParallel\(|rank::world|backward\(\)",
-    "fsdp": r"DistributedDataParallel\(|fully_shard\((layer|model)|for layer",
-}
+# The lines that the README shows of the diff from DDP to FSDP
+SHOWN = r"model = |device\(.me|mesh =|Policy\(\)|units_of\(m|fully_shard\([um]|to_e|init_w|backward"
+START = json.loads(Path(__file__).with_name("front.json").read_text())  # by what a reader wants
 
 
 def blocks(root: Path, results: dict) -> dict[str, str]:
     """The tables of the README and the outputs of all pages, by the name of their block."""
-    found = {"front-llama": llama_table(root, results), "front-gpt": gpt_table(root, results)}
-    return found | {"front-diff": diff_block(root)} | outputs(root, results["outputs"])
+    found = {"front-diff": diff_block(root), "front-llama": llama_table(root, results)}
+    return found | {"front-start": start_table(results)} | outputs(root, results["outputs"])
+
+
+def start_table(results: dict) -> str:
+    """What a reader wants, and the page where that begins."""
+    rows = [row for row in results["one_gpu"]["rows"] if row["allocated"]]
+    off = max(abs(row["allocated"] / row["predicted"] - 1) for row in rows)
+    figures = {"scripts": len(LESSONS), "mistakes": len(MISTAKES), "off": off}
+    rows = [{"wish": wish, "start": text.format_map(figures)} for wish, text in START.items()]
+    return draw(rows, TABLES["front-start"])
 
 
 def llama_table(root: Path, results: dict) -> str:
-    """Predicted peaks, and those that were published for the same configuration."""
+    """Predicted peaks, the memory and the time of an H100, and published peaks. A row that is not
+    predicted yet is left out."""
     peaks = {row["name"]: PUBLISHED.format_map(row) for row in results["published"]["peaks"]}
     gpu = results["one_gpu"]
     predicted = results["front"]["outputs"]
-    alone = {row["name"]: row["allocated"] for row in gpu["rows"]}
+    alone = {row["name"]: row for row in gpu["rows"]}
     rows = []
     for name, row in load(root / "measure" / "suites" / "front.json")["front"].items():
+        if name not in predicted:
+            continue
         found = predicted[name]["output"][0]
         row |= found | {"name": name, "fits": "yes" if found["fits"] else "no"}
         row["most"] = f"–{found['most'] / 2**30:.2f}" if "most" in found else ""
-        row["allocated"] = alone.get(row.get("alone"))
+        row |= {key: alone.get(row.get("alone"), {}).get(key) for key in MEASURED}
+        context = found["command"][found["command"].index("--context") + 1]
+        row["tokens"] = found["batch_size"] * int(context) // found["gpus"]
         rows.append(row | {"published": peaks.get(row.get("published"))})
     below = footer(results["front"], "front", "predicted", predicted.values())
     below += footer(gpu, "one_gpu", machine_line(gpu["hardware"], on_cpu=False), gpu["rows"])
@@ -50,15 +66,13 @@ def llama_table(root: Path, results: dict) -> str:
 
 def pictures(root: Path, results: dict) -> dict[str, dict]:
     """The README's picture in both languages: GiB of one GPU by technique and kind, and the memory
-    of an H100. Some rows are for pages of the course alone."""
-    apart = load(root / "measure" / "suites" / "front.json")["pages"]
-    drawn = {n: one for n, one in results["front"]["outputs"].items() if n not in apart}
+    of an H100."""
     values = {}
-    for name, one in drawn.items():
-        kinds = one["output"][0]["kinds"]
-        values[name] = {}
-        for title, some in KINDS.items():
-            values[name][title] = round(sum(kinds[kind] for kind in some) / 2**30, 2)
+    shown = load(root / "measure" / "suites" / "front.json")["picture"]
+    for label, name in shown.items():
+        kinds = results["front"]["outputs"][name]["output"][0]["kinds"]
+        sums = {title: sum(kinds[kind] for kind in some) for title, some in KINDS.items()}
+        values[label] = {title: round(size / 2**30, 2) for title, size in sums.items()}
     found = {}
     for language, words in LANGUAGES.items():
         words = words and words | WORDS["front"]
@@ -68,20 +82,8 @@ def pictures(root: Path, results: dict) -> dict[str, dict]:
     return found
 
 
-def gpt_table(root: Path, results: dict) -> str:
-    """What was measured of some rows of the suite gpt."""
-    found = results["gpt"]
-    shown = load(root / "measure" / "suites" / "gpt.json")["front"]
-    rows = [row for row in found["rows"] if row["name"] in shown]
-    rows = [row | {"page": name_of(row).split()[0]} for row in rows]
-    return table_of("front-gpt", rows) + measured_where(found, rows)
-
-
 def diff_block(root: Path) -> str:
-    """The lines that train, of the diffs of two examples."""
-    lines = []
-    for name, shown in DIFFS.items():
-        pair = example_of(root, name)
-        lines += [f"# {pair.old} -> {pair.new}"]
-        lines += [line for line in pair.diff(0) if re.search(shown, line) and line[0] in "+-"]
-    return fenced("diff", lines)
+    """The lines of the diff from DDP to FSDP that train, without the options of both scripts."""
+    pair = pair_of(root, technique("FSDP"))
+    lines = [line.replace("    ", "", 1) for line in pair.diff(0) if re.search(SHOWN, line)]
+    return fenced("diff", [f"# {pair.old} -> {pair.new}", *lines])

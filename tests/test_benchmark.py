@@ -137,13 +137,12 @@ def test_render_and_check(checkout):
     pages.render(*pages.find_changes(checkout))
     assert not changes(checkout)
     (checkout / "docs/images/schematic-TP.svg").write_text("")
-    blocks = {"README": "front-gpt", "docs/measuring": "peers"}
+    blocks = {"README": "front-llama", "docs/measuring": "peers"}
     texts = {}
-    blocks |= {"docs/techniques/FSDP": "FSDP"}
     for name, block in blocks.items():
         for path in (checkout / f"{name}.md", checkout / f"{name}.zh-CN.md"):
             text = texts[path] = path.read_text()
-            place = re.search(rf"<!-- {block} -->.*?\d [(+].*?(\d)", text, re.DOTALL).start(1)
+            place = re.search(rf"<!-- {block} -->.*?\d\.(\d)", text, re.DOTALL).start(1)
             other = str((int(text[place]) + 1) % 10)
             path.write_text(text[:place] + other + text[place + 1 :])
     said = run(checkout, "--check", code=1).stderr
@@ -165,7 +164,7 @@ def test_render_and_check(checkout):
 
 WRONG = [  # a file, what stands in it, and what would be wrong in its place
     ("results/peers.json", '"schema": 1', '"schema": 99'),
-    ("README.md", "<!-- front-gpt -->", ""),
+    ("README.md", "<!-- front-llama -->", ""),
     ("docs/measuring.md", "<!-- end -->", ""),
     ("docs/measuring.md", "<!-- peers -->", "<!-- peer -->"),
 ]
