@@ -86,10 +86,11 @@ def test_a_silent_mistake_has_its_program_and_its_section(chinese):
 def test_the_bars_are_whole_peaks():
     found = read_result(ROOT, "front")
     bars = front.pictures(ROOT, {"front": found})["memory"]["values"]
-    for name in bars:
-        one = found["outputs"][name]
-        peak = one["output"][0]["peak"] / 2**30
-        assert peak == pytest.approx(sum(bars[name].values()), abs=0.03) and peak > 10
+    shown = json.loads((ROOT / "measure/suites/front.json").read_text())["picture"]
+    assert list(bars) == list(shown)
+    for label, name in shown.items():
+        peak = found["outputs"][name]["output"][0]["peak"] / 2**30
+        assert peak == pytest.approx(sum(bars[label].values()), abs=0.03) and peak > 10
 
 
 def test_rows_say_that_they_accumulate():
