@@ -1,9 +1,10 @@
-"""Train on several devices with DDP, and recompute activations in backward instead of keeping them.
+"""Train on several devices with DDP, and recompute activations in backward instead of saving them.
 
-Differs     from pytorch_torchrun_DDP.py: forward keeps only the input of each block (Chen et al.
-            2016, arXiv:1604.06174), and backward recomputes the block. --selective also keeps the
-            results of attention and of every second matrix product. --offload moves what is kept
-            to CPU memory until backward. Lines tagged "# checkpointing:".
+Differs     from pytorch_torchrun_DDP.py: forward saves only the input of each block (Chen et al.
+            2016, arXiv:1604.06174), and backward recomputes the block. --selective also saves the
+            results of attention and of every second matrix product. --offload moves what is saved
+            to CPU memory until backward. Lines tagged "# checkpointing:", and
+            "# checkpointing, option:" for what --selective, --offload and BatchNorm add.
 Command:    torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py
             torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --selective
             torchrun --nproc_per_node=4 pytorch_activation_checkpointing.py --offload
@@ -19,6 +20,7 @@ import contextlib
 import inspect
 import os
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -36,7 +38,7 @@ import common
 from jobs.model_parts import batch_norms, blocks_of
 
 aten = torch.ops.aten
-# checkpointing: --selective keeps every second result of these
+# checkpointing, option: --selective saves every second result of these
 PRODUCTS = aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten._scaled_mm, aten.convolution
 
 
@@ -44,11 +46,13 @@ PRODUCTS = aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten._scaled_mm, ate
 def main():
     # 1. Process and device
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--selective", action="store_true", help="keep some results")
-    parser.add_argument("--offload", action="store_true", help="keep them in CPU memory")
+    parser.add_argument(
+        "--selective", action="store_true", help="save some results of each block, too"
+    )
+    parser.add_argument("--offload", action="store_true", help="save in CPU memory")
     args = common.parse_args(parser)
-    options = {"respect_saved_tensors_hooks": True} if args.selective and args.offload else {}
-    if options.keys() - inspect.signature(checkpoint).parameters:
+    is_new = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    if args.selective and args.offload and not is_new:
         common.fail(f"--selective --offload needs PyTorch 2.14, not {torch.__version__}; use one")
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
@@ -81,15 +85,15 @@ def main():
 
     # 3. Model
     model = common.make_model(args, train_set.classes).to(device)
-    if args.selective:  # checkpointing: an in-place ReLU would overwrite what is kept
+    for block in blocks_of(model):  # checkpointing: forward saves its input, and backward reruns it
+        options = options_of(args, block)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        if args.offload:  # checkpointing, option: what is saved waits in CPU memory
+            block.forward = saving_on_cpu(block.forward)
+    if args.selective:  # checkpointing, option: an in-place ReLU would overwrite what is saved
         for layer in model.modules():
             if hasattr(layer, "inplace"):
                 layer.inplace = False
-    offload = contextlib.nullcontext
-    if args.offload:  # checkpointing: forward copies what is kept to the CPU, backward back
-        offload = partial(save_on_cpu, pin_memory=True)
-    for block in blocks_of(model):  # checkpointing: forward keeps only each block's input
-        recompute(block, args.selective, offload, **options)
     model = DistributedDataParallel(  # DDP: broadcasts rank 0's weights
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -136,27 +140,35 @@ def main():
     dist.destroy_process_group()
 
 
-def recompute(block: nn.Module, selective: bool, offload, **options) -> None:
-    """checkpointing: ``block`` is recomputed in backward."""
-    forward = block.forward
-    contexts = partial(contexts_of, block, selective)
-    options |= {"use_reentrant": False, "context_fn": contexts}
+def saving_on_cpu(forward: Callable) -> Callable:
+    """checkpointing, option: ``forward``, whose saved tensors are copied to pinned CPU memory, and
+    back when backward needs them."""
 
-    def checkpointed(*args, **kwargs):
-        with offload():
-            return checkpoint(forward, *args, **options, **kwargs)
+    def offloaded(*args, **kwargs):
+        with save_on_cpu(pin_memory=True):
+            return forward(*args, **kwargs)
 
-    block.forward = checkpointed
+    return offloaded
+
+
+def options_of(args, block: nn.Module) -> dict:
+    """checkpointing, option: what ``checkpoint`` does beside saving the arguments of ``block``."""
+    options = {"context_fn": partial(contexts_of, block, args.selective)}
+    if args.selective and args.offload:
+        options["respect_saved_tensors_hooks"] = True  # otherwise results stay on the GPU
+    return options
 
 
 def contexts_of(block: nn.Module, selective: bool):
-    """checkpointing: contexts for a block's forward, and for its recomputation in backward."""
-    forward, again = keep_some() if selective else (contextlib.nullcontext(),) * 2
+    """checkpointing, option: contexts for a block's forward, and for its second run in backward."""
+    forward = again = contextlib.nullcontext()
+    if selective:
+        forward, again = keep_some()
     return forward, counted_once(block, again)
 
 
 def keep_some():
-    """checkpointing: contexts that keep attention, collectives and every second product."""
+    """checkpointing, option: contexts that save attention, collectives and every second product."""
     products = Counter()
 
     def choose(context, op, *args, **kwargs):
@@ -171,15 +183,15 @@ def keep_some():
 
 @contextlib.contextmanager
 def counted_once(block: nn.Module, again):
-    """checkpointing: do not update BatchNorm's running statistics a second time."""
+    """checkpointing, option: BatchNorm's running statistics are not updated a second time."""
     buffers = [buffer for norm in batch_norms(block) for buffer in norm.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         with again:
             yield
     finally:  # PyTorch ends the recomputation early, by an exception
-        for buffer, kept in zip(buffers, before, strict=True):
-            buffer.data.copy_(kept)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)
 
 
 if __name__ == "__main__":
