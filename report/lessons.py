@@ -10,7 +10,8 @@ By the name of their block, of a row of techniques.py:
 
 report/lessons.json says which rows of results/ a page shows. The texts of the answers are in
 report/answers/NAME.md, with figures as ``{RUN/output/0/peak:.1f GiB}``: a path into
-results/course.json, or into results/front.json if no run of the course has the name.
+results/course.json, or into results/front.json if no run of the course has the name; and as
+``{H100/ROW/step_seconds:.2f}``: a row of results/one_gpu.json.
 """
 
 import re
@@ -35,6 +36,7 @@ def llama(batch: int) -> Decoder:
 
 LLAMA = llama(GPUS)  # one sequence per GPU
 LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
+NAMES = LINKS | {"pcie4": "PCIe 4.0, 16 lanes"}
 COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
 COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls", "send": "sends"}
 SMALL = 0.001  # of the bytes of a step: collectives that a sentence leaves out
@@ -93,10 +95,10 @@ def problem(shown: dict, results: dict) -> str:
 
 def worked(name: str, shown: dict, front: dict) -> str:
     """A table of predicted peaks, and the picture of the step."""
-    names = [one for one in (shown.get("beside"), shown["front"]) if one]
+    names = [shown.get("beside"), *shown.get("between", []), shown["front"]]
     title = shown.get("title", shown["front"])
     rows = []
-    for one in names:
+    for one in filter(None, names):
         found = front["outputs"][one]["output"][0]
         kinds = found["kinds"]
         small = kinds["input"] + kinds["temporary"] + kinds["update"]
@@ -110,23 +112,24 @@ def worked(name: str, shown: dict, front: dict) -> str:
 
 def communication(name: str, shown: dict, results: dict, links: dict) -> str:
     """A sentence: bytes by theory, and their time at the rates of two links beside the compute."""
-    theory = technique(name).sends(GPUS, options_of(shown))
+    gpus = shown.get("gpus", GPUS)
+    theory = technique(name).sends(gpus, options_of(shown))
     sent = {kind: each * LLAMA.whole for kind, each in theory.items()}
-    whole = sum(sent.values())
-    parts = [
-        f"{size / 1e9:.1f} GB in {COLLECTIVES[kind]}"
-        for kind, size in sent.items()
-        if size > SMALL * whole
-    ]
-    total = f"{whole / 1e9:.1f} GB per step, " if len(parts) > 1 else ""
-    times = []
-    for link, title in LINKS.items():
-        rate = links[link]["bandwidth"]
-        times.append(f"at {rate / 1e9:.0f} GB/s ({title}) {1e3 * whole / rate:,.0f} ms")
+    if between := shown.get("between_machines"):
+        inside = {kind: size for kind, size in sent.items() if kind not in between}
+        across = {kind: sent[kind] for kind in between}
+        said = f"within its machine {bytes_of(inside)}: {time_of(inside, links, 'nvlink4')}; and "
+        said += f"between machines {bytes_of(across)}: {time_of(across, links, 'ib400')}"
+    else:
+        times = [time_of(sent, links, link) for link in LINKS]
+        said = f"{bytes_of(sent, ' per step')}: {', '.join(times)}"
     gpu = results["one_gpu"]
     measured = alone(shown, results)
-    line = f"Llama-3-8B on {GPUS} GPUs: a rank sends {total}{' and '.join(parts)}: "
-    line += f"{', '.join(times)}, beside {1e3 * measured['step_seconds']:,.0f} ms of compute."
+    line = f"Llama-3-8B on {gpus} GPUs: a rank sends {said}, beside "
+    line += f"{1e3 * measured['step_seconds']:,.0f} ms of compute."
+    for where, each in shown.get("copied", {}).items():  # bytes per parameter of the shard
+        size = {"pcie": each * LLAMA.whole / gpus}
+        line += f" It copies {size['pcie'] / 1e9:.1f} GB {where}: {time_of(size, links, 'pcie4')}."
     if dimensions := shown.get("dimensions"):
         sums = {key: sum(value.values()) for key, value in by_dimension(options_of(shown)).items()}
         own = [f"{sums[key] * LLAMA.whole / 1e9:.1f} GB by {key}" for key in dimensions]
@@ -143,6 +146,22 @@ def options_of(shown: dict) -> dict:
     return found | shown.get("options", {})
 
 
+def bytes_of(sent: dict[str, float], per_step: str = "") -> str:
+    """The sum, if it has several parts, and each part that is not much smaller."""
+    whole = sum(sent.values())
+    large = {kind: size for kind, size in sent.items() if size > SMALL * whole}
+    parts = [f"{size / 1e9:.1f} GB in {COLLECTIVES[kind]}" for kind, size in large.items()]
+    total = f"{whole / 1e9:.1f} GB{per_step}, " if len(parts) > 1 else ""
+    return f"{total}{' and '.join(parts)}"
+
+
+def time_of(sent: dict[str, float], links: dict, link: str) -> str:
+    """How long these bytes take on a link."""
+    rate = links[link]["bandwidth"]
+    taken = 1e3 * sum(sent.values()) / rate
+    return f"at {rate / 1e9:.4g} GB/s ({NAMES[link]}) {taken:,.0f} ms"
+
+
 def alone(shown: dict, results: dict) -> dict:
     """What one GPU measured of the compute of a rank."""
     return next(row for row in results["one_gpu"]["rows"] if row["name"] == shown["alone"])
@@ -151,14 +170,18 @@ def alone(shown: dict, results: dict) -> dict:
 def answers(path: Path, results: dict) -> dict[str, str]:
     """The folded answers of a page."""
     course = results["course"]
-    figures = Answer(results["front"]["outputs"] | course["outputs"])
-    below = footer(course, "course", course["hardware"]["cpu"], [{}])
+    gpu = results["one_gpu"]
+    measured = {row["name"]: row for row in gpu["rows"]}
+    figures = Answer(results["front"]["outputs"] | course["outputs"] | {"H100": measured})
+    source = footer(course, "course", course["hardware"]["cpu"], [{}])
+    on_gpu = footer(gpu, "one_gpu", machine_line(gpu["hardware"], on_cpu=False), [{}])
     found = {}
     for number, text in NUMBERED.findall(path.read_text()):
         try:
             filled = figures.vformat(text, (), {})
         except (KeyError, IndexError) as error:
             raise Unusable(f"{path}, answer {number}: no result has {error}") from None
+        below = source + (on_gpu if "{H100/" in text else "")
         found[f"answer-{path.stem}-{number}"] = FOLDED.format(filled + below)
     return found
 

@@ -167,7 +167,7 @@ def test_llama_is_the_llama_of_the_scripts():
 @pytest.mark.parametrize("name", lessons.SHOWN)
 def test_theory_on_a_page_is_what_is_predicted(name):
     shown = lessons.SHOWN[name]
-    theory = technique(name).sends(lessons.GPUS, lessons.options_of(shown))
+    theory = technique(name).sends(shown.get("gpus", lessons.GPUS), lessons.options_of(shown))
     predicted = read_result(ROOT, "front")["outputs"][shown["front"]]["output"][0]["sent"]
     # Theory is the mean over the stages of a pipeline; the predicted one, the last, sends less.
     close = 0.1 if "pp" in shown.get("options", {}) else 1e-3
