@@ -66,13 +66,13 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def look_up(layer: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Rows of the tokens that this rank has, zeros for others: a term of the embeddings."""
+    """Embeddings of the tokens in this rank's shard, zeros for other tokens: a term of all."""
     tokens, here = own(tokens, layer.num_embeddings)
     return F.embedding(tokens, layer.weight.to_local()) * here[..., None]
 
 
 def own(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Rows of tokens in this rank's shard of the vocabulary, 0 for others; which are in it."""
+    """Indices of tokens in this rank's shard of the vocabulary, 0 for others; which are in it."""
     size = -(-vocabulary // dist.get_world_size())  # by hand: rounded up, as DTensor does
     tokens = tokens - dist.get_rank() * size
     here = (tokens >= 0) & (tokens < size)
@@ -81,14 +81,15 @@ def own(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
     """The sum of the losses of ``[batch, time, vocabulary]``. For each label, ranks exchange three
-    numbers instead of logits: the largest, the sum of exponentials, and the label's own."""
-    counted = labels >= 0  # chat: others are masked
+    numbers instead of logits: the largest logit, the sum of exponentials, and the label's logit."""
+    unmasked = labels >= 0  # chat: other labels do not count
     labels, here = own(labels, logits.shape[2])
     logits = logits.to_local()
-    logits = logits - all_reduce(logits.detach().amax(2), dist.ReduceOp.MAX)[..., None]
+    largest = all_reduce(logits.detach().amax(2), dist.ReduceOp.MAX)  # by hand: cancels in the loss
+    logits = logits - largest[..., None]
     total = Sum.apply(logits.exp().sum(2))  # by hand: g, so backward sends nothing
-    right = Sum.apply(logits.gather(2, labels[..., None])[..., 0] * here)
-    return ((total.log() - right) * counted).sum()
+    of_label = Sum.apply(logits.gather(2, labels[..., None])[..., 0] * here)
+    return ((total.log() - of_label) * unmasked).sum()
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -100,15 +101,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
             layer.register_forward_pre_hook(lambda _, inputs: Copy.apply(*inputs))
         if name in ("out", "down", "token"):  # by hand: g
             layer.register_forward_hook(lambda _, inputs, output: Sum.apply(output))
-        if name in ("query_norm", "key_norm"):  # by hand: a Qwen's, for this rank's heads only
+        if name in ("query_norm", "key_norm"):  # by hand: of a Qwen, for this rank's heads only
             layer.forward = lambda x, norm=layer: F.rms_norm(
                 x, norm.normalized_shape, Copy.apply(norm.weight), norm.eps
             )
         if isinstance(layer, nn.Linear) or name == "token":
             shard = Shard(1 if name in ("out", "down") else 0)  # by hand: of [outputs, inputs]
             for kind, p in layer.named_parameters(recurse=False):
-                part = nn.Parameter(distribute_tensor(p, mesh, [shard]), p.requires_grad)
-                setattr(layer, kind, part)
+                sharded = nn.Parameter(distribute_tensor(p, mesh, [shard]), p.requires_grad)
+                setattr(layer, kind, sharded)
             layer.forward = partial(look_up if name == "token" else linear, layer)
 
     def as_dtensor(model: nn.Module, inputs: tuple, logits: Tensor) -> DTensor:
