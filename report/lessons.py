@@ -2,7 +2,8 @@
 
 By the name of their block, of a row of techniques.py:
 
-    problem-NAME   the peak of the technique that the page begins with, or the time of one GPU
+    problem-NAME   the peak of the technique that the page begins with, or the time of one GPU, or
+                   what a rank sends with the technique of another page
     worked-NAME    GiB per GPU of Llama-3-8B, beside the technique that the page begins with
     comm-NAME      the bytes that a rank sends, and how long they take on two links
     answer-NAME-1  a folded answer, with figures of recorded runs
@@ -29,9 +30,9 @@ PROOF = "[Equivalence tests](docs/proof.md)"
 SIZES = {"layers": 32, "width": 4096, "tokens": 128_256, "context": 8192}  # of Llama-3-8B
 
 
-def llama(batch: int) -> Decoder:
-    """Llama-3-8B and a global batch, in sequences."""
-    return decoder(**SIZES, batch=batch, kv=1 / 4, mlp=3 * 4096 * 14_336, llama=True)
+def llama(batch: int, **sizes: int) -> Decoder:
+    """Llama-3-8B and a global batch, in sequences; ``sizes`` that are not the usual ones."""
+    return decoder(**SIZES | sizes, batch=batch, kv=1 / 4, mlp=3 * 4096 * 14_336, llama=True)
 
 
 LLAMA = llama(GPUS)  # one sequence per GPU
@@ -62,7 +63,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     found = {f"tested-{row.name}": tested(row) for row in LESSONS if row.cases[0].ranks}
     links = load(root / "estimator" / "links.json")
     for name, shown in SHOWN.items():
-        found[f"problem-{name}"] = problem(shown, results)
+        found[f"problem-{name}"] = problem(shown, results, links)
         found[f"worked-{name}"] = worked(name, shown, results["front"])
         if technique(name).sends(GPUS, options_of(shown)):
             found[f"comm-{name}"] = communication(name, shown, results, links)
@@ -71,8 +72,12 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     return found
 
 
-def problem(shown: dict, results: dict) -> str:
-    """How much memory a GPU needs, and how much it has; or how long it computes."""
+def problem(shown: dict, results: dict, links: dict) -> str:
+    """How much memory a GPU needs, and how much it has; or how long it computes or sends."""
+    if (other := shown.get("problem")) in SHOWN:
+        [line, *_] = communication(other, SHOWN[other], results, links).split("\n\n")
+        page = f"docs/techniques/{other}.md#communication"
+        return f"{technique(other).name}, {line} ([Where the numbers are from]({page}).)"
     if shown.get("problem") == "time":
         each = alone(shown, results)["step_seconds"]
         line = "An H100 computes a training step of Llama-3-8B with one sequence of "
@@ -85,8 +90,9 @@ def problem(shown: dict, results: dict) -> str:
     state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
     where = f" per GPU: each of {found['gpus']} GPUs" if found["gpus"] > 1 else ": the GPU"
     sequences = shown.get("sequences", "one sequence")
+    tokens = f"{shown.get('context', SIZES['context']):,} tokens"
     line = f"Llama-3-8B with AdamW, {name.removesuffix(f', {sequences}')}, {sequences} of "
-    line += f"{SIZES['context']:,} tokens{where} "
+    line = line.replace(f", {tokens},", ",") + f"{tokens}{where} "
     line += f"needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
     line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
     line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
@@ -142,7 +148,8 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
 
 def options_of(shown: dict) -> dict:
     """What the formulas of a technique need to know about the run that a page shows."""
-    found = {"optimizer": "adamw", "decoder": llama(shown.get("batch", GPUS))}
+    sizes = {"context": shown["context"]} if "context" in shown else {}
+    found = {"optimizer": "adamw", "decoder": llama(shown.get("batch", GPUS), **sizes)}
     return found | shown.get("options", {})
 
 
