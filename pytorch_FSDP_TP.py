@@ -1,16 +1,17 @@
-"""Train on several devices with tensor parallelism within a row of the mesh, FSDP across rows.
+"""Train on several devices with tensor parallelism in groups of ranks, and FSDP across the groups.
 
-Differs     from pytorch_TP.py: in a 2-D device mesh, the ranks of a row process the same part of
-            the batch, and FSDP shards the shards of a column again. Lines tagged "# 2-D:".
+Differs     from pytorch_TP.py: in a 2-D device mesh, the ranks of a tensor-parallel group process
+            the same part of the batch, and FSDP shards each rank's tensor-parallel shards again,
+            across the groups. Lines tagged "# 2-D:".
 Command:    torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2
             torchrun --nproc_per_node=4 pytorch_FSDP_TP.py --tp 2 --sequence-parallel
 Use it      on several machines: tensor parallelism, which sends most, within one, and FSDP, which
             overlaps with computation, between them. Not on one where pytorch_FSDP.py alone fits.
 Holds       1/N of the blocks' matrices, with their gradients and optimizer state, and 1/R of all
-            other parameters for R rows; and the shards of one or two blocks while they compute.
+            other parameters for R groups; and the shards of one or two blocks while they compute.
             Activations are those of pytorch_TP.py for 1/R of the batch.
-Sends       per step and rank, within a row what pytorch_TP.py sends, for 1/R of the batch; within
-            a column, 3 * 4 * (R - 1) / R bytes per parameter of its tensor-parallel shard.
+Sends       per step and rank, within a group what pytorch_TP.py sends, for 1/R of the batch; across
+            the groups, 3 * 4 * (R - 1) / R bytes per parameter of its tensor-parallel shard.
 """
 
 import logging
@@ -149,17 +150,18 @@ def main():
     world_size = dist.get_world_size()
     if world_size % args.tp:
         common.fail(f"--tp {args.tp} does not divide {world_size} ranks; use a divisor")
-    rows = world_size // args.tp  # 2-D: T adjacent ranks are a row; rank r + T has r's TP shards
-    common.announce(args, device, readers=rows)  # TP: all ranks of a row work on the same batch
+    groups = world_size // args.tp  # 2-D: T adjacent ranks each; rank r + T has r's TP shards
+    common.announce(args, device, readers=groups)  # TP: a group's ranks work on the same batch
     common.seed_everything(args.seed, args.deterministic)  # TP: identical dropout on every rank
 
     # 2. Data
     train_set, eval_set = common.make_datasets(args)
     check_tensor_parallel(args, args.tp, f"--tp {args.tp}", train_set.classes)
-    mesh = init_device_mesh(device.type, (rows, args.tp), mesh_dim_names=("dp", "tp"))
-    row = mesh["dp"].get_local_rank()
-    batch_size = args.batch_size // rows  # 2-D: a row's share of the global batch
-    replica = {"num_replicas": rows, "rank": row}  # 2-D: all ranks of a row read the same samples
+    mesh = init_device_mesh(device.type, (groups, args.tp), mesh_dim_names=("dp", "tp"))
+    group = mesh["dp"].get_local_rank()
+    batch_size = args.batch_size // groups  # 2-D: a group's share of the global batch
+    # 2-D: all ranks of a group read the same samples
+    replica = {"num_replicas": groups, "rank": group}
     sampler = DistributedSampler(train_set, **replica, seed=args.seed, drop_last=True)
     train_loader = common.make_loader(args, train_set, batch_size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, **replica, shuffle=False)
@@ -173,12 +175,12 @@ def main():
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for unit in units_of(model):
-        fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)  # 2-D: over the rows
+        fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)  # 2-D: a rank's TP shards, again
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     model.to_empty(device=device)  # TP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # TP: each rank fills its shards
-    # 2-D: dropout differs by row, and by rank where ranks have different positions
-    torch.manual_seed(args.seed + (rank if args.sequence_parallel else row))
+    # 2-D: dropout differs by group, and by rank where ranks have different positions
+    torch.manual_seed(args.seed + (rank if args.sequence_parallel else group))
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -195,7 +197,7 @@ def main():
             with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                 logits = model(inputs).to(torch.get_default_dtype())
                 loss = train_set.loss(logits, labels)
-                loss.backward()  # 2-D: reduce-scatters the gradients over the rows
+                loss.backward()  # 2-D: reduce-scatters the gradients across the groups
             add_up_gradients(model)  # TP, option: of norms and routers, over the ranks
             if args.clip_grad:
                 run.grad_norm = clip_grad_norm(model, args.clip_grad)
