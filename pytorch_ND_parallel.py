@@ -1,7 +1,8 @@
 """Train on many devices with several techniques combined on one device mesh.
 
 Differs     from pytorch_FSDP_TP.py in most lines: it is not one technique. It imports the functions
-            of the other scripts; its own lesson is the order to apply them in, tagged "# ND:".
+            of the other scripts; its own lesson is the order to apply them in, tagged "# ND:",
+            in apply_techniques().
 Command:    torchrun --nproc_per_node=4 pytorch_ND_parallel.py --tp 2
             torchrun --nproc_per_node=8 pytorch_ND_parallel.py --model llama-4x4x64 --dp-shard 2
             --tp 2 --pp 2 --ac full --dtype bfloat16
@@ -118,6 +119,39 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> to
     return total_norm
 
 
+def apply_techniques(args, model: nn.Module, mesh, table, cp, owners, order, dtype) -> dict:
+    """Apply the techniques to ``model`` on the meta device, and return this rank's stages of it.
+
+    Args:
+        table: the mesh of the experts, or None.
+        cp: the group of ranks that share a sequence, or None.
+        owners: the pipeline rank of each stage.
+        order: this rank's positions in a sequence, or None.
+        dtype: of compute, or None for that of the parameters.
+    """
+    if cp:  # ND: replaces a function, and does not depend on the parameters
+        for block in model.blocks:
+            block.attention.attend = ATTENTIONS[args.attention](cp)
+    if table:  # ND: cuts experts by all dimensions but FSDP's; tp leaves them alone
+        distribute_experts(model, table["ep", "tp"] if args.tp > 1 else table["ep"])
+    if args.tp > 1:  # ND: finds modules by their names, and cuts whole parameters
+        parallelize(model, mesh["tp"], args.sequence_parallel)
+    if args.ac != "none":  # ND: recomputes the collectives of tp and cp, too
+        recompute(model.blocks, args.ac == "selective")
+    for block in model.blocks if args.compile else ():  # ND: compiles the recomputation, too
+        block.compile()
+    stages = {0: model}
+    if args.pp > 1:  # ND: before FSDP, which shards the blocks of a rank's own stages
+        here = mesh["pp"].get_local_rank()
+        of = len(owners)
+        own = [n for n, owner in enumerate(owners) if owner == here]
+        stages = {n: Stage(model, n, of, order) for n in own}
+        keep_only(stages, model)
+    if mesh["replicate"].size() * mesh["shard"].size() > 1 or dtype or args.offload:
+        shard(args, stages.values(), mesh, table, dtype)  # ND: last, to gather before all else
+    return stages
+
+
 @record  # torchrun: shows the traceback of the rank that failed first
 def main():
     # 1. Process and device
@@ -160,6 +194,7 @@ def main():
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     pipeline = mesh["pp"].get_group()
     here = mesh["pp"].get_local_rank()
+    cp = None
     if args.cp > 1:  # ND: groups of their own, within those of shard
         span = args.cp * args.tp
         groups = [[*range(r, r + span, args.tp)] for r in range(world_size) if r % span < args.tp]
@@ -186,32 +221,14 @@ def main():
     with torch.device("meta"):  # ND: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
-    order = None
-    if args.cp > 1:
-        order = attention.shard(torch.arange(args.context, device=device), group=cp)
-        for block in model.blocks:
-            block.attention.attend = ATTENTIONS[args.attention](cp)
+    order = attention.shard(torch.arange(args.context, device=device), group=cp) if cp else None
     table = None
-    if args.ep > 1:  # EP: the ranks of shard as a table; before tp, which leaves experts alone
+    if args.ep > 1:  # EP: a second mesh, which splits shard: ep ranks have different experts
         sizes = *sizes[:2], args.dp_shard * args.cp // args.ep, args.ep, args.tp
         dims = "pp", "replicate", "shard", "ep", "tp"
         table = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
-        distribute_experts(model, table["ep", "tp"] if args.tp > 1 else table["ep"])
-    if args.tp > 1:  # ND: first, as it finds modules by name and shards their parameters
-        parallelize(model, mesh["tp"], args.sequence_parallel)
-    if args.ac != "none":  # ND: recomputes the collectives of tp and cp, too
-        recompute(model.blocks, args.ac == "selective")
-    for block in model.blocks if args.compile else ():  # ND: compiles the recomputation, too
-        block.compile()
-    stages = {0: model}
-    if args.pp > 1:
-        own = [n for n, owner in enumerate(owners) if owner == here]
-        of = len(owners)
-        stages = {n: Stage(model, n, of, order) for n in own}
-        keep_only(stages, model)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
-    if shares * args.cp > 1 or dtype or args.offload:
-        shard(args, stages.values(), mesh, table, dtype)  # ND: last, to gather before all else
+    stages = apply_techniques(args, model, mesh, table, cp, owners, order, dtype)
     if args.tie and args.pp > 1:  # ND: one matrix in two stages; FSDP has replaced one
         tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards

@@ -454,7 +454,7 @@ LESSONS = [
             "--ep 2 --pp 2 --experts 4 --balance 0", "--ep 4 --cp 2 --experts 4 --ac full")),
         case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"),
         traits="needs_gpt resumed_alike by_parameter",
-        unsolved="So many dimensions are a choice to make."),
+        shows=("apply_techniques",), unsolved="So many dimensions are a choice to make."),
     row("pytorch_compile", "torchrun_DDP", USE, *WHOLE, case("--blocks", 2),
         unpredicted="the compiler chooses what is saved for backward",
         unsolved="A run may be interrupted."),
