@@ -51,39 +51,41 @@ class CommonWeights:
         self.sizes = [p.numel() for p in parameters]
         self.lr = lr
         self.momentum = momentum
-        self.kept = {}  # local: flat buffers: the last common weights, and the momentum
+        self.state = {}  # local: flat buffers: the last common weights, and the momentum
 
     def average(self) -> torch.Tensor:
         """The average of all ranks' weights, flattened."""
-        row = torch.cat([p.detach().flatten() for p in self.parameters])
-        dist.all_reduce(row.div_(dist.get_world_size()))  # local: one all-reduce
-        return row
+        flat = torch.cat([p.detach().flatten() for p in self.parameters])
+        dist.all_reduce(flat.div_(dist.get_world_size()))  # local: one all-reduce
+        return flat
 
     def begin(self) -> None:
         """Start from the average, unless a snapshot has set the common weights."""
-        if (self.lr, self.momentum) != (1, 0) and not self.kept:
-            row = self.average()
-            self.kept = {"weights": row, "momentum": torch.zeros_like(row)}
+        if (self.lr, self.momentum) != (1, 0) and not self.state:
+            average = self.average()
+            self.state = {"weights": average, "momentum": torch.zeros_like(average)}
 
     @torch.no_grad()
     def sync(self) -> None:
         """Synchronize the weights of all ranks."""
-        row = self.average()
-        if self.kept:
-            weights = self.kept["weights"]
-            momentum = self.kept["momentum"]
-            way = weights - row  # local: the outer gradient
-            momentum.mul_(self.momentum).add_(way)
-            row = weights.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr)
-        for p, part in zip(self.parameters, row.split(self.sizes), strict=True):
+        common_weights = self.average()
+        if self.state:
+            anchor = self.state["weights"]  # local: what all ranks had after the last sync
+            momentum = self.state["momentum"]
+            outer_gradient = anchor - common_weights  # local: where the ranks' steps have led to
+            momentum.mul_(self.momentum).add_(outer_gradient)
+            step = outer_gradient.add_(momentum, alpha=self.momentum)  # local: Nesterov's
+            common_weights = anchor.sub_(step, alpha=self.lr)
+        for p, part in zip(self.parameters, common_weights.split(self.sizes), strict=True):
             p.copy_(part.view_as(p))  # local: in place, in its aligned memory
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.kept
+        return self.state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         if (self.lr, self.momentum) != (1, 0):
-            self.kept = {name: row.to(self.parameters[0].device) for name, row in state.items()}
+            device = self.parameters[0].device
+            self.state = {name: flat.to(device) for name, flat in state.items()}
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
@@ -177,7 +179,7 @@ def main():
     run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     if rank == 0:
         common.save_model(args, model.state_dict())
-    run.finish(model, optimizer, outer=outer.kept.values())
+    run.finish(model, optimizer, outer=outer.state.values())
     # DDP: leave together. Not in a finally block: after an error on one rank, nccl would wait for
     # the others, which are in the middle of a collective, and the error would stay hidden.
     dist.destroy_process_group()
