@@ -3,8 +3,8 @@
 By the name of their block, of a row of techniques.py:
 
     problem-NAME   the peak of the technique that the page begins with, or the time of one GPU, or
-                   what a rank sends with the technique of another page
-    worked-NAME    GiB per GPU of Llama-3-8B, beside the technique that the page begins with
+                   the bytes that a rank sends with this technique or that of another page
+    worked-NAME    GiB per GPU of a model, beside the technique that the page begins with
     comm-NAME      the bytes that a rank sends, and how long they take on two links
     answer-NAME-1  a folded answer, with figures of recorded runs
     tested-NAME    what the tests compare
@@ -36,6 +36,10 @@ def llama(batch: int, **sizes: int) -> Decoder:
 
 
 LLAMA = llama(GPUS)  # one sequence per GPU
+# Likewise of Qwen3-30B-A3B, a mixture of experts.
+QWEN_SIZES = {"layers": 48, "width": 2048, "tokens": 151_936, "context": 8192, "batch": GPUS}
+QWEN_SIZES |= {"heads": 2, "kv": 1 / 8, "mlp": 3 * 2048 * 768, "experts": 128, "top_k": 8}
+QWEN = decoder(**QWEN_SIZES, llama=True)
 LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
 NAMES = LINKS | {"pcie4": "PCIe 4.0, 16 lanes"}
 COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
@@ -65,7 +69,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     for name, shown in SHOWN.items():
         found[f"problem-{name}"] = problem(shown, results, links)
         found[f"worked-{name}"] = worked(name, shown, results["front"])
-        if technique(name).sends(GPUS, options_of(shown)):
+        if theory_of(name, shown):
             found[f"comm-{name}"] = communication(name, shown, results, links)
     for path in sorted(ANSWERS.glob("*.md")):
         found |= answers(path, results)
@@ -74,11 +78,12 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 
 def problem(shown: dict, results: dict, links: dict) -> str:
     """How much memory a GPU needs, and how much it has; or how long it computes or sends."""
-    if (other := shown.get("problem")) in SHOWN:
-        [line, *_] = communication(other, SHOWN[other], results, links).split("\n\n")
-        page = f"docs/techniques/{other}.md#communication"
-        return f"{technique(other).name}, {line} ([Where the numbers are from]({page}).)"
-    if shown.get("problem") == "time":
+    why = shown.get("problem")
+    if why in SHOWN:
+        [line, *_] = communication(why, SHOWN[why], results, links).split("\n\n")
+        page = f"docs/techniques/{why}.md#communication"
+        return f"{technique(why).name}, {line} ([Where the numbers are from]({page}).)"
+    if why == "time":
         each = alone(shown, results)["step_seconds"]
         line = "An H100 computes a training step of Llama-3-8B with one sequence of "
         line += f"{SIZES['context']:,} tokens in {each:.2f} s. A batch of {GPUS} such sequences "
@@ -86,41 +91,61 @@ def problem(shown: dict, results: dict, links: dict) -> str:
         return f"{line} ([Where they are from](#communication).)"
     name = shown.get("beside", shown["front"])
     found = results["front"]["outputs"][name]["output"][0]
+    line = setting(name, shown, found)
+    if why == "bytes":
+        times = [time_of({"all": found["sent"]}, links, link) for link in LINKS]
+        line += f" sends {found['sent'] / 1e9:.1f} GB per step: {', '.join(times)}"
+        return f"{line}{compute(shown, results)}. ([Where they are from](#communication).)"
     kinds = found["kinds"]
     state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
-    where = f" per GPU: each of {found['gpus']} GPUs" if found["gpus"] > 1 else ": the GPU"
-    sequences = shown.get("sequences", "one sequence")
-    tokens = f"{shown.get('context', SIZES['context']):,} tokens"
-    line = f"Llama-3-8B with AdamW, {name.removesuffix(f', {sequences}')}, {sequences} of "
-    line = line.replace(f", {tokens},", ",") + f"{tokens}{where} "
-    line += f"needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
+    line += f" needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
     line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
     line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
     return f"{line} ([Where the numbers are from](#memory).)"
+
+
+def setting(name: str, shown: dict, found: dict) -> str:
+    """Model, technique and tokens of a row of results/front.json: the beginning of a sentence."""
+    model, row = model_and_row(name)
+    tokens = f"{int(found['inputs'].split()[0]):,} tokens"
+    sequences = shown.get("sequences", "one sequence")
+    for said in (" per GPU", f", {sequences} of {tokens}", f", {sequences}", f", {tokens}"):
+        row = row.removesuffix(said)
+    where = f" per GPU: each of {found['gpus']} GPUs" if found["gpus"] > 1 else ": the GPU"
+    return f"{model} with AdamW, {row}, {sequences} of {tokens}{where}"
+
+
+def model_and_row(name: str) -> tuple[str, str]:
+    """The model of a row of results/front.json, and its name without that."""
+    model, _, row = name.rpartition(": ")
+    return model or "Llama-3-8B", row
 
 
 def worked(name: str, shown: dict, front: dict) -> str:
     """A table of predicted peaks, and the picture of the step."""
     names = [shown.get("beside"), *shown.get("between", []), shown["front"]]
     title = shown.get("title", shown["front"])
+    model, _ = model_and_row(shown["front"])
     rows = []
     for one in filter(None, names):
         found = front["outputs"][one]["output"][0]
         kinds = found["kinds"]
         small = kinds["input"] + kinds["temporary"] + kinds["update"]
+        called = title if one == shown["front"] else one
         sizes = kinds | {"peak": found["peak"], "rest": small}
-        rows.append(sizes | {"name": title if one == shown["front"] else one})
+        rows.append(sizes | {"name": called.removeprefix(f"{model}: ")})
     dashed = f", {shown['beside']} dashed" if "beside" in shown else ""
     picture = f"![Memory over one training step: {title}{dashed}]"
     below = footer(front, "front", "predicted", rows)
-    return f"{draw(rows, TABLES['worked'])}{below}\n\n{picture}(docs/images/step-{name}.svg)"
+    table = draw(rows, {key.format(model=model): form for key, form in TABLES["worked"].items()})
+    return f"{table}{below}\n\n{picture}(docs/images/step-{name}.svg)"
 
 
 def communication(name: str, shown: dict, results: dict, links: dict) -> str:
-    """A sentence: bytes by theory, and their time at the rates of two links beside the compute."""
+    """A sentence: bytes by theory, and their time at the rates of two links; and the compute, if
+    one GPU has measured it."""
     gpus = shown.get("gpus", GPUS)
-    theory = technique(name).sends(gpus, options_of(shown))
-    sent = {kind: each * LLAMA.whole for kind, each in theory.items()}
+    sent = theory_of(name, shown)
     if between := shown.get("between_machines"):
         inside = {kind: size for kind, size in sent.items() if kind not in between}
         across = {kind: sent[kind] for kind in between}
@@ -129,10 +154,8 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
     else:
         times = [time_of(sent, links, link) for link in LINKS]
         said = f"{bytes_of(sent, ' per step')}: {', '.join(times)}"
-    gpu = results["one_gpu"]
-    measured = alone(shown, results)
-    line = f"Llama-3-8B on {gpus} GPUs: a rank sends {said}, beside "
-    line += f"{1e3 * measured['step_seconds']:,.0f} ms of compute."
+    model, _ = model_and_row(shown["front"])
+    line = f"{model} on {gpus} GPUs: a rank sends {said}{compute(shown, results)}."
     for where, each in shown.get("copied", {}).items():  # bytes per parameter of the shard
         size = {"pcie": each * LLAMA.whole / gpus}
         line += f" It copies {size['pcie'] / 1e9:.1f} GB {where}: {time_of(size, links, 'pcie4')}."
@@ -142,15 +165,35 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
         line += f" Of these bytes it sends {listed(own)}."
     below = "Bytes: the formula in [techniques.py](techniques.py); "
     below += "rates of [estimator/links.json](estimator/links.json)"
-    on = machine_line(gpu["hardware"], on_cpu=False)
-    return f"{line}\n\n{below}; compute: {footer(gpu, 'one_gpu', on, [measured]).strip()}"
+    if "alone" in shown:
+        gpu = results["one_gpu"]
+        on = machine_line(gpu["hardware"], on_cpu=False)
+        below += f"; compute: {footer(gpu, 'one_gpu', on, [alone(shown, results)]).strip()}"
+    return f"{line}\n\n{below}"
+
+
+def compute(shown: dict, results: dict) -> str:
+    """What one GPU computes meanwhile, if it has been measured."""
+    if "alone" not in shown:
+        return ""
+    return f", beside {1e3 * alone(shown, results)['step_seconds']:,.0f} ms of compute"
+
+
+def theory_of(name: str, shown: dict) -> dict[str, float]:
+    """Bytes that a rank sends per step, by collective. ``theory``: the script that is predicted, if
+    the page is of another one."""
+    options = options_of(shown)
+    found = technique(shown.get("theory", name)).sends(shown.get("gpus", GPUS), options)
+    return {kind: each * options["decoder"].whole for kind, each in found.items()}
 
 
 def options_of(shown: dict) -> dict:
     """What the formulas of a technique need to know about the run that a page shows."""
     sizes = {"context": shown["context"]} if "context" in shown else {}
-    found = {"optimizer": "adamw", "decoder": llama(shown.get("batch", GPUS), **sizes)}
-    return found | shown.get("options", {})
+    model = llama(shown.get("batch", GPUS), **sizes)
+    if model_and_row(shown["front"])[0] == "Qwen3-30B-A3B":
+        model = QWEN
+    return {"optimizer": "adamw", "decoder": model} | shown.get("options", {})
 
 
 def bytes_of(sent: dict[str, float], per_step: str = "") -> str:
@@ -159,7 +202,7 @@ def bytes_of(sent: dict[str, float], per_step: str = "") -> str:
     large = {kind: size for kind, size in sent.items() if size > SMALL * whole}
     parts = [f"{size / 1e9:.1f} GB in {COLLECTIVES[kind]}" for kind, size in large.items()]
     total = f"{whole / 1e9:.1f} GB{per_step}, " if len(parts) > 1 else ""
-    return f"{total}{' and '.join(parts)}"
+    return f"{total}{listed(parts)}"
 
 
 def time_of(sent: dict[str, float], links: dict, link: str) -> str:

@@ -78,6 +78,7 @@ def draw_step(axes, data: dict, ink: str) -> None:
     axes.plot(x[at], sums[at], "o", color=ink)
     axes.annotate(f"{sums[at]:.1f}", (x[at], sums[at]), (0, 5), ha="center",
                   textcoords="offset points", fontsize=10, weight="bold")  # fmt: skip
-    axes.set(xlim=(0, 1), xticks=[], ylabel="GiB per GPU", title=f"Llama-3-8B: {data['title']}")
+    title = data["title"] if ": " in data["title"] else f"Llama-3-8B: {data['title']}"
+    axes.set(xlim=(0, 1), xticks=[], ylabel="GiB per GPU", title=title)
     axes.set_ylim(0, 1.1 * axes.dataLim.y1)
     axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))

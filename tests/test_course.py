@@ -164,11 +164,21 @@ def test_llama_is_the_llama_of_the_scripts():
     assert decoder(*numbers, kv=size.kv_heads / size.heads, mlp=mlp, llama=True) == lessons.LLAMA
 
 
+def test_qwen_is_the_qwen_of_the_scripts():
+    size = sizes.SIZES["qwen3-30b-a3b"]
+    mlp = size.mlp_matrices * size.width * size.mlp_width
+    numbers = size.layers, size.width, size.vocabulary, lessons.SIZES["context"], lessons.GPUS
+    heads = size.heads * size.head_width / size.width
+    of_heads = {"kv": size.kv_heads / size.heads, "heads": heads}
+    of_experts = {"mlp": mlp, "experts": size.experts, "top_k": size.top_k}
+    assert decoder(*numbers, **of_heads, **of_experts, llama=True) == lessons.QWEN
+
+
 @pytest.mark.parametrize("name", lessons.SHOWN)
 def test_theory_on_a_page_is_what_is_predicted(name):
     shown = lessons.SHOWN[name]
-    theory = technique(name).sends(shown.get("gpus", lessons.GPUS), lessons.options_of(shown))
-    sent = sum(theory.values()) * lessons.LLAMA.whole
+    theory = lessons.theory_of(name, shown)
+    sent = sum(theory.values())
     predicted = read_result(ROOT, "front")["outputs"][shown["front"]]["output"][0]["sent"]
     # Theory is the mean over the stages of a pipeline; the first and the last one send less.
     close = 0.1 if "pp" in shown.get("options", {}) else 1e-3
