@@ -35,21 +35,23 @@ from jobs.language_models import size_of
 from jobs.model_parts import batch_norms, units_of
 from parallel.mesh import check_experts
 
+ADVICE = "torch.distributed.tensor._redistribute"  # EP, option: to flatten mesh dimensions
+
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows: sends each rank its rows; returns those received, in rank order."""
+    """All-to-all of tokens: sends each rank its own; returns those received, in rank order."""
 
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, outgoing: list[int], incoming: list[int], group):
-        ctx.sizes = (outgoing, incoming)  # EP: number of rows to and from ranks
+    def forward(ctx, tokens: torch.Tensor, outgoing: list[int], incoming: list[int], group):
+        ctx.sizes = (outgoing, incoming)  # EP: number of tokens to and from each rank
         ctx.group = group
-        received = rows.new_empty(sum(incoming), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group)
+        received = tokens.new_empty(sum(incoming), *tokens.shape[1:])
+        dist.all_to_all_single(received, tokens.contiguous(), incoming, outgoing, group)
         return received
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        outgoing, incoming = ctx.sizes  # EP: the reverse exchange
+        outgoing, incoming = ctx.sizes  # EP: gradients go back to where tokens came from
         return Exchange.apply(gradient, incoming, outgoing, ctx.group), None, None, None
 
 
@@ -64,12 +66,12 @@ def run_distributed(experts: nn.Module, group, tokens: torch.Tensor, counts: tor
     if both.is_cuda:
         torch.cuda.current_stream().synchronize()  # EP: the CPU waits for the GPU here, once
     outgoing, incoming = on_cpu.sum(2).tolist()
-    received = Exchange.apply(tokens, outgoing, incoming, group)  # EP: sorted by rank, then expert
+    received = Exchange.apply(tokens, outgoing, incoming, group)  # EP: dispatch; sorted by rank
     expert = torch.arange(both.shape[2], device=counts.device).repeat(ranks)
     expert = expert.repeat_interleave(theirs, output_size=len(received))
     order = expert.argsort(stable=True)  # EP: sorted by expert
     outputs = experts(received[order], both[1].sum(0), on_cpu[1].sum(0).tolist())
-    return Exchange.apply(outputs[order.argsort()], incoming, outgoing, group)
+    return Exchange.apply(outputs[order.argsort()], incoming, outgoing, group)  # EP: combine
 
 
 def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -130,11 +132,10 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
-    ep = args.ep or world_size
-    check_experts(args, size_of(args), ep, world_size)
+    ep = args.ep or world_size  # EP: so many ranks have all experts of a block together
+    check_experts(args, size_of(args), ep, world_size)  # EP, option: of invalid flags
     common.announce(args, device)
-    # EP: hides the advice to flatten mesh dimensions
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger(ADVICE).setLevel(logging.ERROR)  # EP, option: hides it
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data
@@ -150,9 +151,9 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    # EP: the same ranks as a table: a row has different experts, a column shards of the same ones
-    table = init_device_mesh(device.type, (world_size // ep, ep), mesh_dim_names=("shard", "ep"))
-    distribute_experts(model, table["ep"])
+    # EP: the same ranks: along "ep" they have different experts, along "shard" parts of the same
+    mesh_2d = init_device_mesh(device.type, (world_size // ep, ep), mesh_dim_names=("shard", "ep"))
+    distribute_experts(model, mesh_2d["ep"])
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -160,7 +161,7 @@ def main():
             fully_shard(norms, mesh=mesh)
     for block in model.blocks:  # EP: a unit of their own, of which FSDP shards the width
         experts = block.mlp.experts
-        options = {"mesh": table["shard"], "shard_placement_fn": experts.width_dim}
+        options = {"mesh": mesh_2d["shard"], "shard_placement_fn": experts.width_dim}
         fully_shard(experts, **options, mp_policy=policy)
     for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         fully_shard(unit, mesh=mesh, mp_policy=policy)
