@@ -36,8 +36,8 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 def adapt(layer: nn.Linear, rank: int, scale: float) -> None:
     """Add ``B(A(x)) * scale`` to what a layer computes (Hu et al. 2021, arXiv:2106.09685)."""
-    options = {"bias": False, "device": layer.weight.device}  # LoRA: and always in fp32
-    layer.lora_A = nn.Linear(layer.in_features, rank, **options)  # LoRA: a child, with its names
+    options = {"bias": False, "device": layer.weight.device}  # LoRA: adapters stay in fp32
+    layer.lora_A = nn.Linear(layer.in_features, rank, **options)  # LoRA: child modules
     layer.lora_B = nn.Linear(rank, layer.out_features, **options)
     # LoRA: after the layer's own forward; the layer itself stays as it is
     layer.register_forward_hook(lambda m, x, out: out + m.lora_B(m.lora_A(x[0])) * scale)

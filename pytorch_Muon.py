@@ -56,8 +56,8 @@ class Muon(torch.optim.AdamW):
             # Muon: AdamW expects a step in the state when it loads a snapshot
             self.state[p].update(momentum_buffer=torch.zeros_like(p), step=torch.tensor(0.0))
         momentum = self.state[p]["momentum_buffer"].to_local().lerp_(gradient, 1 - 0.95)
-        half = p.is_cuda and p.dtype == torch.float32  # Muon: bfloat16 is slow on many CPUs
-        update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if half else p.dtype)
+        on_gpu = p.is_cuda and p.dtype == torch.float32  # Muon: bfloat16 is slow on many CPUs
+        update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if on_gpu else p.dtype)
         return F.pad(update, (0, 0, 0, -(-len(p) // dist.get_world_size()) - len(update)))
 
     @torch.no_grad()

@@ -82,8 +82,8 @@ def main():
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
-        again = unit is not model.head  # chunked: this one is gathered once for all chunks
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        reshard = unit is not model.head  # chunked: the head stays gathered for all chunks
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards

@@ -110,7 +110,7 @@ def main():
     how = "emulated, because this device cannot multiply float8" if emulate else "on the GPU"
     common.print0(f"float8: {chosen} of {len(layers)} linear layers, {args.scaling}, {how}")
     # float8: each nn.Linear becomes a layer that scales, casts and multiplies
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=fits)  # float8: these
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=fits)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
         if args.compile:

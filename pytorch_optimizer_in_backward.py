@@ -39,7 +39,7 @@ def main():
         help="dtype of compute and of the gathered weights (default: float32)",
     )  # fmt: skip
     args = common.parse_args(parser)
-    if args.clip_grad or args.on_nan in ("stop", "skip"):  # in-backward: some weights are new then
+    if args.clip_grad or args.on_nan in ("stop", "skip"):  # in-backward: too late for both
         flag = f"--clip-grad {args.clip_grad}" if args.clip_grad else f"--on-nan {args.on_nan}"
         common.fail(f"{flag} needs all gradients before the first update; use pytorch_FSDP.py")
     common.prepare_process(args)
@@ -90,17 +90,18 @@ def main():
     optimizer = common.make_optimizer(args, model)
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)
-    run.resume_or_exit(model, optimizer, scheduler, engine=model)  # in-backward: a step is no phase
+    # in-backward: optimizer.step() runs inside backward, so it does not end a phase of the step
+    run.resume_or_exit(model, optimizer, scheduler, engine=model)
 
     def update(parameters, _):
         if all(p.grad is not None for p in parameters):
-            optimizer.step()  # in-backward: skips all others, which have no gradient
+            optimizer.step()  # in-backward: other blocks have no gradient: skipped
             optimizer.zero_grad()  # in-backward: frees the buffer that FSDP reduced for this block
 
     norms = {p for norm in batch_norms(model) for p in norm.parameters()}
     for unit in units_of(model):
         own = [p for p in unit.parameters() if p.requires_grad and p not in norms]
-        for p in own:  # in-backward: FSDP calls it after the reduce-scatter
+        for p in own:  # in-backward: the hook runs after the reduce-scatter
             p.register_post_accumulate_grad_hook(partial(update, own))
 
     # 5. Train
